@@ -107,17 +107,3 @@ def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Te
     with waiting("the whole weights of experts"):
         dist.gather(own, parts, dst=first, group=group)
     return None if parts is None else part.join(parts)
-
-
-def whole_on_all(own: torch.Tensor, parameter: torch.Tensor, part: ExpertPart) -> torch.Tensor:
-    """Return the whole of what ranks have of a parameter, on every rank. Collective over those that have its parts.
-
-    Args:
-        own: this rank's part of the parameter, or of something as large.
-        parameter: the parameter.
-        part: which part of it this rank has.
-    """
-    own = own.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in range(part.num_parts)]
-    dist.all_gather(parts, own, group=stock_groups._get_expert_parallel_group(parameter.group_name))
-    return part.join(parts)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as, part_of
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+from ds_fsmoe.layer.over_ranks import joined
 
 PLACEMENT = "autoep_expert"
 """The family of parameters that DeepSpeed's ZeRO 3 shards over the ranks that hold the same experts."""
@@ -54,12 +54,9 @@ def join_parts(parameter: nn.Parameter, places: Sequence[int] | None = None) -> 
     """
     part = part_of(parameter)
     assert part is not None
-    own = parameter.detach().contiguous()
-    parts = [own]
+    whole = parameter.detach().clone()
     if part.num_parts > 1:
-        parts = [torch.empty_like(own) for _ in range(part.num_parts)]
-        dist.all_gather(parts, own, group=stock_groups._get_expert_parallel_group(parameter.group_name))
-    whole = part.join(parts)
+        whole = joined(parameter, part, stock_groups._get_expert_parallel_group(parameter.group_name))
     return whole if places is None else part.in_order(whole, places)
 
 

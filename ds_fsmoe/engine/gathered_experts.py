@@ -138,7 +138,10 @@ def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
     Collective over the ranks that share the experts, in the backward too.
 
     Args:
-        parameter: of ``engine.module``; one that is not spread over ranks is returned as it is.
+        parameter: of ``engine.module``.
+
+    Returns:
+        [E, ...], with a gradient; a parameter that is not spread over ranks as it is.
 
     Raises:
         LayerError: ZeRO 3 has shared it out.
@@ -167,6 +170,9 @@ def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Args:
         engine: the engine that ``initialize`` has returned, ours or DeepSpeed's.
+
+    Yields:
+        The name of a parameter and the whole tensor, [E, ...] where it is one of experts.
 
     Raises:
         RuntimeError: experts would have to move for it, and the engine is in inference.

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_of
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.expert_shard import origin_of
 
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -148,7 +149,8 @@ def _combine(norms: Any, own: Mapping[int, dist.ProcessGroup], norm_type: float)
     for group in sorted(numbers, key=dist.ProcessGroup.size):
         of_rank = torch.stack([norms[each] for each in numbers[group]])
         of_ranks = [torch.empty_like(of_rank) for _ in range(group.size())]
-        dist.all_gather(of_ranks, of_rank, group=group)
+        with waiting("the norm of gradients of a script"):
+            dist.all_gather(of_ranks, of_rank, group=group)
         whole = torch.linalg.vector_norm(torch.stack(of_ranks), norm_type, dim=0)
         for number, norm in zip(numbers[group], whole, strict=True):
             norms[number] = norm

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as stock_groups
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import nn
 
-from ds_fsmoe.checkpoint.whole_weights import whole_on_all
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of, parts_in
 from ds_fsmoe.engine.convert_adapters import adapters_of
+from ds_fsmoe.layer.over_ranks import joined
 
 
 def show_whole_experts(engine: Any) -> None:
@@ -53,7 +54,7 @@ class _Whole:
         part = part_of(parameter)
         if own is None or part is None or part.num_parts == 1:
             return own
-        whole = whole_on_all(own, parameter, part)
+        whole = joined(own, part, stock_groups._get_expert_parallel_group(parameter.group_name))
         places = self._places(parameter)
         return whole if places is None else _in_order(whole, part, places)
 

@@ -131,7 +131,10 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's experts of a weight as a plain tensor, which shares its memory.
 
     Args:
-        parameter: of ``engine.module``; one that is whole is returned as it is, detached.
+        parameter: of ``engine.module``.
+
+    Returns:
+        [e, ...], its experts that are on this rank, in their order; of a parameter that is whole, all of it.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -143,10 +146,13 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def own_experts_of(parameter: torch.Tensor) -> range | None:
-    """Return the numbers of the experts of which this rank has a weight; ``None`` for a weight that is whole.
+    """Return the experts of which this rank has a weight.
 
     Args:
         parameter: of ``engine.module``.
+
+    Returns:
+        Their numbers among all experts; ``None`` for a parameter that is whole.
 
     Examples:
         >>> import torch, ds_fsmoe
