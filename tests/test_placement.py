@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
+import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.placement.events import Event
 from ds_fsmoe.placement.holdings import PlacementError
@@ -59,9 +60,8 @@ def replicas_are_equal(engine: Any) -> bool:
             is_home = number < now.num_local
             weights = replicas._parameters_of(layer if is_home else replicas.modules[0])
             index = number if is_home else number - now.num_local
-            own.append(
-                (label, expert, b"".join(each.detach()[index].contiguous().numpy().tobytes() for each in weights))
-            )
+            of_expert = (ds_fsmoe.own_part(each)[index].contiguous() for each in weights)
+            own.append((label, expert, b"".join(each.numpy().tobytes() for each in of_expert)))
     dist.all_gather_object(every, own)
     for of_rank in every:
         for label, expert, values in of_rank:
