@@ -18,6 +18,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import ds_fsmoe
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -261,10 +262,10 @@ def allowed(rank: int, world: int, folder: str) -> None:
     engine = make(0, 2)
     p = named(engine)[DOWN]
     part, own = ds_fsmoe.own_part(p), ds_fsmoe.own_experts_of(p)
-    assert list(own) == [2 * rank, 2 * rank + 1]
+    assert own == [2 * rank, 2 * rank + 1]
     whole = whole_of(engine)[DOWN]
     assert type(part) is torch.Tensor
-    assert torch.equal(part, whole[own.start : own.stop])
+    assert torch.equal(part, whole[own])
     average = copy.deepcopy(p)
     with torch.no_grad():
         average.mul_(0.9).add_(p, alpha=0.1)
@@ -276,7 +277,7 @@ def allowed(rank: int, world: int, folder: str) -> None:
         nn.Parameter(torch.zeros(whole.shape)).data.copy_(engine.module.state_dict()[DOWN])
     # Every rank has the whole, and takes its own.
     engine.module.load_state_dict({DOWN: whole * 3}, strict=False)
-    assert torch.allclose(ds_fsmoe.own_part(p), whole[own.start : own.stop] * 3)
+    assert torch.allclose(ds_fsmoe.own_part(p), whole[own] * 3)
     model = engine.module
     engine.destroy()
     with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):  # it is still a part
@@ -380,8 +381,8 @@ def masks(rank: int, world: int, ep: int, stage: int, enabled: bool) -> dict[str
     engine = make(stage, ep, enabled=enabled)
     p = named(engine)[DOWN]
     mask = torch.tensor([0.0, 1.0, 1.0, 0.0]).view(-1, 1, 1)
-    own = ds_fsmoe.own_experts_of(p) or range(EXPERTS)
-    p.register_hook(lambda gradient: gradient * mask[own.start : own.stop])
+    own = ds_fsmoe.own_experts_of(p) or [*range(EXPERTS)]
+    p.register_hook(lambda gradient: gradient * mask[own])
     for step in range(2):
         x = batch(10 * step + rank, 1)
         engine.backward(engine(input_ids=x, labels=x).loss)
@@ -397,3 +398,34 @@ def test_a_hook_on_a_part_sees_the_experts_of_this_rank(stage: int, tmp_path: Pa
     assert furthest(ours, stock) < 1e-5
     moved = (ours[DOWN] - dict(model_of("olmoe").named_parameters())[DOWN]).abs().amax(dim=(1, 2))
     assert [each > 0 for each in moved.tolist()] == [False, True, True, False]
+
+
+# ---- where experts have moved
+
+
+def moved(rank: int, world: int) -> None:
+    from deepspeed import zero
+
+    engine = make(0, 2, placement={"policy": "balanced", "every": 100})
+    before, p = whole_of(engine), named(engine)[DOWN]
+    placements = engine.fsmoe.placement
+    placements.go_to({next(iter(placements.now)): ExpertPlacement((3, 0, 1, 2), EXPERTS, world)})
+    assert ds_fsmoe.own_experts_of(p) == [[3, 0], [1, 2]][rank]
+    assert torch.equal(ds_fsmoe.own_part(p), before[DOWN][ds_fsmoe.own_experts_of(p)])
+    assert furthest(whole_of(engine), before) == 0
+    with zero.GatheredParameters([p], modifier_rank=0):
+        assert torch.equal(p.data, before[DOWN])
+        if rank == 0:
+            p.data[3] += 1
+    assert furthest({DOWN: whole_of(engine)[DOWN] - before[DOWN]}, {DOWN: one_expert(before[DOWN], 3)}) < 1e-6
+    engine.destroy()
+
+
+def one_expert(like: torch.Tensor, number: int) -> torch.Tensor:
+    found = torch.zeros_like(like)
+    found[number] = 1
+    return found
+
+
+def test_whole_weights_have_the_models_own_order_where_experts_have_moved(tmp_path: Path) -> None:
+    run_on_ranks(moved, 2, tmp_path)

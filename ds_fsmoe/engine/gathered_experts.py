@@ -21,8 +21,7 @@ from torch import nn
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, origin_of
-from ds_fsmoe.layer.inference import refuse_within
-from ds_fsmoe.layer.over_ranks import WholeOfParts, joined
+from ds_fsmoe.layer.over_ranks import WholeOfParts
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.shard_functions import METADATA
 
@@ -45,7 +44,7 @@ class WholeExperts(nn.Parameter):
 def _with_gradients(value: Any) -> Any:
     if isinstance(value, WholeExperts) and value.requires_grad:
         origin = value.fsmoe_origin
-        return WholeOfParts.apply(value, value.data, origin.part, origin.group)
+        return WholeOfParts.apply(value, value.data, origin.cut, origin.group)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_with_gradients, value))
     return {name: _with_gradients(each) for name, each in value.items()} if isinstance(value, dict) else value
@@ -70,7 +69,7 @@ class _Gathering:
         self._of_zero.__enter__()
         for each in self._parameters:
             self._own.append(each.data)
-            each.data = joined(each, each.fsmoe_origin.part, each.fsmoe_origin.group)
+            each.data = each.fsmoe_origin.whole(each)
             each.__class__ = WholeExperts
 
     def __exit__(self, *error: Any) -> None:
@@ -94,7 +93,7 @@ class _Gathering:
             with waiting("a change within GatheredParameters of", parameter.fsmoe_origin.name):
                 dist.broadcast(whole, dist.get_global_rank(group, self._modifier), group=group)
             parameter.data = whole
-        own.copy_(parameter.fsmoe_origin.part.cut(parameter.data))
+        own.copy_(parameter.fsmoe_origin.cut(parameter.data))
 
 
 def gather_experts_whole() -> None:
@@ -159,7 +158,7 @@ def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
             f"whole_weight: ZeRO 3 has shared {origin.name} out; compute the loss within "
             "deepspeed.zero.GatheredParameters(parameter), where it has all experts and a gradient"
         )
-    return WholeOfParts.apply(parameter, joined(parameter, origin.part, origin.group), origin.part, origin.group)
+    return WholeOfParts.apply(parameter, origin.whole(parameter), origin.cut, origin.group)
 
 
 def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,9 +173,6 @@ def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Yields:
         The name of a parameter and the whole tensor, [E, ...] where it is one of experts.
 
-    Raises:
-        RuntimeError: experts would have to move for it, and the engine is in inference.
-
     Examples:
         >>> import torch, ds_fsmoe
         >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
@@ -187,12 +183,7 @@ def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         >>> shapes["deepspeed_moe.gate.wg.weight"]  # [E, M]
         torch.Size([4, 8])
     """
-    state = getattr(engine, "fsmoe", None)
-    placement = None if state is None else state.placement
-    if placement is not None:
-        refuse_within(state.running, "whole_parameters")
-    with nullcontext() if placement is None else placement.at_home():
-        for name, each in engine.module.named_parameters():
-            origin = origin_of(each)
-            with gathered([each]):
-                yield name, each.detach() if origin is None else joined(each, origin.part, origin.group)
+    for name, each in engine.module.named_parameters():
+        origin = origin_of(each)
+        with gathered([each]):
+            yield name, each.detach() if origin is None else origin.whole(each)

@@ -47,13 +47,7 @@ def leave(module: FSMoEExperts) -> None:
         around = around.base_layer
     module.__class__ = own_class_of(module)
     del module.fsmoe
-    places = None
-    if state.placed is not None:
-        placement = state.placed.placement
-        homes = (divmod(home, placement.per_rank) for home in placement.home_of_expert)
-        places = [rank * placement.num_local + place for rank, place in homes]
-        places = None if places == [*range(placement.num_experts)] else places
-    setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), places))
+    setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), state.places()))
 
 
 def is_left(module: nn.Module) -> bool:

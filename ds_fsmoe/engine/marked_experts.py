@@ -18,8 +18,11 @@ from torch import nn
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.partitioned import is_shared_out
+from ds_fsmoe.engine.convert_adapters import adapters_of
 from ds_fsmoe.engine.gathered_experts import gather_experts_whole
 from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, mark, origin_of, tensors_in, unmark
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.over_ranks import Origin
 from ds_fsmoe.layer.parts import LayerError
 
 WHOLE = (
@@ -44,8 +47,11 @@ class MarkedExperts:
             for each in self._parameters
             if each.requires_grad and not is_shared_out(each)
         ]
-        for name, parameter, _ in spread:
-            mark(parameter, name, stock_groups._get_expert_parallel_group(parameter.group_name))
+        experts = [each for each in model.modules() if isinstance(each, FSMoEExperts)]
+        owners = {id(own): each for each in experts for own in (*each.parameters(), *adapters_of(each))}
+        for name, parameter, part in spread:
+            state, group = owners[id(parameter)].fsmoe, stock_groups._get_expert_parallel_group(parameter.group_name)
+            mark(parameter, Origin(name, part, group, state.places))
         self._handles = [handle for each in model.modules() for handle in _guard(each)]
         if spread:
             gather_experts_whole()
@@ -134,9 +140,9 @@ def _own_of(given: torch.Tensor, parameter: ExpertShard) -> torch.Tensor:
     """Return this rank's part of a whole weight that is loaded; anything else as it is."""
     if is_shared_out(parameter) and not parameter.numel():
         return given
-    part = parameter.fsmoe_origin.part
-    is_whole = tuple(given.shape) == part.whole_shape(parameter.shape)
-    return part.cut(given) if is_whole else given
+    origin = parameter.fsmoe_origin
+    is_whole = tuple(given.shape) == origin.part.whole_shape(parameter.shape)
+    return origin.cut(given) if is_whole else given
 
 
 def check_whole(given: Mapping[str, Any], model: nn.Module) -> None:

@@ -7,20 +7,17 @@ DeepSpeed puts on a parameter, at ZeRO 3 methods of its optimizer.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups as stock_groups
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of, parts_in
-from ds_fsmoe.engine.convert_adapters import adapters_of
-from ds_fsmoe.layer.over_ranks import joined
+from ds_fsmoe.checkpoint_files.expert_parts import parts_in
+from ds_fsmoe.layer.expert_shard import origin_of
 
 
 def show_whole_experts(engine: Any) -> None:
@@ -45,18 +42,12 @@ class _Whole:
     """
 
     def __init__(self, engine: Any) -> None:
-        # Parameters hold this, and outlive engines.
-        self._state = weakref.ref(engine.fsmoe)
         self.parameters = [each for _, each, part in parts_in(engine.module) if part.num_parts > 1]
 
     def of(self, own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the whole of what each rank has of a parameter, in the model's own order. Collective."""
-        part = part_of(parameter)
-        if own is None or part is None or part.num_parts == 1:
-            return own
-        whole = joined(own, part, stock_groups._get_expert_parallel_group(parameter.group_name))
-        places = self._places(parameter)
-        return whole if places is None else _in_order(whole, part, places)
+        origin = origin_of(parameter)
+        return own if own is None or origin is None else origin.whole(own)
 
     def cut(self, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's part of a whole value.
@@ -64,37 +55,17 @@ class _Whole:
         Raises:
             ValueError: it is not as large as the whole parameter.
         """
-        part = part_of(parameter)
-        if part is None or part.num_parts == 1:
+        origin = origin_of(parameter)
+        if origin is None:
             return value
-        shape = part.whole_shape(getattr(parameter, "ds_shape", parameter.shape))
+        shape = origin.part.whole_shape(getattr(parameter, "ds_shape", parameter.shape))
         if value.numel() != torch.Size(shape).numel():
             raise ValueError(
                 f"ds_fsmoe: a value of shape {list(value.shape)} for a parameter of experts that are spread over "
-                f"{part.num_parts} ranks: give that of all {part.num_experts} experts, {list(shape)}, on every rank, "
-                "as safe_get_full_* returns it"
+                f"{origin.part.num_parts} ranks: give that of all {origin.part.num_experts} experts, {list(shape)}, on "
+                "every rank, as safe_get_full_* returns it"
             )
-        value, places = value.reshape(shape), self._places(parameter)
-        return part.cut(value if places is None else _in_order(value, part, places.argsort()))
-
-    def _places(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return where the parts of a parameter, put together, have each expert; ``None`` where none has moved."""
-        state = self._state()
-        if state is None or state.placement is None:
-            return None
-        for label, now in state.placement.now.items():
-            layer = state.inner_layers[label]
-            if not now.is_at_start and any(each is parameter for each in (*layer.parameters(), *adapters_of(layer))):
-                rank_and_place = (divmod(each, now.per_rank) for each in now.home_of_expert)
-                return torch.tensor([rank * now.num_local + place for rank, place in rank_and_place])
-        return None
-
-
-def _in_order(whole: torch.Tensor, part: ExpertPart, order: torch.Tensor) -> torch.Tensor:
-    order = order.to(whole.device)
-    if part.layout == "stacked":
-        return whole.unflatten(0, (part.num_experts, -1))[order].flatten(0, 1)
-    return whole.unflatten(1, (-1, part.num_experts))[..., order].flatten(1)
+        return origin.cut(value.reshape(shape))
 
 
 def _replace_at_stage_3(optimizer: Any, view: _Whole) -> None:

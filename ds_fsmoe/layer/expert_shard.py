@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS, ExpertPart, part_of
-from ds_fsmoe.layer.over_ranks import SumOverRanks
+from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS
+from ds_fsmoe.layer.over_ranks import Origin, SumOverRanks
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.shard_functions import DIMS, ELEMENTWISE, METADATA, STATISTICS, SUMS
 from ds_fsmoe.log import logger
@@ -36,28 +34,6 @@ _INSTEAD = (
     "in a loss. Every rank has to call these. This rank's experts alone: ds_fsmoe.own_part(parameter)"
 )
 _warned: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Says of which weight a tensor is this rank's part."""
-
-    name: str
-    part: ExpertPart
-    group: dist.ProcessGroup
-    """The ranks that have the other parts."""
-
-    @property
-    def times(self) -> int:
-        """How many times as many elements the whole weight has."""
-        shard = self.part.shard
-        return self.part.ep_size * (1 if shard is None or shard.dim is None else shard.count)
-
-    def said(self) -> str:
-        """Return the parameter and what of it is here, for messages."""
-        first, last = self.part.experts[0], self.part.experts[-1]
-        which = f"expert {first}" if first == last else f"experts {first} to {last}"
-        return f"{self.name} has {which} of {self.part.num_experts} on this rank"
 
 
 class _Marked:
@@ -101,17 +77,9 @@ class ShardValue(_Marked, torch.Tensor):
     """Stands for what a script has computed from a part, expert by expert."""
 
 
-def mark(parameter: nn.Parameter, name: str, group: dist.ProcessGroup) -> None:
-    """Mark a parameter of experts from now on.
-
-    Args:
-        parameter: one that says which part it is.
-        name: its name in the model.
-        group: the ranks that have the parts.
-    """
-    part = part_of(parameter)
-    assert part is not None
-    parameter.fsmoe_origin, parameter.fsmoe_dim = Origin(name, part, group), LAYOUTS.index(part.layout)
+def mark(parameter: nn.Parameter, origin: Origin) -> None:
+    """Mark a parameter of experts from now on."""
+    parameter.fsmoe_origin, parameter.fsmoe_dim = origin, LAYOUTS.index(origin.part.layout)
     parameter.__class__ = ExpertShard
 
 
@@ -124,7 +92,7 @@ def unmark(parameter: nn.Parameter) -> None:
 
 def origin_of(tensor: Any) -> Origin | None:
     """Return of which weight a tensor is a part, ``None`` for a tensor that is whole."""
-    return tensor.fsmoe_origin if isinstance(tensor, _Marked) else None
+    return getattr(tensor, "fsmoe_origin", None)
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -145,14 +113,14 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.detach()
 
 
-def own_experts_of(parameter: torch.Tensor) -> range | None:
-    """Return the experts of which this rank has a weight.
+def own_experts_of(parameter: torch.Tensor) -> list[int] | None:
+    """Return the experts of which this rank has a weight. They may change where ``fsmoe.placement`` moves experts.
 
     Args:
         parameter: of ``engine.module``.
 
     Returns:
-        Their numbers among all experts; ``None`` for a parameter that is whole.
+        Their numbers among all experts, in the order in which they lie; ``None`` for a parameter that is whole.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -160,7 +128,7 @@ def own_experts_of(parameter: torch.Tensor) -> range | None:
         True
     """
     origin = origin_of(parameter)
-    return None if origin is None else origin.part.experts
+    return None if origin is None else origin.experts
 
 
 def asking() -> str:
@@ -286,7 +254,7 @@ def _check_others(func: Any, marked: Any, values: Any) -> None:
     part, dim = marked.fsmoe_origin.part, marked.fsmoe_dim
     for each in tensors_in(values):
         if isinstance(each, _Marked):
-            fits = each.fsmoe_origin.part == part
+            fits = each.fsmoe_origin.part == part and each.fsmoe_origin.experts == marked.fsmoe_origin.experts
         elif each.ndim == 0 or dim is None:
             fits = each.numel() in (1, marked.numel())
         else:

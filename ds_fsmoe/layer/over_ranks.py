@@ -7,6 +7,8 @@ ranks' experts has its gradient there, so the backward adds up over the ranks wh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,47 @@ import torch.distributed as dist
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.distributed.waits import waiting
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Says of which weight a tensor is this rank's part."""
+
+    name: str
+    part: ExpertPart
+    group: dist.ProcessGroup
+    """The ranks that have the other parts."""
+    places: Callable[[], Sequence[int] | None] = lambda: None
+    """Tells where each expert lies among those of all ranks; ``None``: in the model's own order."""
+
+    @property
+    def times(self) -> int:
+        """How many times as many elements the whole weight has."""
+        shard = self.part.shard
+        return self.part.ep_size * (1 if shard is None or shard.dim is None else shard.count)
+
+    @property
+    def experts(self) -> list[int]:
+        """The numbers of this rank's experts, in the order in which they lie."""
+        places, own = self.places(), self.part.experts
+        return [*own] if places is None else [places.index(each) for each in own]
+
+    def said(self) -> str:
+        """Return the parameter and what of it is here, for messages."""
+        which = ", ".join(map(str, self.experts))
+        return f"{self.name} has experts {which} of {self.part.num_experts} on this rank"
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the whole of what each rank has, with experts in the model's own order. Collective."""
+        whole, places = joined(own, self.part, self.group), self.places()
+        return whole if places is None else self.part.in_order(whole, places)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what is whole."""
+        if (places := self.places()) is None:
+            return self.part.cut(whole)
+        inverse = sorted(range(len(places)), key=places.__getitem__)
+        return self.part.cut(self.part.in_order(whole, inverse))
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -34,14 +77,18 @@ class WholeOfParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: torch.Tensor, whole: torch.Tensor, part: ExpertPart, group: dist.ProcessGroup
+        ctx: Any,
+        parameter: torch.Tensor,
+        whole: torch.Tensor,
+        cut: Callable[[torch.Tensor], torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.part, ctx.group = part, group
+        ctx.cut, ctx.group = cut, group
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.part.cut(_sum(gradient, ctx.group)).contiguous(), None, None, None
+        return ctx.cut(_sum(gradient, ctx.group)).contiguous(), None, None, None
 
 
 @torch.no_grad()
