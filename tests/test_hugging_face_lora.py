@@ -189,9 +189,9 @@ def several(rank: int, world_size: int, stage: int) -> list[str]:
                 getattr(each, change)()
         compared(change)
     wanted = dict(reference.base_model.model.named_parameters())
-    for name, parameter, part in parts_in(model.base_model.model):
+    for name, parameter, _ in parts_in(model.base_model.model):
         with GatheredParameters([parameter]):
-            said += [f"{name}: {each}" for each in off_by(parameter.detach(), part.cut(wanted[name].detach()))]
+            said += [f"{name}: {each}" for each in off_by(parameter.detach(), wanted[name].detach())]
     if len(list(parts_in(model))) != len(before) - 2 * 2 * 2 * 2:
         said.append("adapters are left")
     engine.destroy()

@@ -241,7 +241,7 @@ def train(
     if block is EARLY and engine.fsmoe.num_layers and engine.grid.data_parallel_size > 1:
         everything, early = engine.fsmoe.reduction.bytes_of_plan()
         assert 0 < early <= everything
-    own = {f"own {name}": each.detach().clone() for name, each in engine.module.named_parameters()}
+    own = {f"own {name}": ds_fsmoe.own_part(each).clone() for name, each in engine.module.named_parameters()}
     weights = own | ({} if block is None else ds_fsmoe.whole_state_dict(engine) or {})
     engine.destroy()
     return weights | {"losses": torch.stack(losses), "norms": torch.stack(norms)}

@@ -212,7 +212,7 @@ def convert_experts(
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)
-    found = {new: before.get(old, old) for new, old in replaced.items()}
+    found = {new: before.pop(old, old) for new, old in replaced.items()} | before
     replace_all(found, *next(iter((wrappers or {}).items()), (path, module)))
     return HuggingFaceLayer(module), found
 

@@ -121,7 +121,8 @@ def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
 
 def _is_put_on(name: str, value: Any) -> bool:
     owner = getattr(getattr(value, "__func__", value), "__module__", None) or ""
-    return name in OURS or name in _DEEPSPEEDS or name.startswith("ds_") or owner.startswith("deepspeed.")
+    is_a_function = owner.startswith(("deepspeed.", "ds_fsmoe."))
+    return is_a_function or name in OURS or name in _DEEPSPEEDS or name.startswith("ds_")
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:

@@ -168,12 +168,11 @@ class _Whole(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_RM: torch.Tensor) -> _Gradients:
         call: Call = ctx.call
-        with torch._C.DisableTorchFunctionSubclass():  # weights of experts may be marked
-            call.take_back(ctx)
-            call.begin_backward(dy_RM)
-            dx_RM, of_weights_R = call.end_backward()
-            gradients = call.experts.gradients()
-            call.drop()
+        call.take_back(ctx)
+        call.begin_backward(dy_RM)
+        dx_RM, of_weights_R = call.end_backward()
+        gradients = call.experts.gradients()
+        call.drop()
         return dx_RM, of_weights_R, None, *gradients
 
 
@@ -208,9 +207,8 @@ class _Compute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, nothing: torch.Tensor) -> _Gradients:
         call: Call = ctx.call
-        with torch._C.DisableTorchFunctionSubclass():
-            call.take_back(ctx)
-            gradients = call.go_on_backward()
+        call.take_back(ctx)
+        gradients = call.go_on_backward()
         if not ctx.needs_input_grad[0]:
             call.end_backward()
             call.drop()

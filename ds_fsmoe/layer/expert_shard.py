@@ -28,6 +28,8 @@ from ds_fsmoe.layer.shard_functions import DIMS, ELEMENTWISE, METADATA, STATISTI
 from ds_fsmoe.log import logger
 
 TRUSTED = ("deepspeed", "ds_fsmoe")
+_PASSING_ON = frozenset(("torch", "copy", "copyreg", "functools", "contextlib", "_pickle", "pickle"))
+"""Packages whose functions ask for somebody else."""
 _INSTEAD = (
     "Use instead: deepspeed.zero.GatheredParameters(parameter), within which it has all experts (modifier_rank=0 to "
     "change them); ds_fsmoe.whole_parameters(engine), which walks over whole weights; ds_fsmoe.whole_weight(parameter) "
@@ -132,11 +134,11 @@ def own_experts_of(parameter: torch.Tensor) -> list[int] | None:
 
 
 def asking() -> str:
-    """Return the package whose code asks the caller: that of the innermost frame that is not torch's."""
+    """Return the package whose code asks the caller: that of the innermost frame outside of torch and its like."""
     frame = sys._getframe(2)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package != "torch":
+        if package not in _PASSING_ON:
             return package
         frame = frame.f_back
     return TRUSTED[0]  # a thread of torch's own

@@ -24,6 +24,7 @@ from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.distributed.groups import stock_names
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import LayerError, refuse_copy
 from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
@@ -162,12 +163,12 @@ class FSMoEExperts(nn.Module):
     num_experts: int
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled, alone or with the model around.
+        """Refuse to be copied or pickled by a script, alone or with the model around.
 
         Raises:
-            LayerError: always.
+            LayerError: a script asks.
         """
-        refuse_copy(self.fsmoe.path)
+        return super().__reduce_ex__(protocol) if asking() in TRUSTED else refuse_copy(self.fsmoe.path)
 
     @property
     def label(self) -> str:
@@ -243,8 +244,7 @@ class FSMoEExperts(nn.Module):
         def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
             return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
 
-        with torch._C.DisableTorchFunctionSubclass():  # the weights are marked, for scripts
-            output = self._run(x_SM, route, forward).view(shape).to(hidden_states.dtype)
+        output = self._run(x_SM, route, forward).view(shape).to(hidden_states.dtype)
         if output.requires_grad and state.is_a_part_without_engine:
             output.register_hook(state.refuse_gradient)
         return output

@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_of
 from ds_fsmoe.components.expert_compute.adapters import Adapter
+from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import LayerError
 
@@ -59,11 +60,13 @@ class FSMoEParamWrapper(nn.Module):
                 f"{experts.fsmoe.path}: adapter {name!r} of {self.parameter_name} was added after initialize(): its "
                 "parameters are not in the optimizer; add it before"
             )
-        return Adapter(self.parameter_name, a, b, self.scaling[name], experts.num_local_experts)
+        # Within GatheredParameters they have all experts.
+        num_experts = (shape_of(a) or (0,))[0] // self.r[name]
+        return Adapter(self.parameter_name, a, b, self.scaling[name], num_experts)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what an adapter adds to this rank's part of the weight, in its shape. At ZeRO 3 A and B have to be
-        whole, as in ``deepspeed.zero.GatheredParameters``."""
+        """Return what an adapter adds to this rank's part of the weight; within ``deepspeed.zero.GatheredParameters``,
+        as has to be at ZeRO 3, to the whole weight."""
         weight, contract = self.get_param(), self.experts_beneath.fsmoe.contract
         assert contract is not None
         return self.adapter(adapter_name).delta(contract.is_transposed).to(weight.device, weight.dtype)

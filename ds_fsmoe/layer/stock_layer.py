@@ -33,6 +33,7 @@ from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_container import is_like_stocks, whole_experts, why_called
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import LayerError, refuse_copy
 from ds_fsmoe.layer.recomputed import remembering
@@ -142,12 +143,13 @@ class FSMoELayer(StockMOELayer):
     """All of our state; without it a layer is stock's again."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the layer, unless it has an engine.
+        """Copy or pickle the layer, unless it has an engine and a script asks.
 
         Raises:
             LayerError: it has one.
         """
-        return super().__reduce_ex__(protocol) if self.fsmoe.running is None else refuse_copy(self.fsmoe.path)
+        may_be_copied = self.fsmoe.running is None or asking() in TRUSTED
+        return super().__reduce_ex__(protocol) if may_be_copied else refuse_copy(self.fsmoe.path)
 
     @property
     def label(self) -> str:

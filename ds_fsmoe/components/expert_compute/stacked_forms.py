@@ -196,7 +196,9 @@ class Written:
         return before_RM
 
     def _weight(self, name: str) -> torch.Tensor:
-        return self._cast(getattr(self._module, name))
+        with torch._C.DisableTorchFunctionSubclass():  # it may be marked, for scripts
+            weight = getattr(self._module, name).detach()
+        return self._cast(weight)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
@@ -298,7 +300,8 @@ class Called:
         of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
         arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
         if not aliases and not self._adapters:
-            return self._own_forward(*arguments)
+            with torch._C.DisableTorchFunctionSubclass():  # the weights may be marked, for scripts
+                return self._own_forward(*arguments)
         named = {name: _alias_of(each, aliases) for name, each in self._module.named_parameters()}
         for each in self._adapters:
             weight, of_adapter = named[each.weight], (_alias_of(parameter, aliases) for parameter in each.parameters)
