@@ -31,7 +31,7 @@ TRAINING: dict[str, Any] = {
     **{"model_name_or_path": "model", "stage": "sft", "do_train": True, "finetuning_type": "full"},
     **{"deepspeed": "ds.json", "dataset_dir": ".", "dataset": "sums", "template": "empty", "cutoff_len": 64},
     **{"per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 6, "logging_steps": 1},
-    **{"save_strategy": "no", "report_to": "none", "bf16": False},
+    **{"save_strategy": "no", "overwrite_output_dir": True, "report_to": "none", "bf16": False},
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
 
