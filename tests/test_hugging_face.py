@@ -81,7 +81,8 @@ def gradients(
         torch.stack(losses).mean().backward()
         loss = loss_of(engine, x[rank : rank + 1])
         engine.backward(loss)
-        if not abs(loss.item() - losses[rank].item()) <= TOLERANCE * abs(losses[rank].item()):
+        # That of a model of text alone is a mean of numbers between -1 and 1 that cancel, each rounded at 6e-8.
+        if not abs(loss.item() - losses[rank].item()) <= TOLERANCE * abs(losses[rank].item()) + 1e-8:
             said.append(f"{family}: loss {loss.item()} for {losses[rank].item()}")
         ep_rank = stock_groups._get_expert_parallel_rank(f"ep_size_{world_size}")
         wanted = {name: each.grad for name, each in reference.named_parameters()}
