@@ -239,12 +239,6 @@ class FSMoEEngine(SavingEngine):
             self.fsmoe.close()
         super().destroy()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, but leave out our layers: a compiler cannot handle lanes."""
-        for inner in self.fsmoe.inner_layers.values():
-            inner.forward = torch.compiler.disable(inner.forward)
-        super().compile(*args, **kwargs)
-
     def fsmoe_dummy_forward(self) -> torch.Tensor:
         """Take part in a forward of the other ranks without a batch: the MoE layers alone, without tokens.
 

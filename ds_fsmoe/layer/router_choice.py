@@ -135,7 +135,10 @@ class RouterWatch:
         ]
 
     def _begin(self, block: nn.Module, args: Any) -> None:
-        self._experts.fsmoe.begin_choice()
+        # A compiled block computes what it computed before when it runs again: nothing is kept for that.
+        if not torch.compiler.is_compiling() or self._experts.fsmoe.has_to_watch:
+            self._experts.fsmoe.begin_choice()
 
     def _end(self, block: nn.Module, args: Any, result: Any) -> None:
-        self._experts.fsmoe.end_choice()
+        if self._experts.fsmoe.choice is not None:
+            self._experts.fsmoe.end_choice()
