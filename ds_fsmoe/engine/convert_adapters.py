@@ -16,6 +16,7 @@ from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with
 from ds_fsmoe.engine.cut_parameters import cut_parameter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.param_wrapper import FSMoEParamWrapper
 from ds_fsmoe.layer.parts import LayerError
 
@@ -115,6 +116,7 @@ def convert_wrappers(
                 replaced[linear.weight] = whole
         wrapper.num_experts = experts.num_local_experts
         wrapper.__class__ = _ours(type(wrapper))
+        wrapper.opaque = Handle(wrapper)
     state.outermost = tuple(wrappers.values())[:1]
     return replaced
 

@@ -35,6 +35,7 @@ from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
 from ds_fsmoe.engine.packed_experts import packed_ep_size
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.router_choice import RouterWatch
@@ -203,6 +204,7 @@ def convert_experts(
     module.__class__ = _ours(own_class)
     module.fsmoe = state
     replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
+    module.opaque = Handle(module)
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)

@@ -25,6 +25,7 @@ from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.opaque import OpaqueModule
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
 from ds_fsmoe.layer.replay import ReplayError
@@ -137,7 +138,7 @@ class ExpertsState(LayerState):
         return chosen_KS
 
 
-class FSMoEExperts(nn.Module):
+class FSMoEExperts(OpaqueModule):
     """Goes before the class of a module of experts, and replaces its forward. Made by conversion, never constructed."""
 
     fsmoe: ExpertsState
@@ -177,11 +178,6 @@ class FSMoEExperts(nn.Module):
     def num_local_experts(self) -> int:
         """The number of experts of this rank."""
         return self.fsmoe.total_experts // self.fsmoe.ep_size
-
-    @torch._disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Call the module, hooks and all; for a compiler this is one opaque call."""
-        return self._call_impl(*args, **kwargs)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
