@@ -8,6 +8,7 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
+from ds_fsmoe.layer.expert_checks import uncompiled
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -167,6 +169,7 @@ class FSMoEEngine(SavingEngine):
             self.fsmoe.expert_results.before_step(self.global_steps)
         super()._take_model_step(*args, **kwargs)
 
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
@@ -179,7 +182,9 @@ class FSMoEEngine(SavingEngine):
         splitter = self.fsmoe.splitter
         if splitter is not None:
             splitter.begin_forward()
-        result = super().forward(*inputs, **kwargs)
+        # A compiler would not see routers being watched.
+        with uncompiled() if self.fsmoe.running.needs_routers else nullcontext():
+            result = super().forward(*inputs, **kwargs)
         if splitter is not None:
             splitter.end_forward(self.module.training)
         self.fsmoe.routing.end_forward()

@@ -85,13 +85,6 @@ class ExpertsState(LayerState):
         """What is added to weights in the call under way, as the modules around this one say."""
         return _adapters.get().get(id(self), ())
 
-    @property
-    def has_to_watch(self) -> bool:
-        """Whether the router is to be watched in compiled code too; of what a compiler can read."""
-        running = self.running
-        return running is not None and (running.replay.is_armed or (running.records_routing and not self.passes_on))
-
-    @torch._disable_dynamo
     def begin_choice(self) -> None:
         """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
         self.end_choice()
@@ -101,7 +94,6 @@ class ExpertsState(LayerState):
             self.choice = RouterChoice(self.total_experts, given)
             self.choice.begin()
 
-    @torch._disable_dynamo
     def end_choice(self) -> RouterChoice | None:
         """Return what was watched, and watch no more."""
         choice, self.choice = self.choice, None

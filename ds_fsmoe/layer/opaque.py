@@ -28,16 +28,15 @@ _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 class Handle:
     """Stands for a module in compiled code.
 
-    Its number is in a tensor, so that what is compiled for one layer runs all others. The tensor has a gradient where
-    the module has something to train: so the operator has a backward, even if no other input needs one.
+    Its number is in a tensor, so that what is compiled for one layer runs all others. The tensor requires a gradient:
+    so the operator has a backward even if no other input needs one.
     """
 
     def __init__(self, module: nn.Module) -> None:
         number = next(_numbers)
         _modules[number] = module
         _usual_keys()
-        is_trained = any(each.requires_grad for each in module.parameters())
-        self.tensor = torch.tensor(float(number), dtype=torch.float64, device="cpu").requires_grad_(is_trained)
+        self.tensor = torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Return none for a copy, which is another module, or in another process."""
@@ -87,9 +86,8 @@ class OpaqueModule(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         needs_x = has_grad and x.requires_grad
         needs_third = has_grad and third is not None and third.requires_grad
-        has_backward = needs_x or needs_third or (has_grad and handle.requires_grad)
         inputs = handle, x, second, third
-        found = torch.ops.fsmoe.call_module(*inputs, needs_x, needs_third, has_backward, dtype, num_experts)
+        found = torch.ops.fsmoe.call_module(*inputs, needs_x, needs_third, has_grad, dtype, num_experts)
         return found[0], found[1], found[2]
 
 
@@ -103,8 +101,7 @@ _calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 
 
 class _Given(torch.autograd.Function):
-    """Hands an argument to a module and puts its gradient into a list. It is a copy: compiled code may write to the
-    memory of the argument when the operator has returned."""
+    """Copies an argument for a module, and puts the gradient of the copy into a list."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
@@ -116,6 +113,13 @@ class _Given(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ctx.gradients[ctx.place] = gradient
         return None, None, None, None
+
+
+def _handed(given: Tensor | None, anchor: Tensor | None, gradients: list[Tensor | None], place: int) -> Tensor | None:
+    """Return an argument for a module: a copy, since compiled code may write to its memory after the operator."""
+    if given is None or anchor is None:
+        return None if given is None else given.detach().clone()
+    return _Given.apply(anchor, given.detach(), gradients, place)
 
 
 @functools.cache
@@ -135,8 +139,8 @@ def _as_outside(has_grad: bool, device: str, autocast: torch.dtype | None) -> It
         yield
 
 
-_RESULTS = "Tensor handle, Tensor x, Tensor? second, Tensor? third, bool needs_x, bool needs_third, bool has_backward"
-_SCHEMA = f"({_RESULTS}, ScalarType? autocast, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)"
+_INPUTS = "Tensor handle, Tensor x, Tensor? second, Tensor? third, bool needs_x, bool needs_third, bool has_grad"
+_SCHEMA = f"({_INPUTS}, ScalarType? autocast, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)"
 _tags = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -148,22 +152,22 @@ def _call_module(
     third: Tensor | None,
     needs_x: bool,
     needs_third: bool,
-    has_backward: bool,
+    has_grad: bool,
     autocast: torch.dtype | None,
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     module, call = _modules[int(handle.item())], _Call(8)
     call.gradients = [None, None, None]
-    with _as_outside(has_backward, x.device.type, autocast):
-        anchor = torch.empty(0, requires_grad=has_backward)
+    with _as_outside(has_grad, x.device.type, autocast):
+        anchor = torch.empty(0, requires_grad=has_grad)
         given = [
-            None if each is None else _Given.apply(anchor, each.detach(), call.gradients, i) if is_needed else each.detach().clone()
+            _handed(each, anchor if is_needed else None, call.gradients, i)
             for i, (each, is_needed) in enumerate(((x, needs_x), (second, False), (third, needs_third)))
         ]
-        y = module._call_impl(*given).to(x.dtype)
+        y = module._call_impl(*given[: 2 if num_experts else 3]).to(x.dtype)
         left = (module.l_aux.to(_dtype_of_loss(x)), module.exp_counts) if num_experts else (x.new_empty(0),) * 2
         call.edges = [(i, get_gradient_edge(each)) for i, each in enumerate((y, left[0])) if each.requires_grad]
-    number = torch.frombuffer(call, dtype=torch.int64).fill_(id(call) if has_backward else 0)
+    number = torch.frombuffer(call, dtype=torch.int64).fill_(id(call) if has_grad else 0)
     _calls[id(call)] = call
     return y.detach().clone(memory_format=torch.contiguous_format), left[0].detach().clone(), left[1].clone(), number
 
@@ -173,7 +177,7 @@ def _dtype_of_loss(x: Tensor) -> torch.dtype:
 
 
 @_call_module.register_fake
-def _(handle, x, second, third, needs_x, needs_third, has_backward, autocast, num_experts):
+def _(handle, x, second, third, needs_x, needs_third, has_grad, autocast, num_experts):
     left = x.new_empty(0), x.new_empty(0)
     if num_experts:
         left = x.new_empty((), dtype=_dtype_of_loss(x)), x.new_empty(num_experts, dtype=torch.int64)
@@ -199,7 +203,8 @@ def _call_module_backward(
         )
     (edges, gradients), call.edges = (call.edges, call.gradients), []
     with _as_outside(True, dy.device.type, None):
-        torch.autograd.backward([edge for _, edge in edges], [(dy, dloss)[i] for i, _ in edges])
+        if edges:
+            torch.autograd.backward([edge for _, edge in edges], [(dy, dloss)[i] for i, _ in edges])
     del edges
     wanted = ((gradients[0], dy, needs_x), (gradients[2], third, needs_third))
     dx, dthird = (
@@ -219,9 +224,8 @@ def _(number, dy, dloss, third, needs_x, needs_third):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, _, third, *needs, _, _, _ = inputs
-    ctx.save_for_backward(output[3], third)
-    ctx.needs = needs
+    ctx.save_for_backward(output[3], inputs[3])
+    ctx.needs = inputs[4:6]
 
 
 def _gradients(ctx: Any, dy: Tensor, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
