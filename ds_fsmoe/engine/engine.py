@@ -172,6 +172,15 @@ class FSMoEEngine(SavingEngine):
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
+        clock = self._begin_forward()
+        # A compiler would not see routers being watched.
+        with uncompiled() if self.fsmoe.running.needs_routers else nullcontext():
+            result = super().forward(*inputs, **kwargs)
+        self._end_forward(clock)
+        return result
+
+    @torch._disable_dynamo
+    def _begin_forward(self) -> StepClock | None:
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
@@ -179,19 +188,18 @@ class FSMoEEngine(SavingEngine):
         if clock is not None:
             clock.begin_forward()
         self.fsmoe.routing.begin_forward(self.module.training)
-        splitter = self.fsmoe.splitter
-        if splitter is not None:
-            splitter.begin_forward()
-        # A compiler would not see routers being watched.
-        with uncompiled() if self.fsmoe.running.needs_routers else nullcontext():
-            result = super().forward(*inputs, **kwargs)
-        if splitter is not None:
-            splitter.end_forward(self.module.training)
+        if self.fsmoe.splitter is not None:
+            self.fsmoe.splitter.begin_forward()
+        return clock
+
+    @torch._disable_dynamo
+    def _end_forward(self, clock: StepClock | None) -> None:
+        if self.fsmoe.splitter is not None:
+            self.fsmoe.splitter.end_forward(self.module.training)
         self.fsmoe.routing.end_forward()
         if clock is not None:
             clock.end_forward()
         self.fsmoe.running.first_forwards.tell()
-        return result
 
     def _clock_of_forward(self) -> StepClock | None:
         """Do what is due before a forward in training, and return the clock that times it."""

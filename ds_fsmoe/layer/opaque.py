@@ -47,6 +47,8 @@ class OpaqueModule(nn.Module):
     """Is called as one operator where the code that calls it is compiled."""
 
     opaque: Handle | None = None
+    is_compiled: bool = False
+    """Whether compiled code has called it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, hooks and all."""
@@ -157,6 +159,7 @@ def _call_module(
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     module, call = _modules[int(handle.item())], _Call(8)
+    module.is_compiled = True
     call.gradients = [None, None, None]
     with _as_outside(has_grad, x.device.type, autocast):
         anchor = torch.empty(0, requires_grad=has_grad)

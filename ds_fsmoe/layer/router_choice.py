@@ -164,6 +164,6 @@ class RouterWatch:
 @torch._disable_dynamo
 def _refuse_compiled(path: str) -> None:
     raise LayerError(
-        f"{path}: routing is recorded or replayed, which is done in forwards of the engine, where compiled code is left "
-        "out: call the engine that ds_fsmoe.initialize returned, and not its module"
+        f"{path}: routing is recorded or replayed, which is done in forwards of the engine, where compiled code is "
+        "left out: call the engine that ds_fsmoe.initialize returned, and not its module"
     )
