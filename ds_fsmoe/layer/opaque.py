@@ -144,6 +144,7 @@ def _as_outside(has_grad: bool, device: str, autocast: torch.dtype | None) -> It
 _INPUTS = "Tensor handle, Tensor x, Tensor? second, Tensor? third, bool needs_x, bool needs_third, bool has_grad"
 _SCHEMA = f"({_INPUTS}, ScalarType? autocast, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)"
 _tags = (torch.Tag.cudagraph_unsafe,)
+_DENSE = {"memory_format": torch.contiguous_format}
 
 
 @torch.library.custom_op("fsmoe::call_module", mutates_args=(), schema=_SCHEMA, tags=_tags)
@@ -172,7 +173,7 @@ def _call_module(
         call.edges = [(i, get_gradient_edge(each)) for i, each in enumerate((y, left[0])) if each.requires_grad]
     number = torch.frombuffer(call, dtype=torch.int64).fill_(id(call) if has_grad else 0)
     _calls[id(call)] = call
-    return y.detach().clone(memory_format=torch.contiguous_format), left[0].detach().clone(), left[1].clone(), number
+    return y.detach().clone(**_DENSE), left[0].detach().clone(), left[1].clone(), number
 
 
 def _dtype_of_loss(x: Tensor) -> torch.dtype:
@@ -184,7 +185,7 @@ def _(handle, x, second, third, needs_x, needs_third, has_grad, autocast, num_ex
     left = x.new_empty(0), x.new_empty(0)
     if num_experts:
         left = x.new_empty((), dtype=_dtype_of_loss(x)), x.new_empty(num_experts, dtype=torch.int64)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, **_DENSE)
     return y, *left, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -211,8 +212,8 @@ def _call_module_backward(
     del edges
     wanted = ((gradients[0], dy, needs_x), (gradients[2], third, needs_third))
     dx, dthird = (
-        dy.new_empty(0) if not is_needed else torch.zeros_like(like) if found is None else found.clone()
-        for found, like, is_needed in wanted
+        dy.new_empty(0) if not needed else (torch.zeros_like(like) if found is None else found).clone(**_DENSE)
+        for found, like, needed in wanted
     )
     return dx, dthird, torch.zeros((), dtype=torch.float64)
 
@@ -220,7 +221,7 @@ def _call_module_backward(
 @_call_module_backward.register_fake
 def _(number, dy, dloss, third, needs_x, needs_third):
     dx, dthird = (
-        torch.empty_like(like, memory_format=torch.contiguous_format) if is_needed else dy.new_empty(0)
+        torch.empty_like(like, **_DENSE) if is_needed else dy.new_empty(0)
         for like, is_needed in ((dy, needs_x), (third, needs_third))
     )
     return dx, dthird, torch.empty((), dtype=torch.float64, device="cpu")
