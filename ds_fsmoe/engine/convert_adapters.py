@@ -106,7 +106,7 @@ def convert_wrappers(
         New parameter -> the one it replaces.
     """
     state, replaced = experts.fsmoe, {}
-    for wrapper in wrappers.values():
+    for path, wrapper in wrappers.items():
         for modules, layout in ((wrapper.lora_A, "stacked"), (wrapper.lora_B, "innermost")):
             part = ExpertPart(layout, state.total_experts, state.ep_size, ep_rank)
             for linear in modules.values():
@@ -116,7 +116,7 @@ def convert_wrappers(
                 replaced[linear.weight] = whole
         wrapper.num_experts = experts.num_local_experts
         wrapper.__class__ = _ours(type(wrapper))
-        wrapper.opaque = Handle(wrapper)
+        wrapper.opaque = Handle(wrapper, path)
     state.outermost = tuple(wrappers.values())[:1]
     return replaced
 

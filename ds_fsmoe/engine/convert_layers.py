@@ -158,7 +158,7 @@ def convert(
     parts.check_dispatch(inner.gate)
     inner.__class__ = FSMoELayer
     inner.fsmoe = LayerState(parts, parts.order_for(inner.gate), running, label, path, tensor_parallel_use(layer))
-    inner.opaque = Handle(inner)
+    inner.opaque = Handle(inner, path)
     if running is not None:
         replaced |= _shard_experts(layer, running)
         if getattr(inner.gate, "causal", False):

@@ -32,8 +32,12 @@ class Handle:
     so the operator has a backward even if no other input needs one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, path: str) -> None:
         number = next(_numbers)
+        self.path = path
+        """The path of the module in its model, for messages."""
+        self.backward = -1
+        """The last backward that has come to the module."""
         _modules[number] = module
         _usual_keys()
         self.tensor = torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
@@ -96,7 +100,7 @@ class OpaqueModule(nn.Module):
 class _Call(bytearray):
     """Memory of the tensor that stands for a call whose backward is to come: what it keeps lives as long as that."""
 
-    __slots__ = ("__weakref__", "edges", "gradients")
+    __slots__ = ("__weakref__", "edges", "gradients", "handle")
 
 
 _calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
@@ -161,7 +165,7 @@ def _call_module(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     module, call = _modules[int(handle.item())], _Call(8)
     module.is_compiled = True
-    call.gradients = [None, None, None]
+    call.gradients, call.handle = [None, None, None], module.opaque
     with _as_outside(has_grad, x.device.type, autocast):
         anchor = torch.empty(0, requires_grad=has_grad)
         given = [
@@ -205,6 +209,14 @@ def _call_module_backward(
             "the backward of compiled code ran a second time, with a layer of ds_fsmoe in it, which keeps nothing for "
             "that: leave torch.compile out where retain_graph is needed"
         )
+    number_of_backward = torch._C._current_graph_task_id()
+    if call.handle.backward == number_of_backward:
+        # Its parameters would get a gradient from each, and ZeRO takes the first for all.
+        raise RuntimeError(
+            f"{call.handle.path}: a backward comes to two compiled calls of this layer of ds_fsmoe: call backward for "
+            "each forward, or leave torch.compile out"
+        )
+    call.handle.backward = number_of_backward
     (edges, gradients), call.edges = (call.edges, call.gradients), []
     with _as_outside(True, dy.device.type, None):
         if edges:
