@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
-from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with
+from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, run_compiled
 from ds_fsmoe.engine.cut_parameters import cut_parameter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
 from ds_fsmoe.layer.opaque import Handle
@@ -142,6 +142,7 @@ def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> 
     """
     experts = [each.deepspeed_moe for each in layers]
     gather_module_by_module(model, experts)
+    run_compiled(model)
     for each in experts:
         within = [parameter for child in each.children() for parameter in child.parameters()]
         gather_with(each, [*adapters_of(each), *within])

@@ -8,7 +8,6 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ class FSMoEEngine(SavingEngine):
         """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
         clock = self._begin_forward()
         # A compiler would not see routers being watched.
-        with uncompiled() if self.fsmoe.running.needs_routers else nullcontext():
+        with uncompiled(self.fsmoe.running.needs_routers):
             result = super().forward(*inputs, **kwargs)
         self._end_forward(clock)
         return result

@@ -97,10 +97,11 @@ def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool
     return Finding()
 
 
-def uncompiled() -> AbstractContextManager:
+def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
     """Leave compiled code out, and compile nothing, where torch can be told so."""
     # Where nothing has been compiled this would import the compiler, which takes seconds.
-    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    is_wanted = is_wanted and "torch._dynamo" in sys.modules
+    set_stance = getattr(torch.compiler, "set_stance", None) if is_wanted else None
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
