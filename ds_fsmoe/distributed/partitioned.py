@@ -72,6 +72,28 @@ def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> N
             set_z3_leaf_module(module, False)
 
 
+def run_compiled(model: nn.Module) -> None:
+    """Let ZeRO 3 run modules that ``torch.compile`` has put around others before the engine was made.
+
+    DeepSpeed puts a dict of its own into each module and marks it at every forward. A compiled module hands on what is
+    put into it, which is empty, to the one within.
+
+    Raises:
+        RuntimeError: the one within has weights, which would be lost.
+    """
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+
+    for name, module in model.named_modules():
+        if "_orig_mod" not in module._modules:
+            continue
+        if module._orig_mod._parameters:
+            raise RuntimeError(
+                f"{name or 'the model'} was given to torch.compile before ds_fsmoe.initialize, and ZeRO 3 of DeepSpeed "
+                "cannot share out the weights of such a module: call its method compile() instead, or engine.compile()"
+            )
+        vars(module)["_parameters"] = ZeROOrderedDict(module)
+
+
 def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
     """Let DeepSpeed gather parameters in one order on all ranks, and never because of what lanes do meanwhile.
 

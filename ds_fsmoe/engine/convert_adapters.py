@@ -13,9 +13,10 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
-from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with
+from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, run_compiled
 from ds_fsmoe.engine.cut_parameters import cut_parameter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.param_wrapper import FSMoEParamWrapper
 from ds_fsmoe.layer.parts import LayerError
 
@@ -105,7 +106,7 @@ def convert_wrappers(
         New parameter -> the one it replaces.
     """
     state, replaced = experts.fsmoe, {}
-    for wrapper in wrappers.values():
+    for path, wrapper in wrappers.items():
         for modules, layout in ((wrapper.lora_A, "stacked"), (wrapper.lora_B, "innermost")):
             part = ExpertPart(layout, state.total_experts, state.ep_size, ep_rank)
             for linear in modules.values():
@@ -117,6 +118,7 @@ def convert_wrappers(
                     replaced[mine] = whole
         wrapper.num_experts = experts.num_local_experts
         wrapper.__class__ = _ours(type(wrapper))
+        wrapper.opaque = Handle(wrapper, path)
     state.outermost = tuple(wrappers.values())[:1]
     return replaced
 
@@ -142,6 +144,7 @@ def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> 
     """
     experts = [each.deepspeed_moe for each in layers]
     gather_module_by_module(model, experts)
+    run_compiled(model)
     for each in experts:
         within = [parameter for child in each.children() for parameter in child.parameters()]
         gather_with(each, [*adapters_of(each), *within])

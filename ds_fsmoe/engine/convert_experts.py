@@ -36,6 +36,7 @@ from ds_fsmoe.engine.left_experts import take_up
 from ds_fsmoe.engine.packed_experts import packed_ep_size
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer, own_class_of
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.replaced_parameters import replace_all
@@ -209,6 +210,7 @@ def convert_experts(
     module.__class__ = _ours(own_class)
     module.fsmoe = state
     replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
+    module.opaque = Handle(module, path)
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)

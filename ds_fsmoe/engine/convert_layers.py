@@ -21,6 +21,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.distributed.groups import has_neighbours, sizes_of_mpu, stock_names
 from ds_fsmoe.execution.tensor_parallel import TensorParallelUse, sum_gradients
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.state import LayerState
@@ -171,6 +172,7 @@ def convert(
     parts.check_dispatch(inner.gate)
     inner.__class__ = FSMoELayer
     inner.fsmoe = LayerState(parts, parts.order_for(inner.gate), running, label, path, tensor_parallel_use(layer))
+    inner.opaque = Handle(inner, path)
     if running is not None:
         replaced |= _shard_experts(layer, running)
         if getattr(inner.gate, "causal", False):
@@ -292,7 +294,7 @@ def restore(layer: StockMoE) -> None:
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
-        del inner.fsmoe
+        del inner.fsmoe, inner.opaque
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
         for name in FSMoEGate.__annotations__:

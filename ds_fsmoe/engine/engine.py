@@ -34,16 +34,10 @@ from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.checkpointing_seams import tape_deepspeeds_functions
 from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table, watch_router
-from ds_fsmoe.engine.convert_layers import (
-    check_mpu,
-    convert,
-    facts_of_tensor_parallel,
-    find_layers,
-)
+from ds_fsmoe.engine.convert_layers import check_mpu, convert, facts_of_tensor_parallel, find_layers
 from ds_fsmoe.engine.described import summary
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
-from ds_fsmoe.engine.generation import put_over
 from ds_fsmoe.engine.marked_experts import MarkedExperts, hooks_on, refuse_hooks
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
@@ -61,6 +55,7 @@ from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
+from ds_fsmoe.layer.expert_checks import uncompiled
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -174,10 +169,20 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             self.fsmoe.expert_results.before_step(self.global_steps)
         super()._take_model_step(*args, **kwargs)
 
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
         if self.fsmoe.running.is_over:
             return super().forward(*inputs, **kwargs)
+        clock = self._begin_forward()
+        # A compiler would not see routers being watched.
+        with uncompiled(self.fsmoe.running.needs_routers):
+            result = super().forward(*inputs, **kwargs)
+        self._end_forward(clock)
+        return result
+
+    @torch._disable_dynamo
+    def _begin_forward(self) -> StepClock | None:
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
@@ -185,17 +190,18 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if clock is not None:
             clock.begin_forward()
         self.fsmoe.routing.begin_forward(self.module.training)
-        splitter = self.fsmoe.splitter
-        if splitter is not None:
-            splitter.begin_forward()
-        result = super().forward(*inputs, **kwargs)
-        if splitter is not None:
-            splitter.end_forward(self.module.training)
+        if self.fsmoe.splitter is not None:
+            self.fsmoe.splitter.begin_forward()
+        return clock
+
+    @torch._disable_dynamo
+    def _end_forward(self, clock: StepClock | None) -> None:
+        if self.fsmoe.splitter is not None:
+            self.fsmoe.splitter.end_forward(self.module.training)
         self.fsmoe.routing.end_forward()
         if clock is not None:
             clock.end_forward()
         self.fsmoe.running.first_forwards.tell()
-        return result
 
     def _clock_of_forward(self) -> StepClock | None:
         """Do what is due before a forward in training, and return the clock that times it."""
@@ -248,13 +254,6 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             self.fsmoe.close()
             refuse_while_shared_out(self.module, self.fsmoe.running)
         super().destroy()
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, but leave out our layers: a compiler cannot handle lanes."""
-        for inner in self.fsmoe.inner_layers.values():
-            disabled = put_over(inner, "forward", torch.compiler.disable(inner.forward))
-            self.fsmoe.running.put_on_model.append(disabled)
-        super().compile(*args, **kwargs)
 
     def fsmoe_dummy_forward(self) -> torch.Tensor:
         """Take part in a forward of the other ranks without a batch: the MoE layers alone, without tokens.

@@ -43,10 +43,12 @@ def leave(module: FSMoEExperts) -> None:
         handle.remove()
     around = next(iter(state.outermost), module)
     while around is not module:
-        around.__class__ = type(around).__mro__[2]
+        around.__class__ = type(around).__bases__[1]
         around = around.base_layer
     module.__class__ = own_class_of(module)
     del module.fsmoe
+    for name in ("opaque", "is_compiled"):
+        vars(module).pop(name, None)
     setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), state.places()))
 
 

@@ -72,6 +72,10 @@ def _refusing(model: nn.Module, save: Any) -> Any:
                 "state_dict = ds_fsmoe.whole_state_dict(engine) on every rank, and on the first one "
                 "save_pretrained(folder, state_dict=state_dict)"
             )
+        if parts and options.get("state_dict") is not None:
+            # Those of compiled modules are the names of a checkpoint of theirs, but not of a model's files.
+            own = {name.replace("_orig_mod.", ""): each for name, each in options["state_dict"].items()}
+            options["state_dict"] = own
         return save(*args, **options)
 
     return save_pretrained

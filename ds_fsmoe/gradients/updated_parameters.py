@@ -271,7 +271,9 @@ def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    by_itself = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    # A function around the model may have been compiled; it has called our layers then.
+    return by_itself or getattr(module, "is_compiled", False)
 
 
 def _wait_for_own(module: nn.Module, _: Any) -> None:

@@ -81,7 +81,7 @@ def worst_of(*found: Finding) -> Finding:
 def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> Finding:
     kind = type(expert).__name__
     try:
-        with _uncompiled():
+        with uncompiled():
             draws = check_row_wise(expert, x.shape[-1], dtype=x.dtype, device=x.device, keep_expert_dim=keep_expert_dim)
     except RowShapeError as error:
         return Finding("shape", f"expert {index}: {error}")
@@ -97,10 +97,11 @@ def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool
     return Finding()
 
 
-def _uncompiled() -> AbstractContextManager:
-    """Keep a compiled expert from being compiled again for these rows, where torch can be told so."""
+def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
+    """Leave compiled code out, and compile nothing, where torch can be told so."""
     # Where nothing has been compiled this would import the compiler, which takes seconds.
-    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    is_wanted = is_wanted and "torch._dynamo" in sys.modules
+    set_stance = getattr(torch.compiler, "set_stance", None) if is_wanted else None
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 

@@ -26,6 +26,7 @@ from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.opaque import OpaqueModule
 from ds_fsmoe.layer.parts import LayerError, refuse_copy
 from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
 from ds_fsmoe.layer.replay import ReplayError
@@ -156,7 +157,7 @@ class ExpertsState(LayerState):
         return chosen_KS
 
 
-class FSMoEExperts(nn.Module):
+class FSMoEExperts(OpaqueModule):
     """Goes before the class of a module of experts, and replaces its forward. Made by conversion, never constructed."""
 
     fsmoe: ExpertsState
@@ -340,7 +341,7 @@ class FSMoEExperts(nn.Module):
 
 def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
     """Return the class that a converted module had before."""
-    return type(module).__mro__[2]
+    return type(module).__bases__[1]
 
 
 @dataclass(frozen=True)

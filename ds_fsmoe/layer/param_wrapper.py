@@ -10,16 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_of
 from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.opaque import OpaqueModule
 from ds_fsmoe.layer.parts import LayerError
 
 
-class FSMoEParamWrapper(nn.Module):
+class FSMoEParamWrapper(OpaqueModule):
     """Goes before PEFT's class, and replaces its forward. Made by conversion, never constructed."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

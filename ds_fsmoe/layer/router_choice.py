@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ds_fsmoe.components.routing import Given
+from ds_fsmoe.layer.parts import LayerError
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _MASKS = (torch.masked_fill, torch.Tensor.masked_fill)
@@ -118,6 +119,15 @@ class RouterChoice(TorchFunctionMode):
         return type(own)((_ScoresOf.apply(unmasked, index), index))
 
 
+_NAME: Any = "ds_fsmoe.router_choice"
+"""The key of the hooks in a block: what a compiler makes of one block depends on the keys, and is to run the others."""
+
+
+def _rename(number: int, *hooks: dict[Any, Any]) -> None:
+    for each in hooks:
+        each[_NAME] = each.pop(number)
+
+
 class RouterWatch:
     """Begins to watch a router where the block around its experts is called, and ends if the experts are not reached.
 
@@ -133,9 +143,27 @@ class RouterWatch:
             block.register_forward_pre_hook(self._begin),
             block.register_forward_hook(self._end, always_call=True),
         ]
+        begin, end = (handle.id for handle in self.handles)
+        _rename(begin, block._forward_pre_hooks)
+        _rename(end, block._forward_hooks, block._forward_hooks_always_called)
+        for handle in self.handles:
+            handle.id = _NAME
 
     def _begin(self, block: nn.Module, args: Any) -> None:
-        self._experts.fsmoe.begin_choice()
+        # In compiled code, only what is plain to read. A block that runs again computes there what it computed before.
+        if not torch.compiler.is_compiling():
+            self._experts.fsmoe.begin_choice()
+        elif self._experts.fsmoe.running.needs_routers:
+            _refuse_compiled(self._experts.fsmoe.path)
 
     def _end(self, block: nn.Module, args: Any, result: Any) -> None:
-        self._experts.fsmoe.end_choice()
+        if not torch.compiler.is_compiling():
+            self._experts.fsmoe.end_choice()
+
+
+@torch._disable_dynamo
+def _refuse_compiled(path: str) -> None:
+    raise LayerError(
+        f"{path}: routing is recorded or replayed, which is done in forwards of the engine, where compiled code is "
+        "left out: call the engine that ds_fsmoe.initialize returned, and not its module"
+    )

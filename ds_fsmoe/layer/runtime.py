@@ -128,6 +128,11 @@ class LayerRuntime:
         self.lanes.on_error = self._watchdog.failed
 
     @property
+    def needs_routers(self) -> bool:
+        """Whether what routers choose is recorded or replaced in a forward that begins now; the same on every rank."""
+        return self.records_routing or self.replay.is_armed
+
+    @property
     def max_ctas(self) -> int | None:
         """The most thread blocks that a collective of a lane may have; ``None``: NCCL's own choice."""
         return None if self.block.max_ctas == "auto" else self.block.max_ctas

@@ -35,6 +35,7 @@ from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_container import is_like_stocks, whole_experts, why_called
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.opaque import OpaqueModule
 from ds_fsmoe.layer.parts import LayerError, refuse_copy
 from ds_fsmoe.layer.recomputed import remembering
 from ds_fsmoe.layer.state import LayerState
@@ -125,7 +126,7 @@ def gate_settings(gate: StockTopKGate) -> TopKSettings:
     )
 
 
-class FSMoELayer(StockMOELayer):
+class FSMoELayer(OpaqueModule, StockMOELayer):
     """Runs tokens our way in DeepSpeed's inner MoE layer, ``moe.deepspeed_moe``. Made by conversion, never constructed.
 
     It has the parameters, the names in a state dict and the results of DeepSpeed's ``MOELayer``: its forward maps
@@ -160,6 +161,18 @@ class FSMoELayer(StockMOELayer):
     def pipeline(self) -> Pipeline | None:
         """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
+
+    def fits_operator(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a call can go through the operator: what types other gates and autocast give is not known."""
+        is_known = isinstance(self.gate, FSMoEGate) and not torch.is_autocast_enabled(args[0].device.type)
+        return is_known and not kwargs
+
+    def through_operator(self, *args: Any) -> torch.Tensor:
+        """Return what a call returns, in compiled code, and leave behind what it leaves."""
+        second = args[1] if len(args) > 1 else None
+        num_experts = self.num_local_experts * self.ep_size
+        result, self.l_aux, self.exp_counts = self.call_operator(args[0], second, num_experts=num_experts)
+        return result
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
         """Map [..., M] to [..., M]; leave ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.

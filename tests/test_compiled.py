@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled in whatever way, a model trains as stock's does, in as many graphs; our layers are one operator in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, batch, model_of
+from tests.ranks import run_on_ranks
+
+STEPS = 3
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
+
+
+def engine_of(model: Any, stage: int, is_ours: bool = True, parameters: Any = None, **block: Any) -> Any:
+    import ds_fsmoe
+
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+        "fsmoe": {"enabled": is_ours, "ops": "reference"} | (block if is_ours else {}),
+    }
+    parameters = list(model.parameters()) if parameters is None else parameters
+    return ds_fsmoe.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+def loss_in(engine: Any, step: int) -> torch.Tensor:
+    x = batch(10 * step + dist.get_rank(), 2)
+    return engine(input_ids=x, labels=x).loss
+
+
+def train(engine: Any, loss_of: Any = loss_in, steps: Any = range(STEPS)) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def counted() -> tuple[int, int]:
+    """Breaks and graphs since the last reset."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values()), counters["stats"].get("unique_graphs", 0)
+
+
+def trained(way: str, stage: int, is_ours: bool, family: str, backend: str = "eager") -> tuple[list[float], int, int]:
+    """The losses of a run that is compiled in a way, its breaks and its graphs."""
+    import torch._dynamo as dynamo
+    from accelerate.utils import compile_regions
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    model, options, loss_of = model_of(family), {"backend": backend}, loss_in
+    model.set_experts_implementation("grouped_mm")  # stock's eager one cannot be compiled
+    model.config.use_cache = False  # numbers of layers in a cache are compiled anew for each
+    if way == "before":
+        model = torch.compile(model, **options)
+    elif way == "inplace":
+        model.compile(dynamic=False, **options)
+    elif way == "regions":
+        model = compile_regions(model, **options)
+    elif way == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for each in model.model.layers:
+            each.compile(**options)
+    engine = engine_of(model, stage, is_ours)
+    if way == "engine":
+        engine.compile(**options)
+    elif way == "module":
+        engine.module.compile(**options)
+    elif way in ("layers", "full"):
+        for each in engine.module.model.layers:
+            each.compile(fullgraph=way == "full", **options)
+    elif way == "loss":
+        loss_of = torch.compile(loss_in, **options)
+    losses = train(engine, loss_of)
+    found = losses, *counted()
+    engine.destroy()
+    return found
+
+
+def compared(rank: int, world_size: int, stage: int, ways: list[str], backend: str = "eager") -> list[str]:
+    """What differs from stock, compiled in the same way and not at all."""
+    said = []
+    for number, way in enumerate(ways):
+        family = FAMILIES[number % len(FAMILIES)]
+        losses, *graphs = trained(way, stage, True, family, backend)
+        # DeepSpeed's ZeRO 3 cannot run what is compiled before.
+        stocks_way = "engine" if way == "before" and stage == 3 else way
+        _, *stocks = trained(stocks_way, stage, False, family, backend)
+        plain = trained("", stage, False, family)[0]
+        if not torch.allclose(torch.tensor(losses), torch.tensor(plain), rtol=1e-5, atol=0):
+            said.append(f"{way}: losses {losses} for {plain}")
+        if stocks[1] == 0:
+            said.append(f"{way}: stock compiled nothing")
+        # At ZeRO 3 DeepSpeed's hooks break around every module, and the block of a layer has one more.
+        most = stocks if stage < 3 else [stocks[0] + 4, stocks[1] + 2]
+        if graphs[0] > most[0] or graphs[1] > most[1]:
+            said.append(f"{way}: {graphs} breaks and graphs for {stocks}")
+    return said
+
+
+def test_compiled_by_engine_model_or_layer_losses_and_graphs_are_stocks(tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 2, tmp_path, 1, ["engine", "before", "full"]) == [[], []]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2])
+def test_compiled_in_other_ways_losses_and_graphs_are_stocks(stage: int, tmp_path: Path) -> None:
+    ways = ["engine", "module", "inplace", "layers", "regions", "loss", "checkpointed"]
+    assert run_on_ranks(compared, 2, tmp_path, stage, ways, limit_s=600) == [[], []]
+
+
+@pytest.mark.long
+def test_compiled_at_zero_3_losses_are_stocks_and_breaks_those_around_modules(tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 2, tmp_path, 3, ["engine", "before", "layers"], limit_s=600) == [[], []]
+
+
+@pytest.mark.long
+def test_compiled_by_inductor_on_four_ranks_losses_are_stocks(tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 4, tmp_path, 2, ["layers"], "inductor", limit_s=600) == [[]] * 4
+
+
+class TwoLayers(nn.Module):
+    """A model with two layers of DeepSpeed's; its input needs no gradient, and a mask leaves tokens out."""
+
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"num_experts": 4, "ep_size": 2, "k": 1, "use_rts": False}
+        options |= {"capacity_factor": 4.0}
+        self.layers = nn.ModuleList(MoE(16, nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)), **options)
+                                    for _ in range(2))  # fmt: skip
+
+    def forward(self, x: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer in self.layers:
+            y, loss, counts = layer(x, used)
+            x, total = x + y, total + loss + 0.0 * counts.sum()
+        return (x**2).mean() + total
+
+
+def in_deepspeeds_layers(rank: int, world_size: int, stage: int) -> list[Any]:
+    import torch._dynamo as dynamo
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as in_groups
+
+    def loss_of(engine: Any, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7 * step + rank)
+        x, used = torch.randn(6, 16, generator=generator), torch.arange(6).ne(2).float()
+        return engine(x, used) if step % 2 else engine(x)
+
+    found: list[Any] = []
+    for is_ours, is_compiled in ((False, False), (True, False), (True, True)):
+        model = TwoLayers()
+        engine = engine_of(model, stage, is_ours, in_groups({"params": list(model.parameters()), "name": "all"}))
+        if is_compiled:
+            dynamo.utils.counters.clear()
+            for each in engine.module.layers:
+                each.compile(fullgraph=True, backend="aot_eager")
+        found.append(train(engine, loss_of, range(4)))
+        engine.destroy()
+    return [*found, counted()]
+
+
+def test_deepspeeds_layers_are_compiled_with_fullgraph(tmp_path: Path) -> None:
+    for stock, ours, compiled, (breaks, graphs) in run_on_ranks(in_deepspeeds_layers, 2, tmp_path, 1):
+        assert compiled == pytest.approx(ours, rel=1e-6)
+        assert compiled == pytest.approx(stock, rel=1e-5)
+        # One for calls with a mask and one for those without.
+        assert breaks == 0
+        assert 0 < graphs <= 4
+
+
+def with_choices(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Losses, breaks and graphs where routing is replayed in every other forward, and where it is recorded."""
+    found: list[Any] = []
+    for is_compiled in (False, True):
+        engine = engine_of(model_of("olmoe"), 1)
+        if is_compiled:
+            torch._dynamo.utils.counters.clear()
+            engine.compile(backend="aot_eager")
+
+        def loss_of(engine: Any, step: int) -> torch.Tensor:
+            if step % 2:
+                scores = torch.rand(32, 2, NUM_EXPERTS, generator=torch.Generator().manual_seed(step))
+                engine.fsmoe.replay(scores.argsort(-1)[..., :NUM_CHOICES])
+            return loss_in(engine, step)
+
+        found.append(train(engine, loss_of, range(4)))
+    found.append(counted())
+    said = ""
+    engine = engine_of(model_of("olmoe"), 1, routing={"record": folder})
+    engine.module.compile(backend="eager")
+    found.append(train(engine))
+    try:
+        loss_in(engine.module, 0)
+    except Exception as error:
+        said = str(error)
+    return [*found, said]
+
+
+def test_replayed_and_recorded_forwards_leave_compiled_code_out(tmp_path: Path) -> None:
+    for plain, compiled, counts, _, said in run_on_ranks(with_choices, 2, tmp_path / "ranks", str(tmp_path / "r")):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+        assert counts == (0, 1)
+        assert "ds_fsmoe" in said
+        assert "call the engine" in said
+
+
+def in_one_backward(rank: int, world_size: int) -> tuple[str, int]:
+    from ds_fsmoe.layer import opaque
+
+    engine = engine_of(model_of("mixtral"), 2)
+    engine.compile(backend="aot_eager")
+    train(engine, steps=range(1))
+    loss_in(engine, 7)  # nothing of it is kept
+    with torch.no_grad():
+        loss_in(engine, 8)
+    left = len(opaque._calls)
+    try:
+        engine.backward(loss_in(engine, 1) + loss_in(engine, 2))
+    except RuntimeError as error:
+        return str(error), left
+    return "", left
+
+
+def test_two_compiled_forwards_in_one_backward_are_refused_by_name_and_none_is_kept(tmp_path: Path) -> None:
+    for said, left in run_on_ranks(in_one_backward, 2, tmp_path):
+        assert "mlp.experts" in said
+        assert "ds_fsmoe" in said
+        assert left == 0
+
+
+class Marked(nn.Parameter):
+    """A parameter that must not be looked at by a compiler."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not torch.compiler.is_dynamo_compiling()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def with_other_plans(rank: int, world_size: int) -> tuple[list[float], list[float], list[int]]:
+    """Losses, plain and compiled, and graphs by then, where plans change and parameters are of another class."""
+    losses, graphs = [], []
+    for is_compiled in (False, True):
+        chunks = {"schedule": "best", "num_chunks": {"forward": 2, "backward": 3}}
+        engine = engine_of(model_of("qwen3_moe"), 1, **chunks, gradient_partition={"mode": "off"})
+        inner = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+        if is_compiled:
+            torch._dynamo.utils.counters.clear()
+            engine.compile(backend="aot_eager")
+        for each in (parameter for module in inner for parameter in module.parameters()):
+            each.__class__ = Marked
+        losses.append(train(engine, steps=range(2)))
+        graphs.append(counted()[1])
+        for each in inner:
+            each.fsmoe.run_uncut("the test says so")
+        losses[-1] += train(engine, steps=range(2, 4))
+    return losses[0], losses[1], [*graphs[1:], counted()[1]]
+
+
+def test_another_plan_and_another_class_of_parameters_compile_nothing_again(tmp_path: Path) -> None:
+    for plain, compiled, graphs in run_on_ranks(with_other_plans, 2, tmp_path):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+        assert graphs == [1, 1]
+
+
+def saved(rank: int, world_size: int, folder: str) -> float:
+    """How far the weights in the files of a compiled model are from those of the model."""
+    import ds_fsmoe
+
+    engine = engine_of(torch.compile(model_of("mixtral"), backend="eager"), 1)
+    train(engine, steps=range(1))
+    whole = ds_fsmoe.whole_state_dict(engine)
+    if rank:
+        return 0.0
+    assert all(name.startswith("_orig_mod.") for name in whole)  # as in stock's checkpoints
+    engine.module.save_pretrained(folder, state_dict=whole)
+    read = type(engine.module._orig_mod).from_pretrained(folder).state_dict()
+    return max((read[name] - whole[f"_orig_mod.{name}"]).abs().max().item() for name in read)
+
+
+def test_files_of_a_compiled_model_have_its_own_names(tmp_path: Path) -> None:
+    assert run_on_ranks(saved, 2, tmp_path / "ranks", str(tmp_path / "model"))[0] == 0.0
