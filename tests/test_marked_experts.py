@@ -292,11 +292,20 @@ def test_what_means_the_same_for_a_part_is_done(tmp_path: Path) -> None:
 
 
 def statistics(rank: int, world: int, folder: str) -> list[str]:
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
     said = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(said)
     engine = make(0, 2)
+    p = named(engine)[DOWN]
     for _ in range(2):
-        named(engine)[DOWN].data.norm()
+        p.data.norm()
+    x = batch(rank, 1)
+    engine.backward(engine(input_ids=x, labels=x).loss)
+    with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):
+        torch.zeros(EXPERTS, *p.shape[1:]).copy_(safe_get_full_grad(p))
+    safe_set_full_grad(p, safe_get_full_grad(p) * 0.5)
+    assert torch.equal(ds_fsmoe.own_part(p.grad), ds_fsmoe.own_part(safe_get_full_grad(p)))
     engine.destroy()
     return [each for each in said.lines if "torch.norm" in each]
 

@@ -20,7 +20,7 @@ from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.engine.convert_adapters import adapters_of
 from ds_fsmoe.engine.gathered_experts import gather_experts_whole
-from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, mark, origin_of, tensors_in, unmark
+from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, gradient_of, mark, origin_of, tensors_in, unmark
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.over_ranks import Origin
 from ds_fsmoe.layer.parts import LayerError
@@ -52,6 +52,12 @@ class MarkedExperts:
         for name, parameter, part in spread:
             state, group = owners[id(parameter)].fsmoe, stock_groups._get_expert_parallel_group(parameter.group_name)
             mark(parameter, Origin(name, part, group, state.places))
+        # Without ZeRO DeepSpeed's safe_get_full_grad would take the plain gradient; so it asks for what it calls this.
+        self._asked = [
+            each for each in self._parameters if not hasattr(each, "_hp_mapping") and not is_shared_out(each)
+        ]
+        for each in self._asked:
+            each._hp_grad, each.get_full_hp_grad = True, functools.partial(gradient_of, each)
         self._handles = [handle for each in model.modules() for handle in _guard(each)]
         if spread:
             gather_experts_whole()
@@ -59,11 +65,13 @@ class MarkedExperts:
 
     def close(self) -> None:
         """Take the marks and guards off."""
+        for each in self._asked:
+            del each._hp_grad, each.get_full_hp_grad
         for each in self._parameters:
             unmark(each)
         for each in self._handles:
             each.remove()
-        self._parameters, self._handles, self._accumulators = [], [], []
+        self._parameters, self._asked, self._handles, self._accumulators = [], [], [], []
 
 
 def refuse_hooks(path: str, module: nn.Module) -> None:

@@ -85,6 +85,11 @@ def mark(parameter: nn.Parameter, origin: Origin) -> None:
     parameter.__class__ = ExpertShard
 
 
+def gradient_of(parameter: ExpertShard) -> torch.Tensor | None:
+    """Return the gradient of a marked parameter, marked as well."""
+    return _mark(parameter.grad, parameter.fsmoe_origin, parameter.fsmoe_dim)
+
+
 def unmark(parameter: nn.Parameter) -> None:
     """Make a marked parameter plain again."""
     if isinstance(parameter, ExpertShard):
