@@ -210,7 +210,7 @@ def convert_experts(
     module.__class__ = _ours(own_class)
     module.fsmoe = state
     replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
-    module.opaque = Handle(module, path)
+    state.opaque = Handle(module, path)
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)

@@ -172,7 +172,7 @@ def convert(
     parts.check_dispatch(inner.gate)
     inner.__class__ = FSMoELayer
     inner.fsmoe = LayerState(parts, parts.order_for(inner.gate), running, label, path, tensor_parallel_use(layer))
-    inner.opaque = Handle(inner, path)
+    inner.fsmoe.opaque = Handle(inner, path)
     if running is not None:
         replaced |= _shard_experts(layer, running)
         if getattr(inner.gate, "causal", False):
@@ -294,7 +294,7 @@ def restore(layer: StockMoE) -> None:
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
-        del inner.fsmoe, inner.opaque
+        del inner.fsmoe
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
         for name in FSMoEGate.__annotations__:

@@ -273,7 +273,7 @@ def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
 def _is_compiled(module: nn.Module) -> bool:
     by_itself = module._compiled_call_impl is not None or "_orig_mod" in module._modules
     # A function around the model may have been compiled; it has called our layers then.
-    return by_itself or getattr(module, "is_compiled", False)
+    return by_itself or getattr(getattr(module, "opaque", None), "is_used", False)
 
 
 def _wait_for_own(module: nn.Module, _: Any) -> None:

@@ -36,6 +36,8 @@ class Handle:
         number = next(_numbers)
         self.path = path
         """The path of the module in its model, for messages."""
+        self.is_used = False
+        """Whether compiled code has called the module."""
         self.backward = -1
         """The last backward that has come to the module."""
         _modules[number] = module
@@ -50,9 +52,10 @@ class Handle:
 class OpaqueModule(nn.Module):
     """Is called as one operator where the code that calls it is compiled."""
 
-    opaque: Handle | None = None
-    is_compiled: bool = False
-    """Whether compiled code has called it."""
+    @property
+    def opaque(self) -> Handle | None:
+        """What stands for it in compiled code, if anything does."""
+        return self.fsmoe.opaque
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, hooks and all."""
@@ -164,7 +167,7 @@ def _call_module(
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     module, call = _modules[int(handle.item())], _Call(8)
-    module.is_compiled = True
+    module.opaque.is_used = True
     call.gradients, call.handle = [None, None, None], module.opaque
     with _as_outside(has_grad, x.device.type, autocast):
         anchor = torch.empty(0, requires_grad=has_grad)

@@ -15,12 +15,14 @@ from ds_fsmoe.checkpoint_files.expert_parts import part_of
 from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.opaque import OpaqueModule
+from ds_fsmoe.layer.opaque import Handle, OpaqueModule
 from ds_fsmoe.layer.parts import LayerError
 
 
 class FSMoEParamWrapper(OpaqueModule):
     """Goes before PEFT's class, and replaces its forward. Made by conversion, never constructed."""
+
+    opaque: Handle | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the experts beneath give with the active adapters; arguments are those of the experts.

@@ -23,6 +23,7 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.alltoall_tasks import Exchange
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import runs_again, take
@@ -81,6 +82,8 @@ class LayerState:
     """The forwards so far."""
     checks_without_engine: list[Check] = field(default_factory=list)
     """The checks of a layer outside of an engine of ours."""
+    opaque: Handle | None = None
+    """What stands for the layer in compiled code."""
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
 
     @property
