@@ -44,18 +44,11 @@ def leave(module: FSMoEExperts) -> None:
     around = next(iter(state.outermost), module)
     while around is not module:
         around.__class__ = type(around).__bases__[1]
-        _take_off(around)
+        del around.opaque
         around = around.base_layer
     module.__class__ = own_class_of(module)
     del module.fsmoe
-    _take_off(module)
     setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), state.places()))
-
-
-def _take_off(module: nn.Module) -> None:
-    """Take off a module what a compiler was shown in its place."""
-    for name in ("opaque", "is_compiled"):
-        vars(module).pop(name, None)
 
 
 def is_left(module: nn.Module) -> bool:
