@@ -94,7 +94,12 @@ def loaded(rank: int, world_size: int, folders: list[str], stage: int, ep_size: 
             model = from_files(folder)
         said += [f"{folder}: {each}" for each in wrong_weights(model, whole, rank % ep_size)]
         engine = engine_of(model, config)
-        said += [f"{folder}: in an engine {each}" for each in wrong_weights(engine.module, whole, rank % ep_size)]
+        in_engine = {name: values_of(each) for name, each in engine.module.named_parameters()}
+        said += [
+            f"{folder}: in an engine {name}"
+            for name, each in whole.named_parameters()
+            if not torch.equal(in_engine[name], each)
+        ]
         x = batch(3, world_size)[rank : rank + 1]
         whole.set_experts_implementation("eager")
         found, wanted = loss_of(engine, x), loss_of(whole, x)

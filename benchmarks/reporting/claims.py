@@ -222,6 +222,7 @@ NOT_MEASURED = (
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
     Excuse("docs/errors.md", "# When it says", OF_OTHERS),
     Excuse("docs/gpus.md", "# NCCL", OF_OTHERS),
+    Excuse("docs/halves.md", "of transformers 5.23 or later", OF_OTHERS),
     Excuse("docs/gradients.md", "# Who adds up, and over which links", "bytes, by the formulas in the table's head"),
     Excuse("docs/gradients.md", "# Clipping without ZeRO", OF_OTHERS),
     Excuse(HALVES, "# What it looks like", SIMULATED),

@@ -104,13 +104,13 @@ def warm(group: dist.ProcessGroup) -> None:
     come between collectives of other communicators that are under way.
     """
     device = _device_of(group)
-    for num_bytes in _WARM_BYTES:
-        whole = torch.zeros(max(1, num_bytes // (4 * group.size())) * group.size(), device=device)
-        with waiting("the connections of a communicator"):
+    with waiting("the connections of a communicator"):
+        for num_bytes in _WARM_BYTES:
+            whole = torch.zeros(max(1, num_bytes // (4 * group.size())) * group.size(), device=device)
             for collective in _COLLECTIVES:
                 collective(group, whole)
-            if is_used(group):
-                torch.cuda.synchronize(device)
+        if is_used(group):
+            torch.cuda.synchronize(device)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

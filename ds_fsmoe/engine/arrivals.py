@@ -37,7 +37,10 @@ def wait_for_all_ranks(what: str, limit_s: float) -> None:
     _num_calls[what] += 1
     store = distributed_c10d._get_default_store()
     place, ranks = f"ds_fsmoe/{what}/{_num_calls[what]}", range(dist.get_world_size())
-    store.set(f"{place}/{dist.get_rank()}", "")
+    try:
+        store.set(f"{place}/{dist.get_rank()}", "")
+    except RuntimeError:  # of a pretended process group, whose store is none
+        return
     if store.add(place, 1) == len(ranks):
         store.set(f"{place}/all", "")
     for part_s in (0.1 * limit_s, 0.9 * limit_s):
