@@ -94,8 +94,9 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
             raise LayerError(
                 f"{name}, a {type(module).__name__}, follows the contract of transformers' experts by name, but {error}"
             ) from error
-        part = part_of(module.down_proj)
-        check_wrappers(wrappers, contract, num_experts_of(module) if part is None else part.num_local)
+        # Beside experts that were loaded by parts adapters are of all; beside those that an engine has left, of these.
+        left = part_of(module.down_proj) if loaded_part(module) is None else None
+        check_wrappers(wrappers, contract, num_experts_of(module) if left is None else left.num_local)
 
 
 def check_hugging_face(

@@ -28,6 +28,8 @@ def show_whole_experts(engine: Any) -> None:
     """
     optimizer = engine.optimizer
     view = _Whole(engine)
+    if not engine._hf_layers:  # of DeepSpeed's own layers they see what stock has
+        return
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _replace_at_stage_3(optimizer, view)
     elif hasattr(optimizer, "_link_all_hp_params"):

@@ -24,7 +24,7 @@ from torch import nn
 from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS
 from ds_fsmoe.layer.over_ranks import Origin, SumOverRanks
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.shard_functions import DIMS, ELEMENTWISE, METADATA, STATISTICS, SUMS
+from ds_fsmoe.layer.shard_functions import DIMS, ELEMENTWISE, METADATA, STATISTICS, SUMS, TRUTHS
 from ds_fsmoe.log import logger
 
 TRUSTED = ("deepspeed", "ds_fsmoe")
@@ -284,7 +284,8 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any
     dims = dims if isinstance(dims, (list, tuple)) and dims else None
     if dims and marked.fsmoe_dim == 0 and all(each % marked.ndim for each in dims):
         return _mark(func(*args, **kwargs), origin, 0)
-    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((*args, kwargs)))):
+    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((*args, kwargs)))
+    if plain in TRUTHS or not has_gradient:
         _warn(plain, origin)
         return func(*args, **kwargs)
     if plain in SUMS and (dims is None or (marked.fsmoe_dim == 0 and plain in ("sum", "mean"))):

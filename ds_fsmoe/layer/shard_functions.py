@@ -21,11 +21,13 @@ ELEMENTWISE = _names(
     "log1p log2 sign sgn reciprocal clamp clamp_min clamp_max clip maximum minimum lerp addcmul addcdiv where "
     "masked_fill eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not nan_to_num round floor ceil "
     "trunc tanh sigmoid relu detach clone to type float half bfloat16 double cpu cuda contiguous type_as pin_memory "
-    "alias copy fill zero zeros_like ones_like empty_like full_like invert and or xor"
+    "alias isclose copy fill zero zeros_like ones_like empty_like full_like invert and or xor"
 )
 """Functions that handle each element by itself."""
 SUMS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "mse_loss"))
-STATISTICS = SUMS | _names("max min amax amin std var any all prod median histc count_nonzero allclose equal isclose")
+TRUTHS = _names("any all count_nonzero allclose equal argmax argmin")
+"""Functions without a gradient."""
+STATISTICS = SUMS | TRUTHS | _names("max min amax amin std var prod median histc")
 """Functions whose results are told apart from those of all experts by a warning, where no gradient is wanted."""
 DIMS = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), (1, 2)),
