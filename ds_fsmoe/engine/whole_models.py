@@ -76,6 +76,8 @@ def _refusing(model: nn.Module, save: Any) -> Any:
             # Those of compiled modules are the names of a checkpoint of theirs, but not of a model's files.
             own = {name.replace("_orig_mod.", ""): each for name, each in options["state_dict"].items()}
             options["state_dict"] = own
+        elif parts:  # nothing of it is written, but it is prepared for that
+            options["state_dict"] = model.state_dict()
         return save(*args, **options)
 
     return save_pretrained

@@ -30,6 +30,8 @@ from ds_fsmoe.log import logger
 TRUSTED = ("deepspeed", "ds_fsmoe")
 _PASSING_ON = frozenset(("torch", "copy", "copyreg", "functools", "contextlib", "_pickle", "pickle"))
 """Packages whose functions ask for somebody else."""
+_LOOKING = frozenset(("storage_ptr", "storage_size", "_end_ptr", "_is_complete", "_filter_shared_not_shared"))
+"""Functions that only look where tensors lie, as transformers does on ranks that write nothing."""
 _INSTEAD = (
     "Use instead: deepspeed.zero.GatheredParameters(parameter), within which it has all experts (modifier_rank=0 to "
     "change them); ds_fsmoe.whole_parameters(engine), which walks over whole weights; ds_fsmoe.whole_weight(parameter) "
@@ -143,8 +145,9 @@ def asking() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
+        looks_only = package in ("safetensors", "transformers") and frame.f_code.co_name in _LOOKING
         if package not in _PASSING_ON:
-            return package
+            return TRUSTED[0] if looks_only else package
         frame = frame.f_back
     return TRUSTED[0]  # a thread of torch's own
 
