@@ -50,7 +50,7 @@ def passed_over(sentence: str) -> None:
 
 
 PASSED_OVER = (passed_over, f"{__name__}.{use_ds_fsmoe_convert.__name__}")
-"""What our reader calls instead, and the name in files."""
+"""Names what our reader calls instead, as it stands in files."""
 
 
 class _Guard:

@@ -81,7 +81,7 @@ def at_work(what: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
 
 
 class _Last:
-    """What this process did last."""
+    """Holds what this process did last."""
 
     forward: tuple[object, float] | None = None
     step: int | None = None

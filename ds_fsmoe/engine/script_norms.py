@@ -28,7 +28,7 @@ from ds_fsmoe.layer.expert_shard import origin_of
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 """Those whose gradients torch's norms are to know."""
 _torchs_norm: Callable[..., torch.Tensor]
-"""What ours has replaced, once there is an engine."""
+"""The function that ours has replaced, once there is an engine."""
 
 
 def count_all_experts(engine: Any) -> None:

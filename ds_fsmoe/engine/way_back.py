@@ -28,7 +28,7 @@ _USES = (
     *("forward", "backward", "step", "train_batch", "eval_batch"),
     *("save_checkpoint", "load_checkpoint", "save_16bit_model"),
 )
-"""What an engine is asked for that has lost its model."""
+"""The methods that refuse once an engine has lost its model."""
 _OF_STAGE_3 = (
     *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
     *("post_bwd_fn", "pre_bwd_fn"),

@@ -37,7 +37,7 @@ class Handle:
         self.path = path
         """The path of the module in its model, for messages."""
         self.is_used = False
-        """Whether compiled code has called the module."""
+        """Return whether compiled code has called the module."""
         self.backward = -1
         """The last backward that has come to the module."""
         _modules[number] = module
@@ -54,7 +54,7 @@ class OpaqueModule(nn.Module):
 
     @property
     def opaque(self) -> Handle | None:
-        """What stands for it in compiled code, if anything does."""
+        """Return the handle that stands for it in compiled code, if there is one."""
         return self.fsmoe.opaque
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
