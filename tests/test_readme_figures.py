@@ -48,11 +48,17 @@ def test_every_layer_that_the_page_shows_is_of_ten_blocks_on_one_bed() -> None:
         assert len({(row["hardware"], row["allocator"]) for row in rows}) == 1
 
 
-def test_a_mean_over_layers_is_geometric() -> None:
-    values = OF.of_cases("layer", "best", "deepspeed")
-    each = [LAYER.ratio(case, "best") / LAYER.ratio(case, "deepspeed") for case in LAYER.cases]
-    assert values == each
-    assert mean(values) == pytest.approx(math.exp(fmean(map(math.log, each))))
+@pytest.mark.parametrize("name", ["layer", "layer_best"])
+@pytest.mark.parametrize("variant", ["best", "fsmoe"])
+def test_a_mean_over_tutel_is_the_geometric_one_of_steps_that_were_neighbours(name: str, variant: str) -> None:
+    ratios = {
+        row["case"]: float(row["ratio"])
+        for row in read(RESULTS / f"{name}.csv")
+        if (row["variant"], row["over"]) == (variant, "tutel")
+    }
+    assert set(ratios) == set(OF.comparison(name).cases)
+    expected = math.exp(fmean(map(math.log, ratios.values())))
+    assert mean(OF.of_cases(name, variant, "tutel")) == pytest.approx(expected)
 
 
 def test_losses_that_differ_in_the_last_digit_are_counted() -> None:

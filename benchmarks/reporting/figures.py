@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.harness.result_files import RESULTS
-from benchmarks.reporting.rows import Comparison, Row, blocks_of, comparison, read
+from benchmarks.reporting.rows import Comparison, Row, blocks_of, comparison, further_baselines, read
 
 TOKEN = re.compile(r"(?<![\w.,/-])(?!95%)(?:\d+(?:\.\d+)?(?= times\b| ms\b|x\b|%)|\d+\.\d+)(?![\w.]*\d)")
 """What looks like a figure: with a decimal point, or so many times, ms or per cent. Versions have two
@@ -160,8 +160,15 @@ class Results:
         return Figure(format(quotient, form), file, rows, f"{case}: {variant} over {other}")
 
     def of_cases(self, file: str, variant: str, other: str = "") -> list[float]:
-        """How many times as fast a variant is as another, or as the baseline, case by case."""
+        """How many times as fast a variant is as another, or as the baseline, case by case.
+
+        Ratios over another variant are those of steps that were its neighbours, where rows have them.
+        """
         found = self.comparison(file)
+        if other in further_baselines(self.rows(file)):
+            paired = self.comparison(file, other)
+            if set(found.cases) <= {case for case, name in paired.rows if name == variant}:
+                return [paired.ratio(case, variant) for case in found.cases]
         return [found.ratio(case, variant) / (found.ratio(case, other) if other else 1) for case in found.cases]
 
     def computed(self, value: float | str, form: str, file: str, what: str, variants: Iterable[str] = ()) -> Figure:
