@@ -104,7 +104,8 @@ def _options_of_gates() -> str:
         said = _arguments(gate)
         for each in inspect.signature(gate).parameters.values() if name != OF_STOCK else ():
             if each.name not in GateBlock.model_fields:
-                does = said[each.name].replace("see there", base.get(each.name, ""))
+                # What a gate inherits is said once, by the base.
+                does = said.get(each.name, "see there").replace("see there", base.get(each.name, ""))
                 gates.setdefault(f"`{each.name}` | {_shown(each.default)} | {does} |", []).append(name)
     rows = [f"| {', '.join(f'`{each}`' for each in names)} | {row}" for row, names in gates.items()]
     return "\n".join(["| `type` | option | default | what it does |", "|---|---|---|---|", *rows])

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one word in the config gains: whole models as users write them, ``"enabled"`` false and true.
 
-``cluster.py up --inter 100mbit --intra 400mbit``, then ``cluster.py run -- benchmarks/cases/bench_one_word.py --only
-gpt``, a job for each case. The GPT has DeepSpeed's own MoE layers, the others are Hugging Face's. ``stock`` is the
-config with ``"enabled": false``, which for a Hugging Face model means that every rank has all experts; ``ours`` is
-``true`` and nothing else, measured once the autotuner, which nobody has asked for, has settled; then ``true`` with a
-schedule by name. Steps are whole: forward, backward, optimizer, the gather of parameters. A turn is two steps of one
-engine: ours gathers parameters under the next forward, so the first step's are hidden, and the second's are waited for
-before the clock stops, where in training all are hidden. AutoEP has a row where the
-installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all.
+``cluster.py up --inter 100mbit --intra 400mbit``, then ``cluster.py run -- benchmarks/cases/bench_one_word.py --sweep
+--only gpt``, a job for each case. The GPT has DeepSpeed's own MoE layers, the others are Hugging Face's. ``stock`` is
+DeepSpeed with the stage of ZeRO, buckets and ``overlap_comm`` that it is fastest with, and ``"enabled": false``: for a
+Hugging Face model every rank has all experts then. ``stock, no more memory`` is the fastest of those whose tensors take
+no more than ours. ``ours`` is ``stock``'s config with ``true`` and nothing else, measured once the autotuner, which
+nobody has asked for, has settled; then come schedules by name, of which ``tutel`` and ``pipemoe_lina`` have the number
+of chunks that they are fastest with. ``--sweep`` looks for all that first, and keeps what it saw in
+``one_word_sweep.csv``; without it an earlier one is read. Steps are whole: forward, backward, optimizer, the gather of
+parameters. A turn is two steps of one engine: ours gathers parameters under the next forward, so the first step's are
+hidden, and the second's are waited for before the clock stops, where in training all are hidden. AutoEP has rows where
+the installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all; OLMoE, of
+which it has no preset, is described to it by hand.
 
 Rows go to ``benchmarks/results/one_word.csv``, what stock's step spends its time on to ``one_word_operations.csv``,
 what each variant's tensors take, in one step that is not timed, to ``one_word_memory.csv``, and what tuning took, with
@@ -18,7 +22,6 @@ after how many steps it has paid, to ``one_word_tuning.csv``.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,187 +29,88 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from packaging.version import Version
 
 # Run as a file, Python looks for modules beside it only.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import deepspeed
-from gpt_moe import GPTMoE, Sizes
-
-import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Goal, Grid, Variant, run_grid
 from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
 from benchmarks.harness.join import join
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
-from benchmarks.models.hugging_face import Model, made
-from benchmarks.models.layer_steps import wait_for_parameters
-from benchmarks.models.layers import StockGroups, ranks_per_node
-from benchmarks.models.operations import COMMUNICATION, OTHER, Operations
-from benchmarks.models.step_costs import StepMemory, step_memory, storages_now, write_memory, write_tuning
+from benchmarks.models.layers import ranks_per_node
+from benchmarks.models.step_costs import StepMemory, storages_now, write_memory, write_tuning
+from benchmarks.models.sweeps import CUT, OFF, OURS, STOCK, Swept, counted, found, sweep, with_chunks
+from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole
 
 NEWEST_FOR_AUTOEP = Version("5.22.2")
-PRESETS = ("deepspeed", "tutel", "pipemoe_lina", "fsmoe")
-AUTOEP_NAMES = {"qwen3": "qwen3_moe", "mixtral": "mixtral"}
-OPERATIONS = (*COMMUNICATION, "experts", "attention", "routing", OTHER)
-IN_A_ROW = 2
-MOST_STEPS = 200
-"""Until plans have to be settled."""
+NO_MORE_MEMORY = "stock, no more memory"
+AUTOEP: dict[str, dict[str, Any]] = {
+    "qwen3": {"preset_model": "qwen3_moe"},
+    "mixtral": {"preset_model": "mixtral"},
+    "olmoe": {
+        "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+        "router_pattern": "gate",
+        "expert_pattern": "experts",
+        "expert_w1": "gate_up_proj",
+        "expert_w2": "down_proj",
+        "expert_w3": None,
+        "expert_activation": "swiglu",
+        "num_experts_attr": "num_experts",
+        "top_k_attr": "num_experts_per_tok",
+        "score_func": "softmax",
+        "route_norm": False,
+    },
+}
+"""How AutoEP is told of a family: by a preset, or by its modules."""
 
 
 @dataclass(frozen=True)
-class Whole(Model):
-    """A whole model at a stage of ZeRO. ``family`` may be ``"gpt"``: DeepSpeed's own layers, over all ranks."""
+class Way:
+    """How a variant trains.
 
-    stage: int = 1
-    micro_batches: int = 1
-    """Of a step, whose gradients are added up before they are sent."""
-    capacity_factor: float = 1.25
-    """Of the GPT; the others drop nothing."""
+    Attributes:
+        setting: of DeepSpeed.
+        more: what the config has besides.
+    """
 
-
-CASES = {
-    "gpt": Case("GPT, k 2, H 4 M", Whole("gpt", 3, B=2, L=128, M=256, H=1024, E=8, k=2, vocabulary=256, stage=1)),
-    "mixtral": Case(
-        "Mixtral, k 2, H 7/2 M", Whole("mixtral", 2, B=4, L=128, M=128, H=448, E=8, k=2, stage=1, micro_batches=2)
-    ),
-    "olmoe": Case(
-        "OLMoE, k 8, H 1/2 M", Whole("olmoe", 2, B=4, L=128, M=128, H=64, E=64, k=8, stage=2, micro_batches=2)
-    ),
-    "qwen3": Case(
-        "Qwen3, k 8, H 3/4 M", Whole("qwen3", 2, B=4, L=128, M=128, H=96, E=32, k=8, stage=3, micro_batches=2)
-    ),
-}
+    setting: Setting
+    more: dict[str, Any]
 
 
-@functools.cache
-def _groups(kind: str) -> StockGroups:
-    """Return what DeepSpeed keeps of the groups of one kind of engines: ours make a group once for all of theirs."""
-    return StockGroups()
-
-
-class Training:
-    """An engine over a model as a user has it, and a step of it.
+def ways(model: Whole, swept: Swept) -> dict[str, Way]:
+    """Return all variants of a model, the baseline first.
 
     Args:
         model: the sizes.
-        more: what the config has besides.
-        named: kept here by the name of its variant, once its plans are settled.
+        swept: what each is fastest with.
     """
-
-    def __init__(self, model: Whole, more: dict[str, Any], name: str, named: dict[str, Training]) -> None:
-        is_ours = more.get("fsmoe", {}).get("enabled", False)
-        self.groups = _groups("ours" if is_ours else name)
-        self.groups.put()
-        self._model = model
-        module = self._module()
-        base = {
-            "train_micro_batch_size_per_gpu": model.B,
-            "gradient_accumulation_steps": model.micro_batches,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-            "zero_optimization": {"stage": model.stage},
-            "steps_per_print": 1_000_000,
-        }
-        parameters = list(module.parameters())
-        initialize: Any = ds_fsmoe.initialize if "fsmoe" in more else deepspeed.initialize
-        self.engine = initialize(model=module, model_parameters=parameters, config=base | more)[0]
-        self.groups.take()
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        self._ids = torch.randint(model.vocabulary, (model.B, model.L), generator=generator)
-        for _ in range(MOST_STEPS):
-            self()
-            if self._is_settled():
-                break
-        else:
-            raise RuntimeError(f"{name}: no plan was settled in {MOST_STEPS} steps")
-        named[name] = self
-
-    def _module(self) -> torch.nn.Module:
-        model = self._model
-        if model.family != "gpt":
-            return made(model)
-        torch.manual_seed(0)
-        of_gpt = model.M, model.layers, model.heads, model.L, model.E, dist.get_world_size(), model.k
-        return GPTMoE(Sizes(*of_gpt, model.capacity_factor))
-
-    def _is_settled(self) -> bool:
-        tuner = getattr(getattr(self.engine, "fsmoe", None), "autotune", None)
-        return tuner is None or tuner.is_settled
-
-    def __call__(self) -> None:
-        self.groups.put()
-        for _ in range(self._model.micro_batches):
-            self.engine.backward(self._loss())
-            self.engine.step()
-
-    def finish(self) -> None:
-        """Wait for what the last step has left under way."""
-        wait_for_parameters(self.engine)
-
-    def _loss(self) -> torch.Tensor:
-        if self._model.family == "gpt":
-            loss, aux_loss = self.engine(self._ids, self._ids)
-            return loss + 0.01 * aux_loss
-        return self.engine(input_ids=self._ids, labels=self._ids).loss
-
-    def operations_ms(self, num_steps: int = 3) -> dict[str, float]:
-        """Return what a step spends its time on, the mean over ranks of the median over steps. Collective."""
-        of_classes = {"Experts": "experts", "Attention": "attention", "Gate": "routing", "Router": "routing"}
-        operation_of = {
-            module: next(word for end, word in of_classes.items() if type(module).__name__.endswith(end))
-            for module in self.engine.module.modules()
-            if type(module).__name__.endswith(tuple(of_classes))
-        }
-        found = []
-        self.groups.put()
-        for _ in range(num_steps):
-            operations = Operations()
-            dist.barrier()
-            with operations.watched(operation_of):
-                for _ in range(self._model.micro_batches):
-                    with operations.phase("forward"):
-                        loss = self._loss()
-                    with operations.phase("backward"):
-                        self.engine.backward(loss)
-                    with operations.phase("step"):
-                        self.engine.step()
-            found.append([operations.of(name) for name in OPERATIONS])
-        times_s = torch.tensor(found, dtype=torch.float64)
-        dist.all_reduce(times_s)
-        median_ms = (times_s / dist.get_world_size()).median(dim=0).values * 1e3
-        return dict(zip(OPERATIONS, median_ms.tolist(), strict=True))
-
-    def close(self) -> None:
-        """End the engine."""
-        self.engine.destroy()
-
-
-def configs(model: Whole) -> dict[str, dict[str, Any]]:
-    """Return what the config of each variant has besides, the baseline first."""
-    found: dict[str, dict[str, Any]] = {"stock": {"fsmoe": {"enabled": False}}, "ours": {"fsmoe": {"enabled": True}}}
+    blocks: dict[str, dict[str, Any]] = {OURS: {"enabled": True}}
     if model.family == "gpt":
         # Slots are what stock sends where tokens are dropped.
-        found["ours, rows"] = {"fsmoe": {"enabled": True, "dispatch": "rows"}}
+        blocks["ours, rows"] = {"enabled": True, "dispatch": "rows"}
     else:
-        found["ours, over all ranks"] = {"fsmoe": {"enabled": True, "ep_size": dist.get_world_size()}}
-    for name in PRESETS:
-        of_tuner = {"autotune": True} if name == "fsmoe" else {"autotune": False, "num_chunks": 2}
-        found[name] = {"fsmoe": {"enabled": True, "schedule": name} | (of_tuner if name != "deepspeed" else {})}
-    if model.family in AUTOEP_NAMES and Version(version("transformers")) <= NEWEST_FOR_AUTOEP:
+        blocks["ours, over all ranks"] = {"enabled": True, "ep_size": dist.get_world_size()}
+    blocks["deepspeed"] = {"enabled": True, "schedule": "deepspeed"}
+    blocks |= {preset: with_chunks(preset, swept.num_chunks[preset])["fsmoe"] for preset in CUT}
+    blocks["fsmoe"] = {"enabled": True, "schedule": "fsmoe", "autotune": True}
+    of_stock = {STOCK: Way(swept.stock, OFF)}
+    if swept.no_more_memory is not None:
+        of_stock[NO_MORE_MEMORY] = Way(swept.no_more_memory, OFF)
+    every = of_stock | {name: Way(swept.stock, {"fsmoe": block}) for name, block in blocks.items()}
+    if model.family in AUTOEP and Version(version("transformers")) <= NEWEST_FOR_AUTOEP:
         for size in sorted({ranks_per_node(), dist.get_world_size()}):
-            asked = {"enabled": True, "autoep_size": size, "preset_model": AUTOEP_NAMES[model.family]}
-            found[f"AutoEP over {size}"] = {"expert_parallel": asked}
-    return found
+            asked = {"enabled": True, "autoep_size": size, "use_grouped_mm": False} | AUTOEP[model.family]
+            every[f"AutoEP over {size}"] = Way(swept.stock, {"expert_parallel": asked})
+    return every
 
 
-def write_operations(case: Case, file: Path) -> None:
+def write_operations(case: Case, setting: Setting, file: Path) -> None:
     """Append what stock's step spends its time on, and print it. Collective."""
-    stock = Training(case.settings, {"fsmoe": {"enabled": False}}, "stock", {})
+    stock = Training(case.settings, setting, OFF, STOCK)
     of_step = stock.operations_ms()
     stock.close()
     if dist.get_rank():
@@ -229,6 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="turns of each variant in a block")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--variants", nargs="*", help="besides stock (all)")
+    parser.add_argument("--sweep", action="store_true", help="look for the fastest settings first")
     parser.add_argument("--tiny", action="store_true", help="to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
@@ -237,19 +142,24 @@ def main() -> None:
     for key in args.only:
         case = CASES[key]
         if args.tiny:
-            case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1))
+            case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1, stages=case.settings.stages[-1:]))
+        if args.sweep:
+            sweep(case, args.results)
+        swept = found(case, args.results)
         named: dict[str, Training] = {}
         memories: dict[str, StepMemory] = {}
         wanted = {
-            name: more
-            for name, more in configs(case.settings).items()
-            if name == "stock" or args.variants is None or name in args.variants
+            name: way
+            for name, way in ways(case.settings, swept).items()
+            if name.startswith(STOCK) or args.variants is None or name in args.variants
         }
-        variants = [Variant(name, _made(more, name, named, memories)) for name, more in wanted.items()]
-        goals = [Goal("ours", at_least=0.98)] if args.blocks >= MIN_BLOCKS_TO_JUDGE and "ours" in wanted else []
+        variants = [Variant(name, _made(way, name, named, memories)) for name, way in wanted.items()]
+        is_judged = args.blocks >= MIN_BLOCKS_TO_JUDGE
+        goals = [Goal(OURS, at_least=0.98)] if is_judged and OURS in wanted else []
         effort = Effort(args.blocks, args.steps, warmup=1, in_a_row=IN_A_ROW)
-        write_operations(case, args.results / "one_word_operations.csv")
-        (result,) = run_grid(Grid("one_word", (case,)), variants, "stock", effort, goals, args.results)
+        over = {NO_MORE_MEMORY: [OURS]} if {NO_MORE_MEMORY, OURS} <= set(wanted) else {}
+        write_operations(case, swept.stock, args.results / "one_word_operations.csv")
+        (result,) = run_grid(Grid("one_word", (case,)), variants, STOCK, effort, goals, args.results, further=over)
         write_memory(case, memories, args.results / "one_word_memory.csv")
         if dist.get_rank() == 0:
             engines = {name: training.engine for name, training in named.items()}
@@ -258,21 +168,17 @@ def main() -> None:
 
 
 def _made(
-    more: dict[str, Any], name: str, named: dict[str, Training], memories: dict[str, StepMemory]
+    way: Way, name: str, named: dict[str, Training], memories: dict[str, StepMemory]
 ) -> Callable[[Whole], Training]:
     """Return what makes a variant, and runs one step of it, before any is timed, whose memory is counted."""
 
     def make(model: Whole) -> Training:
         before = storages_now()
-        training = Training(model, more, name, named)
-        # The baseline is made twice.
+        training = Training(model, way.setting, way.more, name)
+        named[name] = training
+        # Baselines are made twice.
         if name not in memories:
-            state = getattr(training.engine, "fsmoe", None)
-            layers = [] if state is None else list(state.inner_layers.values())
-            # In the first step with it, a plan that was settled on moves what is there.
-            training()
-            memories[name] = step_memory(training, layers, before, training.engine.zero_reduce_bucket_size())
-            training.finish()
+            memories[name] = counted(training, before)
         return training
 
     return make

@@ -27,10 +27,10 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.cases.bench_one_word import CASES, IN_A_ROW, Training, Whole
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
+from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole
 from ds_fsmoe.planning.block import BlockPlan
 
 OURS, NOTHING = "ours", "nothing"
@@ -90,6 +90,10 @@ class Changed(Training):
             layer.fsmoe.apply(replace(plan, **dict(zip(("forward", "backward"), phases, strict=True))))
 
 
+STAGES = {"gpt": 1, "olmoe": 2}
+"""Of ZeRO, by family."""
+
+
 def variants_of(model: Whole, cache: str) -> tuple[list[Variant], dict[str, list[str]]]:
     """Return all variants of a model, and the second baseline with what is compared with it.
 
@@ -103,7 +107,8 @@ def variants_of(model: Whole, cache: str) -> tuple[list[Variant], dict[str, list
     tuned = {"enabled": True, "autotune": {"enabled": True, "cache_dir": cache}}
 
     def made(name: str, block: dict[str, Any], part: Part | None = None) -> Variant:
-        options = {"more": {"fsmoe": everywhere | block}, "name": name, "named": {}}
+        setting = Setting(STAGES.get(model.family, 1))
+        options = {"setting": setting, "more": {"fsmoe": everywhere | block}, "name": name}
         return Variant(name, partial(Changed, part=part or Part(name, {}), **options))
 
     found = [made(OURS, tuned)]

@@ -20,8 +20,9 @@ NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_MANY, NUM_CHOICES, NUM_INFERENCE, NUM_H
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
 """As in ``cases/bench_layer.py``, which takes torch to read."""
 STAGES = ("gpt2", "gpt2-long", "mixtral")
-ONE_WORD = ("gpt", "mixtral", "olmoe", "qwen3")
+ONE_WORD = ("gpt", "mixtral", "olmoe", "qwen3", "qwen3-zero3")
 MODELS = ("gpt2", "mixtral", "short", "long")
+_WHOLE: dict[str, Any] = {"inter": "100mbit", "intra": "400mbit"}
 _ALONE: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}
 _ONLY_IN_FULL = (
     *(f"cases/bench_models.py --judged --only {name}" for name in MODELS),
@@ -41,7 +42,11 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"nodes": 3}, "cases/bench_models.py --only mixtral"),
     ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
     *((_ALONE | {"inter": "100mbit"}, f"cases/bench_stages.py --only {name}") for name in STAGES),
-    *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_one_word.py --only {name}") for name in ONE_WORD),
+    *(
+        ({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_one_word.py --sweep --only {name}")
+        for name in ONE_WORD
+    ),
+    *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_ladder.py --only {name}") for name in ONE_WORD),
     *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_parts.py --only {name}") for name in ("gpt", "olmoe")),
     *(
         ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
@@ -52,6 +57,8 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
         for name in ("hot_rank", "zipf_1.5", "rotating", "olmoe")
     ),
     *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_halves.py --only {n}") for n in range(NUM_HALVES)),
+    *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_schedule.py --only {n}") for n in ONE_WORD[:-1]),
+    *((_ALONE | {"nodes": 2, "inter": "25mbit"}, f"cases/bench_schedule.py --only {n}") for n in JUDGED_LAYERS),
     *((_ALONE, f"cases/bench_inference.py --only {number}") for number in range(NUM_INFERENCE)),
 )
 """Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes, nodes of one rank."""
