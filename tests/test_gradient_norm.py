@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.hf_families import model_of
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
@@ -73,3 +76,26 @@ def test_the_norm_does_not_depend_on_how_experts_are_spread(dtype: str, clipping
         assert reported == pytest.approx(of_ranks[0][0][0], rel=rounding)
         assert checksum == pytest.approx(of_ranks[0][0][2], rel=rounding)
     assert (min(of_ranks[0][0][0]) > clipping) == (clipping < 1), "gradients are to be clipped, or not, in every step"
+
+
+def warned(rank: int, world_size: int) -> list[bool]:
+    """Whether the log says, of each engine, that stock clips by another norm."""
+    import ds_fsmoe
+
+    stock_layers = [(0, 1.0), (0, 0.0), (1, 1.0)]
+    found = []
+    for stage, clipping in [*stock_layers, (0, 1.0)]:
+        is_stock = len(found) < len(stock_layers)
+        model = SmallModel(Case(1, stage), rank) if is_stock else model_of("mixtral")
+        config = Case(1, stage).ds_config(fsmoe={"enabled": True}, gradient_clipping=clipping)
+        said = Said()
+        logging.getLogger("ds_fsmoe").addHandler(said)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        logging.getLogger("ds_fsmoe").removeHandler(said)
+        engine.destroy()
+        found.append(any("Stock DeepSpeed's norm" in each for each in said.lines))
+    return found
+
+
+def test_the_log_says_where_stock_clips_by_another_norm(tmp_path: Path) -> None:
+    assert run_on_ranks(warned, 1, tmp_path) == [[True, False, False, False]]

@@ -84,7 +84,7 @@ def test_the_front_page_shows_a_picture_a_figure_and_how_to_install_before_anyth
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", first)
     assert (ROOT / picture).is_file()
     assert re.search(r"for the same model: \d\.\d\d times", first)
-    assert "pip install 'ds_fsmoe[train,hf]'" in first
+    assert "pip install '.[train,hf]'" in first
 
 
 def test_every_path_of_the_tree_exists() -> None:

@@ -87,6 +87,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite links to files of the repository. Those that lead nowhere stay, and mkdocs reports them."""
     path = path_of(page.file.src_uri)
+    # Whoever searches for a word wants a page that explains it, and not each day on which it was measured.
+    if path == "benchmarks/LOG.md":
+        page.meta["search"] = {"exclude": True}
     here = posixpath.dirname(page.file.src_uri)
 
     def rewritten(match: re.Match[str]) -> str:

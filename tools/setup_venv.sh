@@ -30,13 +30,16 @@ done
 [ -n "$python" ] || fail "no Python 3.11 or 3.12 found (looked for \$PYTHON, python3.11, python3.12, python3)"
 say "using $("$python" -c 'import platform, sys; print("Python", platform.python_version(), sys.executable)')"
 
+# On a terminal pip shows what it downloads; in a log its lines would hide ours.
+quiet=--quiet
+[ -t 1 ] && quiet=--progress-bar=on
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 no_venv="cannot make a virtual environment: is Python's venv module installed?"
 if [ "${1:-}" = docs ]; then
     say "making $venv"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$no_venv"
-    pip install --quiet --no-deps -r tools/docs_requirements.txt
+    pip install $quiet --no-deps -r tools/docs_requirements.txt
     touch "$venv/.ready"
     say "done"
     exit
@@ -45,16 +48,16 @@ if [ "${1:-}" = planning ]; then
     say "making $venv, without torch"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$no_venv"
-    pip install --quiet -e '.[plot,dev-planning]'
+    pip install $quiet -e '.[plot,dev-planning]'
     touch "$venv/.ready"
     say "done"
     exit
 fi
 
 install_cpu_torch() {
-    say "installing $cpu_torch"
+    say "installing $cpu_torch (200 MB)"
     # A configured wheel folder or mirror may have it; PyTorch's own index of CPU builds does.
-    pip install --quiet "$cpu_torch" 2>/dev/null || pip install --quiet "$cpu_torch" --index-url "$cpu_index" ||
+    pip install $quiet "$cpu_torch" 2>/dev/null || pip install $quiet "$cpu_torch" --index-url "$cpu_index" ||
         fail "no CPU build of torch 2.13.0 for this Python, neither from the configured indexes nor from $cpu_index"
 }
 if [ "${1:-}" = llamafactory ]; then
@@ -63,10 +66,10 @@ if [ "${1:-}" = llamafactory ]; then
     "$python" -m venv "$venv" || fail "$no_venv"
     install_cpu_torch
     # Its interface for browsers and its readers of pictures, films and sound are left out: they take gigabytes.
-    pip install --quiet "transformers==5.6.0" "trl==0.24.0" "accelerate==1.11.0" "peft==0.18.1" "datasets==4.0.0" \
+    pip install $quiet "transformers==5.6.0" "trl==0.24.0" "accelerate==1.11.0" "peft==0.18.1" "datasets==4.0.0" \
         "tyro<0.9" omegaconf einops fire sentencepiece tiktoken pandas protobuf pyyaml scipy
-    pip install --quiet --no-deps "llamafactory==0.9.5"
-    pip install --quiet ".[train,hf]"
+    pip install $quiet --no-deps "llamafactory==0.9.5"
+    pip install $quiet ".[train,hf]"
     # It imports torchaudio whatever it trains, and there is no build of that for CPUs beside this torch.
     : >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
     touch "$venv/.ready"
@@ -100,12 +103,12 @@ rm -rf "$venv"
 
 if [ -z "$shared" ] && has_gpu; then
     say "installing $torch_range (GPU build; several GB)"
-    pip install --quiet "$torch_range"
+    pip install $quiet "$torch_range"
 elif [ -z "$shared" ]; then
     install_cpu_torch
 fi
-say "installing ds_fsmoe with DeepSpeed and the tools of the tests"
-pip install --quiet -e '.[train,dev]'
-"$venv/bin/python" -m ds_fsmoe env
+say "installing ds_fsmoe with DeepSpeed and the tools of the tests (some minutes)"
+pip install $quiet -e '.[train,dev]'
+"$venv/bin/python" -m ds_fsmoe env --brief
 touch "$venv/.ready"
 say "done"

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         from ds_fsmoe.ops import report
 
         parts = [(kind, ", ".join(registry.known(kind))) for kind in ("gate", "order", "alltoall", "expert")]
-        _show(("part", "on the shelf"), parts)
+        _show(("part", "names"), parts)
         sections = {
             "op": report.op_rows(),
             "built with": report.compiler_rows(),
@@ -79,6 +79,9 @@ def package_rows() -> list[Row]:
         ("scipy", ""),
         *((name, "needed for pictures and pages of runs") for name in ("altair", "jinja2", "vl-convert-python")),
         ("pydantic", "needed for training"),
+        ("transformers", "needed for Hugging Face models"),
+        *((name, "its scripts run as they are") for name in ("accelerate", "trl")),
+        ("peft", "adapters"),
     ):
         found = _installed(name)
         rows.append((name, found or "not installed", "[OKAY]" if found else "[NO]", purpose))

@@ -102,6 +102,21 @@ def correct_norm(engine: Any) -> None:
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
 
 
+def differing_norm(engine: Any) -> str | None:
+    """Return a sentence if an engine clips by another norm than stock DeepSpeed would; ``None``: it does not.
+
+    Args:
+        engine: with DeepSpeed's own MoE layers. Of a Hugging Face model stock's norm is right.
+    """
+    if isinstance(engine.optimizer, ZeROOptimizer) or engine.gradient_clipping() <= 0:
+        return None
+    return (
+        f"gradient_clipping = {engine.gradient_clipping():g}, zero_optimization.stage = 0: ds_fsmoe clips by the norm "
+        "of all gradients. Stock DeepSpeed's norm depends on ep_size or leaves experts out, so its weights differ. To "
+        "compare the two, set zero_optimization.stage to 1 or gradient_clipping to 0."
+    )
+
+
 def complete_norms(optimizer: Any) -> None:
     """Let the optimizer of a pipeline's stage take part in the norms of groups that it has not. Collective over all
     ranks.

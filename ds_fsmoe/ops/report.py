@@ -90,6 +90,10 @@ def machine_rows(environment: Mapping[str, str] = os.environ) -> list[Row]:
         rows += [("GPUs", str(len(names)), OKAY, ", ".join(sorted(set(names))))]
     else:
         rows += [("GPUs", "none", NO, "torch finds no CUDA device")]
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version())), OKAY, "torch's own"))
+    else:
+        rows.append(("NCCL", "none", NO, "this torch is built without it"))
     told = {name: environment[name] for name in _LAUNCHER if name in environment}
     ranks, here = told.get("WORLD_SIZE"), told.get("LOCAL_SIZE", environment.get("LOCAL_WORLD_SIZE"))
     if ranks is None:
