@@ -42,13 +42,13 @@ def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
 def _front_page(of: Results, readme: str) -> Iterator[Claim]:
     ours = of.of_cases("one_word", "ours")
     gain = of.computed(mean(ours), ".2f", "one_word", "ours over stock: geometric mean of four models", {"ours"})
-    yield Claim(readme, "**With one word in the config, for the same model: {} times.**", (gain,))
+    yield Claim(readme, "**With one word in the config, for the same model: {} times**", (gain,))
     yield Claim(readme, "the gain is {}, the geometric mean of four models", (gain,))
     for shown, short in (
-        ("GPT, stock's MoE layers", "gpt"),
-        ("Mixtral", "mixtral"),
-        ("OLMoE", "olmoe"),
-        ("Qwen3", "qwen3"),
+        ("GPT, stock's MoE layers | 1", "gpt"),
+        ("Mixtral | 1", "mixtral"),
+        ("OLMoE | 2", "olmoe"),
+        ("Qwen3 | 3", "qwen3"),
     ):
         case = _WHOLE[short]
         columns = {"ours": True, _OVER_ALL: short != "gpt", _AUTO_EP: short in _WITH_AUTO_EP}
