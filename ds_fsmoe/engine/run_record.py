@@ -12,13 +12,17 @@ from typing import Any
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+from ds_fsmoe.components.expert_compute.contract import follows_contract
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.topology import rank_now
 from ds_fsmoe.engine.compat import load_ds_config
+from ds_fsmoe.engine.convert_experts import num_experts_of
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import trace_folder
+from ds_fsmoe.telemetry.flops import count_grouped_products
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 from ds_fsmoe.telemetry.surroundings import config_of
@@ -29,19 +33,23 @@ _made: list[Record] = []
 
 
 def watch_ours(engine: Any) -> None:
-    """Begin the record of an engine of ours, if its block asks for one.
+    """Begin the record of an engine of ours, if its block asks for one, and let DeepSpeed's profiler count all of it.
 
     Raises:
         ConfigError: its folder cannot be written to; raised on every rank.
     """
     state = engine.fsmoe
+    count_grouped_products(engine)
     layers = {
         each.deepspeed_moe.label: _layer(path, each) | {"gate": type(each.deepspeed_moe.gate).__name__}
         for path, each in state.layers.items()
     }
     facts = {"schedule": state.block.schedule, "chosen": state.chosen(), "layers": layers}
     facts["why_untuned"] = state.why_untuned
-    record = _record(engine, state.block, facts, next(iter(state.layers.values()), None))
+    first = next(iter(state.layers.values()), None)
+    # The experts of a Hugging Face model are all there is of a layer; tokens come to them.
+    takes_tokens = first.deepspeed_moe if isinstance(first, HuggingFaceLayer) else first
+    record = _record(engine, state.block, facts, takes_tokens)
     if record is not None:
         record.steps.tell_tuning(lambda: _is_tuning(state.autotune))
         state.telemetry.record = record
@@ -61,7 +69,8 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
         ConfigError: the folder of the record cannot be written to; raised on every rank.
         OSError: the folder of the trace cannot be written to.
     """
-    found = [(path, each) for path, each in engine.module.named_modules() if isinstance(each, MoE)]
+    modules = engine.module.named_modules()
+    found = [(path, each) for path, each in modules if isinstance(each, MoE) or follows_contract(each)]
     layers = {f"L{index:02d}": _layer(path, each) for index, (path, each) in enumerate(found)}
     first = found[0][1] if found else None
     watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers}, first)]
@@ -107,6 +116,9 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
     return record
 
 
-def _layer(path: str, layer: MoE) -> dict[str, Any]:
+def _layer(path: str, layer: nn.Module | HuggingFaceLayer) -> dict[str, Any]:
+    if not isinstance(layer, (MoE, HuggingFaceLayer)):
+        # Transformers' own experts: each rank has them all, and what a token takes is not theirs to know.
+        return {"path": path, "experts": num_experts_of(layer), "ep_size": 1, "k": None}
     gate = layer.deepspeed_moe.gate
     return {"path": path, "experts": layer.num_experts, "ep_size": layer.ep_size, "k": getattr(gate, "k", None)}

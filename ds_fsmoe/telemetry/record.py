@@ -57,7 +57,7 @@ class Record:
         stop_after: the number of optimizer steps after which the process ends; 0: never.
         rank: the rank of this process.
         facts: what ran, for ``run.json``.
-        first_layer: the first MoE layer, at which tokens are counted; ``None``: there is none on this rank.
+        first_layer: the module of the first MoE layer, at which tokens are counted; ``None``: there is none on this rank.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -85,8 +85,9 @@ class Record:
         file = None if self._folder is None else self._folder / STEPS
         # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
         counts = file is not None and first_layer is not None
-        self._tokens = tokens = TokenCount(first_layer) if counts else None
-        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, tokens)
+        self.tokens = TokenCount(first_layer) if counts else None
+        """The count of tokens; ``None``: nothing counts them."""
+        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, self.tokens)
         self.steps.at_stop = self.close
         atexit.register(self._at_exit)
 
@@ -136,8 +137,8 @@ class Record:
     def _close(self, how: Mapping[str, str]) -> None:
         atexit.unregister(self._at_exit)
         self.steps.write()
-        if self._tokens is not None:
-            self._tokens.hook.remove()
+        if self.tokens is not None:
+            self.tokens.hook.remove()
         self._try(lambda folder: write_json(folder / RUN, self._facts | how))
         self._folder = None
         self.is_open = False
