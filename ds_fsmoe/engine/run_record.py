@@ -19,13 +19,13 @@ from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.topology import rank_now
 from ds_fsmoe.engine.compat import load_ds_config
 from ds_fsmoe.engine.convert_experts import num_experts_of
+from ds_fsmoe.files.hiding import config_of
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import trace_folder
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
-from ds_fsmoe.telemetry.surroundings import config_of
 from ds_fsmoe.tuning.autotune import Autotune
 
 _made: list[Record] = []
@@ -100,7 +100,7 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
         )
         return None
     folder = None if asked.dir is None else Path(asked.dir)
-    facts |= {"block": block.model_dump(exclude_unset=True)}
+    facts |= {"block": config_of(block.model_dump(exclude_unset=True))}
     with suppress(Exception):  # a config of whatever kind; without it the page says less
         facts["config"] = config_of(load_ds_config(engine.config)) | {"fsmoe": facts["block"]}
     problem, record = "", None

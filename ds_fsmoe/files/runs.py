@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.files import run_shapes
+from ds_fsmoe.files.hiding import command_of, config_of
 from ds_fsmoe.files.json_shapes import Shape, fits
 from ds_fsmoe.files.whole_files import append_to, read_regular, write_whole
 
@@ -97,7 +98,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder")
     run = Run(folder)
-    run.facts = _object(run, RUN, run_shapes.FACTS)
+    run.facts = _without_secrets(_object(run, RUN, run_shapes.FACTS))
     run.plans = _object(run, PLANS, run_shapes.PLANS)
     run.measured = _object(run, MEASURED, {})
     run.steps = _lines(run, STEPS, run_shapes.STEP)
@@ -121,6 +122,14 @@ def read_run(folder: Path) -> Run:
     elif run.facts and "ended" not in run.facts:
         run.problems.append("the run did not say that it has ended: it goes on, or was killed; what is here is shown")
     return run
+
+
+def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run says of itself as this version would have written it; earlier ones have hidden less."""
+    hidden = {name: config_of(facts[name]) for name in ("config", "block") if name in facts}
+    if "command" in facts:
+        hidden["command"] = command_of(facts["command"])
+    return facts | hidden
 
 
 def has_trace(folder: Path) -> bool:

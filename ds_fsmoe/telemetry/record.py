@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.files.hiding import command_of, text_of
 from ds_fsmoe.files.runs import (
     CLUSTER,
     COMPARED,
@@ -37,7 +38,7 @@ from ds_fsmoe.files.runs import (
 from ds_fsmoe.telemetry.routers import LayerLoad
 from ds_fsmoe.telemetry.step_facts import TokenCount, memory_reader
 from ds_fsmoe.telemetry.steps import StepLog
-from ds_fsmoe.telemetry.surroundings import command_of, commit_of
+from ds_fsmoe.telemetry.surroundings import commit_of
 from ds_fsmoe.versions import VERSION
 
 logger = logging.getLogger("ds_fsmoe")
@@ -57,7 +58,7 @@ class Record:
         stop_after: the number of optimizer steps after which the process ends; 0: never.
         rank: the rank of this process.
         facts: what ran, for ``run.json``.
-        first_layer: the module of the first MoE layer, at which tokens are counted; ``None``: there is none on this rank.
+        first_layer: the module of the first MoE layer that tokens come to; ``None``: there is none on this rank.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -132,7 +133,7 @@ class Record:
         if error is None:
             self.close()
         else:
-            self._close({"failed": f"{type(error).__name__}: {error}"[:500]})
+            self._close({"failed": text_of(f"{type(error).__name__}: {error}"[:500])})
 
     def _close(self, how: Mapping[str, str]) -> None:
         atexit.unregister(self._at_exit)
