@@ -11,6 +11,7 @@ layer whenever it was decided where its experts should be; ``plans.json`` has wh
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl
 PLACEMENT = "placement.jsonl"
 MEASURED, CLUSTER = "measured.json", "cluster.json"
 TRACE = "trace"
+FILES = (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT, MEASURED, CLUSTER)
 FORMAT = 1
 STOCK = "stock"
 """The word that ``run.json`` has for a run of DeepSpeed's own engine and layers; for ours it names the schedule."""
@@ -84,6 +86,39 @@ class Run:
         return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
 
 
+def check_run_folder(folder: Path) -> None:
+    """Check that a run may be recorded in a folder: that what has the names of its files is of a run.
+
+    Raises:
+        FileExistsError: it is not; the message names the files.
+    """
+    found = [name for name in FILES if (folder / name).exists()]
+    if found and not _is_of_a_run(folder / RUN):
+        raise FileExistsError(f"it has {', '.join(found)}, which no recorded run has left: name another folder")
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what an earlier run has left in a folder, and nothing else.
+
+    Raises:
+        OSError: it cannot be removed, or the files are of no run.
+    """
+    check_run_folder(folder)
+    if (folder / RUN).exists():
+        traces = folder / TRACE
+        # The facts go last: while they are there, all else is known to be of a run.
+        for old in (*traces.glob("rank*.json"), traces / "trace.json", *(folder / name for name in reversed(FILES))):
+            old.unlink(missing_ok=True)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    try:
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and {"format", "schedule"} <= set(value)
+
+
 class NoRunError(ValueError):
     """Raised when a folder has no run; the message says what it has."""
 
@@ -115,6 +150,13 @@ def read_run(folder: Path) -> Run:
         run.problems.append(f"{RUN}: format {run.facts['format']}, and this version reads {FORMAT}")
     if not run.facts:
         run.problems.append(f"{RUN} is missing: what ran is not known")
+    numbers = [row["step"] for row in run.steps]
+    back = next(((one, other) for one, other in itertools.pairwise(numbers) if other <= one), None)
+    if back is not None:
+        run.problems.append(
+            f"{STEPS}: step {back[1]} comes after step {back[0]}: a checkpoint of an earlier step was loaded, or two "
+            "jobs have written here; what is here is shown"
+        )
     if not run.steps:
         run.problems.append(f"{STEPS} has no step: the run ended before its first one was written")
     elif "failed" in run.facts:

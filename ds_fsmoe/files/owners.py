@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which process writes a checkpoint, and whether it is alive, by a locked file in the unfinished folder.
+"""Tells which process writes in a folder, and whether it is alive, by a locked file: of an unfinished checkpoint, of a
+run's record, of recorded routing.
 
 The system releases a lock when its process ends for any reason. Where a file system has no locks, the file
 says which process it was, and on the same host that can be looked up.
@@ -17,16 +18,19 @@ from pathlib import Path
 from typing import Literal
 
 OWNER = "fsmoe_owner.json"
+"""The file in an unfinished checkpoint."""
+OF_RECORD, OF_ROUTING, OF_COMPARISON = (f".fsmoe_{each}_owner.json" for each in ("record", "routing", "comparison"))
+"""The files in folders that jobs write in one after another."""
 
 Life = Literal["alive", "dead", "unknown"]
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of an unfinished checkpoint, as its file describes it.
+    """The owner of a folder, as its file describes it.
 
     Attributes:
-        token: the token of the save.
+        token: the token of the save; empty where nothing is saved.
         host: the host that its process runs on.
         process: the process number there.
         life: whether that process is alive.
@@ -41,39 +45,64 @@ class Owner:
         return f"process {self.process} on {self.host}"
 
 
+class OwnedError(Exception):
+    """Raised when a folder has an owner already; the message says which."""
+
+
 class Ownership:
     """Holds the lock of a folder, from its creation until :meth:`release` or the end of this process.
 
     Args:
-        folder: a new folder.
+        folder: a folder that is there.
         token: the token of the save.
+        name: the name of the file in a folder that outlives its owners, of which one that is dead, or has released the
+            folder, is replaced. By default the folder is new.
 
     Raises:
         OSError: the file system refuses.
+        OwnedError: the folder has an owner that lives, or of which that is not known.
     """
 
-    def __init__(self, folder: Path, token: str) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._opened: int | None = os.open(folder / OWNER, flags, 0o666)
+    def __init__(self, folder: Path, token: str = "", name: str | None = None) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        self._process = os.getpid()
+        self._is_kept = name is not None
+        flags |= 0 if self._is_kept else os.O_EXCL
+        self._opened: int | None = os.open(folder / (name or OWNER), flags, 0o666)
         try:
             is_locked = _lock(self._opened, fcntl.LOCK_EX)
+            if name is not None and not is_locked:
+                _refuse(owner_of(folder, name))
+            os.ftruncate(self._opened, 0)
             said = {"token": token, "host": socket.gethostname(), "process": os.getpid(), "is_locked": is_locked}
             os.write(self._opened, json.dumps(said).encode())
-        except OSError:
-            self.release()
+        except BaseException:
+            self._close()
             raise
 
     def release(self) -> None:
-        """Release the folder to others; only the first call has an effect."""
+        """Release the folder to others; only the first call has an effect, and none in a forked process."""
+        if self._opened is not None and os.getpid() == self._process:
+            if self._is_kept:
+                # Not removed: another one may have opened it meanwhile.
+                os.ftruncate(self._opened, 0)
+            self._close()
+
+    def _close(self) -> None:
         if self._opened is not None:
             os.close(self._opened)
             self._opened = None
 
 
-def owner_of(folder: Path) -> Owner | None:
-    """Return who has written, or writes, an unfinished checkpoint; ``None`` if nothing in the folder tells."""
+def _refuse(owner: Owner | None) -> None:
+    if owner is not None and owner.life != "dead":
+        raise OwnedError(f"{owner} {'writes' if owner.life == 'alive' else 'may be writing'} there")
+
+
+def owner_of(folder: Path, name: str = OWNER) -> Owner | None:
+    """Return who has written, or writes, in a folder; ``None`` if nothing in the folder tells."""
     try:
-        opened = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
