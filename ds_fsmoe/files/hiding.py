@@ -46,6 +46,8 @@ _PLAINLY = re.compile(
     re.IGNORECASE,
 )
 """What is secret whatever its name: what stands ahead of the host in an address, and tokens of known forms."""
+_FEWEST_CHARACTERS = 4
+"""Of a secret that is looked for in a text; what is shorter is found in any."""
 _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -85,6 +87,37 @@ def _of_pair(found: re.Match[str]) -> str:
     return f"{name}{sign}{HIDDEN if _hides(name, value) else _IN_TEXT.sub(_of_pair, value)}"
 
 
+def secrets_of(whole: Any, shown: Any) -> set[str]:
+    """Return what was left out of a value, as it may be found in a text: as it is, and as JSON writes it.
+
+    Args:
+        whole: a config, or the arguments of a command.
+        shown: what is shown of it.
+    """
+    if isinstance(whole, Mapping) and isinstance(shown, Mapping):
+        return set().union(*(secrets_of(each, shown[str(name)]) for name, each in whole.items()))
+    if isinstance(whole, (list, tuple)) and isinstance(shown, (list, tuple)):
+        return set().union(*map(secrets_of, whole, shown))
+    if isinstance(whole, (list, tuple)):
+        return set().union(*(secrets_of(each, HIDDEN) for each in whole))
+    if whole == shown or len(str(whole)) < _FEWEST_CHARACTERS:
+        return set()
+    parts = re.fullmatch(re.escape(shown).replace(re.escape(HIDDEN), "(.+?)"), str(whole), re.DOTALL)
+    if parts is None and (data := _json_of(str(whole))) is not None:
+        return secrets_of(data, config_of(data))
+    found = {str(whole)} if parts is None else set(parts.groups())
+    return {form for each in found if len(each) >= _FEWEST_CHARACTERS for form in (each, json.dumps(each)[1:-1])}
+
+
+def _json_of(text: str) -> Any:
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _field_of(name: str, value: Any, is_environment: bool) -> Any:
     holds_environment = name.lower() in _ENVIRONMENT
     if isinstance(value, (Mapping, list, tuple)):
@@ -116,14 +149,11 @@ def _value_of(name: str, value: str) -> str:
     is_variable = _VARIABLE.fullmatch(name) is not None
     if _hides(name, value) or (is_variable and not _SHOWN_VARIABLES.fullmatch(name)):
         return HIDDEN
-    if value.lstrip()[:1] in ("{", "["):
-        try:
-            data = json.loads(value)
-        except (ValueError, RecursionError):
-            return text_of(value)
-        hidden = config_of(data)
-        return value if hidden == data else json.dumps(hidden)
-    return text_of(value)
+    data = _json_of(value)
+    if data is None:
+        return text_of(value)
+    hidden = config_of(data)
+    return value if hidden == data else json.dumps(hidden)
 
 
 def _hides_after(option: str) -> bool:
