@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import csv
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ pytest.importorskip("transformers")
 from ds_fsmoe.cli import main
 from ds_fsmoe.files.runs import Run, read_run
 from ds_fsmoe.files.traces import read_trace
+from tests.built_ops import build_ops
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, WIDTH, batch, loss_of, model_of
 from tests.ranks import run_on_ranks
+from tests.scripts import ROOT
+from tests.test_flops_profiler import macs_of
 from tests.test_hugging_face import ds_config, engine_of
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
@@ -154,16 +157,10 @@ def test_monitors_are_told_of_the_tokens_of_experts(case: tuple[Path, list[Any]]
         assert [float(row[1]) for row in rows] == STEPS * [2 * TOKENS * NUM_CHOICES / NUM_EXPERTS]
 
 
-def macs_of(folder: Path) -> float:
-    """The multiply-accumulates of a rank's forward of one micro batch."""
-    number, unit = re.search(r"fwd MACs per GPU:\s+([\d.]+) (\w*)MACs", (folder / "flops.txt").read_text()).groups()
-    return float(number) * {"": 1.0, "K": 1e3, "M": 1e6}[unit]
-
-
 @pytest.mark.long
 def test_deepspeeds_flops_profiler_counts_the_products_of_the_experts(case: tuple[Path, list[Any]]) -> None:
     for family in FAMILIES:
-        stock, ours = (macs_of(case[0] / family / way) for way in ("stock", "ours"))
+        stock, ours = (macs_of(case[0] / family / way / "flops.txt") for way in ("stock", "ours"))
         of_choice = 3 * WIDTH * 24
         of_layers = 2 * LENGTH * NUM_CHOICES * of_choice
         assert stock > of_layers
@@ -173,3 +170,24 @@ def test_deepspeeds_flops_profiler_counts_the_products_of_the_experts(case: tupl
         last = [each[family]["rows"][: -(STEPS - PROFILED - 1) * ACCUMULATION * size] for each in case[1]]
         computed = sum(sum(of_rank[-size : len(of_rank) - size + 2]) for of_rank in last)
         assert ours == pytest.approx(stock - of_layers + computed * of_choice, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
+def test_a_plain_loop_over_a_hugging_face_model_is_compared_with_itself(
+    stage: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    build_ops()
+    command = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    command += ["--module", "ds_fsmoe.run", str(ROOT / "examples" / "hf_finetune.py"), "--stage", str(stage), "--stock"]
+    given = ["--fsmoe", '{"enabled": true, "num_chunks": 2}', "--turns", "0", "--timeout", "900"]
+    assert main(["compare", *given, "--steps", "12", "--out", "out", "--", *command]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "times as fast as stock DeepSpeed" in said
+    assert "losses: identical" in said or float(said.split("losses: at most ")[1].split()[0]) < 1e-4
+    for kind in ("stock", "ours"):
+        # Four sequences of 64 bytes.
+        assert {row["tokens_of_rank"] for row in read_run(tmp_path / "out" / kind).steps} == {256}
+    assert main(["report", "out"]) == 0

@@ -96,7 +96,7 @@ class Ownership:
 
 def _refuse(owner: Owner | None) -> None:
     if owner is not None and owner.life != "dead":
-        raise OwnedError(f"{owner} {'writes' if owner.life == 'alive' else 'may be writing'} there")
+        raise OwnedError(f"{owner} {'writes there' if owner.life == 'alive' else 'may be writing there'}")
 
 
 def owner_of(folder: Path, name: str = OWNER) -> Owner | None:
