@@ -55,6 +55,13 @@ def test_lines_of_two_ranks_in_turns_are_told_apart(tmp_path: Path) -> None:
     assert found.lines == tuple(one)
 
 
+def test_an_error_is_found_in_lines_of_two_ranks_that_nothing_tells_apart(tmp_path: Path) -> None:
+    one, other = traceback("ValueError: mine", "one.py"), traceback(OF_OTHERS, "other.py")
+    for pair in ((one, other), (other, one)):
+        mixed = [line for lines in zip(*pair, strict=True) for line in lines]
+        assert found_in(tmp_path, mixed).endswith("ValueError: mine")
+
+
 def test_of_a_chain_of_errors_the_last_is_told(tmp_path: Path) -> None:
     chain = [
         *traceback("KeyError: 'x'"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.files.hiding import HIDDEN, command_of, config_of, text_of
+from ds_fsmoe.files.hiding import HIDDEN, command_of, config_of, secrets_of, text_of, without
 from ds_fsmoe.files.runs import RUN, STEPS, read_run
 
 # In no file of this repository but this one, and nothing that a rule could know by its look.
@@ -135,6 +135,15 @@ def test_a_config_of_deepspeed_is_told_whole() -> None:
         "a": [["tokens", 3], None, 1.5],
     }
     assert config_of(config) == config
+
+
+def test_a_text_is_left_without_the_secrets_of_a_config_and_is_else_as_it_was() -> None:
+    config = {"hf_token": 'a "quoted" one', "list": ["--key", "train"], "options": f'{{"key": "{SECRET}"}}'}
+    found = secrets_of(config, config_of(config))
+    assert found == {'a "quoted" one', 'a \\"quoted\\" one', SECRET}
+    text = f"training {SECRET}: {SECRET}x {json.dumps(config['hf_token'])}"
+    assert without(text, found) == f'training {HIDDEN}: {SECRET}x "{HIDDEN}"'
+    assert without(text, set()) == text
 
 
 def test_what_was_hidden_once_stays_as_it_is() -> None:

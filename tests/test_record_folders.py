@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_fsmoe.files.owners import OF_RECORD, OF_ROUTING, Ownership, owner_of
 from ds_fsmoe.files.runs import RUN, STEPS, check_run_folder, clear_run, read_run
@@ -30,7 +31,7 @@ def write_mine(folder: Path) -> None:
 def engine_of(rank: int, **block: Any) -> Any:
     import ds_fsmoe
 
-    case = Case(2, 1)
+    case = Case(min(2, dist.get_world_size()), 1)
     model = SmallModel(case, rank)
     config = case.ds_config(fsmoe={"autotune": False, **block})
     return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -71,6 +72,7 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     said["held"] = [None if each is None else (each.life, each.process) for each in held]
     said["first process"] = os.getpid()
     engine.destroy()
+    dist.barrier()
     said["released"] = [owner_of(root / "own", name) is None for name in (OF_RECORD, OF_ROUTING)]
     return said
 

@@ -241,11 +241,8 @@ def _hide_secrets(config: Mapping[str, Any], command: Sequence[str], file: Path,
     shown = hiding.config_of(config)
     found = hiding.secrets_of([config, list(command)], [shown, hiding.command_of(command)])
     file.write_text(json.dumps(shown, indent=2))
-    text = log.read_text(errors="surrogateescape") if found and log.exists() else ""
-    if any(each in text for each in found):
-        for each in found:
-            text = text.replace(each, hiding.HIDDEN)
-        log.write_text(text, errors="surrogateescape")
+    if found and log.exists():
+        log.write_text(hiding.without(log.read_text(errors="surrogateescape"), found), errors="surrogateescape")
 
 
 def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:

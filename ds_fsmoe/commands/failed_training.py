@@ -59,17 +59,23 @@ def first_error(log: Path, reports: Path, since_s: float) -> FirstError | None:
 def _errors(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Return (rank, lines) of each traceback, in the order of their ends, of a chain the last; "": of no known rank."""
     done: list[tuple[str, list[str]]] = []
+    # Ranks without a prefix write into each other's tracebacks: as many errors are awaited as tracebacks have begun.
     open_of: dict[str, list[str]] = {}
+    awaited: dict[str, int] = {}
     for each in lines:
         line = _COLOUR.sub("", each)
         match = _PREFIX.match(line)
         rank, line = (match[1], line[match.end() :]) if match else ("", line)
         if line.startswith(_BEGIN):
-            open_of[rank] = [line]
-        elif rank in open_of:
+            open_of.setdefault(rank, []).append(line)
+            awaited[rank] = awaited.get(rank, 0) + 1
+        elif awaited.get(rank):
             open_of[rank].append(line)
             if line and not line[0].isspace():
-                done.append((rank, open_of.pop(rank)))
+                done.append((rank, list(open_of[rank])))
+                awaited[rank] -= 1
+                if not awaited[rank]:
+                    del open_of[rank]
         elif line.startswith(_CHAINED):
             last = max((place for place, (of, _) in enumerate(done) if of == rank), default=None)
             if last is not None:

@@ -46,8 +46,8 @@ _PLAINLY = re.compile(
     re.IGNORECASE,
 )
 """What is secret whatever its name: what stands ahead of the host in an address, and tokens of known forms."""
-_FEWEST_CHARACTERS = 4
-"""Of a secret that is looked for in a text; what is shorter is found in any."""
+_FEWEST_CHARACTERS = 6
+"""The fewest characters of a secret that is looked for in a text; what is shorter is found in any."""
 _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -87,6 +87,12 @@ def _of_pair(found: re.Match[str]) -> str:
     return f"{name}{sign}{HIDDEN if _hides(name, value) else _IN_TEXT.sub(_of_pair, value)}"
 
 
+def without(text: str, secrets: Iterable[str]) -> str:
+    """Return a text without these secrets."""
+    either = "|".join(re.escape(each) for each in sorted(secrets, key=len, reverse=True))
+    return re.sub(rf"(?<!\w)(?:{either})(?!\w)", HIDDEN, text) if either else text
+
+
 def secrets_of(whole: Any, shown: Any) -> set[str]:
     """Return what was left out of a value, as it may be found in a text: as it is, and as JSON writes it.
 
@@ -105,7 +111,7 @@ def secrets_of(whole: Any, shown: Any) -> set[str]:
     parts = re.fullmatch(re.escape(shown).replace(re.escape(HIDDEN), "(.+?)"), str(whole), re.DOTALL)
     if parts is None and (data := _json_of(str(whole))) is not None:
         return secrets_of(data, config_of(data))
-    found = {str(whole)} if parts is None else set(parts.groups())
+    found = {str(whole)} if parts is None else {each.strip("\\\"'") for each in parts.groups()}
     return {form for each in found if len(each) >= _FEWEST_CHARACTERS for form in (each, json.dumps(each)[1:-1])}
 
 
