@@ -146,7 +146,7 @@ def test_two_comparisons_in_one_folder_are_refused(
     (tmp_path / "out").mkdir()
     owner = Ownership(tmp_path / "out", name=OF_COMPARISON)
     assert main(["compare", "--out", str(tmp_path / "out"), "--", "python", str(config)]) == 2
-    assert f"process {os.getpid()} on {socket.gethostname()} writes there" in capsys.readouterr().err
+    assert f"process {os.getpid()} on {socket.gethostname()} (this one) writes there" in capsys.readouterr().err
     owner.release()
     Ownership(tmp_path / "out", name=OF_COMPARISON).release()
 

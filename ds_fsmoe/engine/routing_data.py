@@ -16,7 +16,7 @@ from ds_fsmoe.components.routing import Given
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
-from ds_fsmoe.files.owners import OF_ROUTING, OwnedError, Ownership
+from ds_fsmoe.files.owners import OF_ROUTING, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.replay import ReplayError, choices_of
 from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
@@ -326,7 +326,7 @@ def _claim(folder: str) -> Ownership | None:
         except OSError:
             pass  # training goes on without it, and the recorder says so
     if problem := from_first_rank(problem):
-        raise ConfigError(f"{BLOCK}.routing.record = {folder!r}: {problem}: give each job a folder of its own")
+        raise ConfigError(f"{BLOCK}.routing.record = {folder!r}: {problem}: {ONE_EACH}")
     return owner
 
 

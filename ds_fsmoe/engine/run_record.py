@@ -20,7 +20,7 @@ from ds_fsmoe.distributed.topology import rank_now
 from ds_fsmoe.engine.compat import load_ds_config
 from ds_fsmoe.engine.convert_experts import num_experts_of
 from ds_fsmoe.files.hiding import config_of
-from ds_fsmoe.files.owners import OF_RECORD, OwnedError, Ownership
+from ds_fsmoe.files.owners import OF_RECORD, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.files.runs import check_run_folder
 from ds_fsmoe.files.whole_files import create
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
@@ -65,7 +65,7 @@ def _claim(folder: Path) -> str:
         check_run_folder(folder)
         _claimed.append(Ownership(folder, name=OF_RECORD))
     except OwnedError as error:
-        return f"{error}: give each job a folder of its own"
+        return f"{error}: {ONE_EACH}"
     except FileExistsError as error:
         return str(error)
     except OSError as error:

@@ -21,6 +21,7 @@ OWNER = "fsmoe_owner.json"
 """The file in an unfinished checkpoint."""
 OF_RECORD, OF_ROUTING, OF_COMPARISON = (f".fsmoe_{each}_owner.json" for each in ("record", "routing", "comparison"))
 """The files in folders that jobs write in one after another."""
+ONE_EACH = "give each job a folder of its own, and destroy() an engine before the next one writes there"
 
 Life = Literal["alive", "dead", "unknown"]
 
@@ -67,8 +68,9 @@ class Ownership:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         self._process = os.getpid()
         self._is_kept = name is not None
+        self._opened: int | None = None
         flags |= 0 if self._is_kept else os.O_EXCL
-        self._opened: int | None = os.open(folder / (name or OWNER), flags, 0o666)
+        self._opened = os.open(folder / (name or OWNER), flags, 0o666)
         try:
             is_locked = _lock(self._opened, fcntl.LOCK_EX)
             if name is not None and not is_locked:
@@ -88,6 +90,11 @@ class Ownership:
                 os.ftruncate(self._opened, 0)
             self._close()
 
+    def __del__(self) -> None:
+        # Of an engine that was dropped. A save is held until it ends, or its process does.
+        if self._is_kept:
+            self._close()
+
     def _close(self) -> None:
         if self._opened is not None:
             os.close(self._opened)
@@ -96,7 +103,9 @@ class Ownership:
 
 def _refuse(owner: Owner | None) -> None:
     if owner is not None and owner.life != "dead":
-        raise OwnedError(f"{owner} {'writes there' if owner.life == 'alive' else 'may be writing there'}")
+        here = owner.process == os.getpid() and owner.host == socket.gethostname()
+        said = "writes there" if owner.life == "alive" else "may be writing there"
+        raise OwnedError(f"{owner}{' (this one)' if here else ''} {said}")
 
 
 def owner_of(folder: Path, name: str = OWNER) -> Owner | None:
