@@ -107,7 +107,7 @@ def test_a_config_is_told_without_its_secrets_however_deep(config: dict[str, Any
 SHOWN = [
     ["--lr", "0.1", "--steps=3", "--tokenizer", "gpt2", "--max-tokens", "8", "--max_new_tokens=64"],
     ["--pad-token-id", "0", "trainer.optimizer.lr=1e-3", "+model.num_key_value_heads=8", "--use-auth=false"],
-    ["--deepspeed_config", "ds.json", "--fsmoe", '{"enabled": true, "num_chunks": 2}', "data/a b.txt"],
+    ["--deepspeed_config", "ds.json", "--fsmoe", '{"enabled": true, "num_chunks": 2}', "hf_finetune_qwen3_moe_30b.py"],
     ["OMP_NUM_THREADS=4", "NCCL_DEBUG=INFO", "--url=https://host:8080/path?n=1", "s3://bucket/key", "C:\\data"],
     ["--password", "--steps", "3"],
     ["a token", "b"],

@@ -42,7 +42,7 @@ _OPTION = re.compile(r"--[a-z][a-z0-9_\-]*(=.*)?", re.DOTALL)
 _IN_TEXT = re.compile(r"""([\w.\-]+)(\\?["']?\s*[:=]\s*)(\\?"[^"]*"|'[^']*'|[^\s,;&}\]"'\\]+)""")
 _PLAINLY = re.compile(
     r"(?P<before>//)[^/\s@]+(?P<after>@)|(?P<scheme>\b(?:bearer|basic)\s+)[^\s\"',]+"
-    r"|\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w\-]{12,}(?:\.[\w\-.]+)?",
+    r"|\b(?:hf_|gh[opsu]_|AKIA)[a-z0-9]{16,}\b|\b(?:sk-|github_pat_|glpat-|xox[abp]-|eyJ)[\w\-]{16,}(?:\.[\w\-.]+)?",
     re.IGNORECASE,
 )
 """What is secret whatever its name: what stands ahead of the host in an address, and tokens of known forms."""
