@@ -130,6 +130,7 @@ DEEPSPEED: dict[str, str] = {
     "checkpoint/loading.py": "stands in for DeepSpeed's reading of files",
     "checkpoint/optimizer_states.py": "looks into DeepSpeed's optimizers, each kind by its own names",
     "measuring/profile_job.py": "starts torch.distributed as training does",
+    "telemetry/flops.py": "counts what DeepSpeed's flops profiler does not know",
     "telemetry/stock_trace.py": "watches DeepSpeed's own layers and collectives",
     "distributed/groups.py": "makes process groups where DeepSpeed looks for them",
     "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.checkpoint_files import owners, publishing, tags
+from ds_fsmoe.checkpoint_files import publishing, tags
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest, Sizes, names_in, sum_of
-from ds_fsmoe.checkpoint_files.owners import OWNER, owner_of
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.files import owners
+from ds_fsmoe.files.owners import OWNER, owner_of
 
 TOKENS = [f"{number:08x}" for number in range(1000)]
 SIZES = Sizes(world=1, mp=1, pp=1, zero_stage=0, esp=1, dtype="float32")

@@ -211,6 +211,7 @@ def parse_as_command(arguments: list[str]) -> None:
 # ---- what it says of errors
 
 NOT_OURS = (
+    "cannot schedule new futures after shutdown",
     "Connection closed by peer",
     "NCCL error",
     "fsmoe_reports/rank",

@@ -18,9 +18,9 @@ from typing import Any
 from ds_fsmoe.checkpoint_files.described import read_described
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, parts_file
 from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, expert_file
-from ds_fsmoe.checkpoint_files.owners import OWNER
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.stages import Stage, main_file
+from ds_fsmoe.files.owners import OWNER
 from ds_fsmoe.versions import VERSION
 
 NAME = "fsmoe.json"

@@ -26,9 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ds_fsmoe.checkpoint_files import manifest as manifests
-from ds_fsmoe.checkpoint_files.owners import OWNER, Owner, Ownership, owner_of
 from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
 from ds_fsmoe.checkpoint_files.tags import BEFORE, SAVING, CheckpointError, before_name, unfinished_name
+from ds_fsmoe.files.owners import OWNER, Owner, Ownership, owner_of
 
 logger = logging.getLogger("ds_fsmoe")
 

@@ -21,13 +21,16 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from ds_fsmoe.commands.failed_training import first_error
 from ds_fsmoe.commands.training_command import (
     FEWEST,
     OURS,
@@ -37,10 +40,13 @@ from ds_fsmoe.commands.training_command import (
     config_of,
     find_config,
     find_given,
+    with_free_port,
 )
 from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
 from ds_fsmoe.engine.command_line import OPTION
-from ds_fsmoe.files.runs import RUN, STEPS, Run, read_run
+from ds_fsmoe.files import hiding
+from ds_fsmoe.files.owners import OF_COMPARISON, OwnedError, Ownership
+from ds_fsmoe.files.runs import RUN, STEPS, Run, clear_run, has_trace, read_run
 from ds_fsmoe.reporting.comparison import StepTimes, losses_of, settled_after, step_times_ms, times_of
 from ds_fsmoe.reporting.turns import FEWEST_STEPS, Turn, interval_of, middle, order_of, read_turns
 from ds_fsmoe.reporting.verdict import BLOCK, Interval, disturbance, ratio_interval, reasons, winner
@@ -54,6 +60,8 @@ _NO_DOOR = (
     "does the script go through one of the doors? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or "
     "be started with --module ds_fsmoe.run"
 )
+REPORTS = "fsmoe_reports"
+"""Where ranks of ours leave reports, under the folder in which the job was started."""
 _SOON_S = 300.0
 """The seconds after which a run without a record is considered to have none."""
 
@@ -89,8 +97,27 @@ def run(args: argparse.Namespace) -> int:
             f"--turns = {args.turns}, --turn-steps = {args.turn_steps}: must be at least 0, and at least {FEWEST_STEPS}"
         )
     trainings = _Trainings(find_given(command, args.fsmoe) or find_config(command), args)
-    status = trainings.long_runs() or trainings.turns()
-    return status or tell(trainings.out)
+    owner = _own(trainings.out)
+    try:
+        status = trainings.long_runs() or trainings.turns()
+        return status or tell(trainings.out)
+    finally:
+        owner.release()
+
+
+def _own(out: Path) -> Ownership:
+    """Make the folder of a comparison this process's own.
+
+    Raises:
+        ValueError: another comparison writes there, or it cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return Ownership(out, name=OF_COMPARISON)
+    except OwnedError as error:
+        raise ValueError(f"--out {out}: {error}: name another folder") from error
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written to: {error}") from error
 
 
 class _Trainings:
@@ -173,13 +200,20 @@ class _Trainings:
         """
         folder, kind = planned.folder, planned.kind
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "ds_config.json"
-        file.write_text(json.dumps(config_of(self._subject.config, planned), indent=2))
-        print(f"compare: {kind}, {planned.steps} steps; its log is {folder / 'log.txt'}", flush=True)
-        status = _train(self._subject.command_with(file), folder, planned.steps, self._timeout_s)
+        config = config_of(self._subject.config, planned)
+        file, log = folder / "ds_config.json", folder / "log.txt"
+        file.unlink(missing_ok=True)
+        file.touch(0o600)
+        file.write_text(json.dumps(config, indent=2))
+        print(f"compare: {kind}, {planned.steps} steps; its log is {log}", flush=True)
+        command, began_s = with_free_port(self._subject.command_with(file), _free_port()), time.time()
+        try:
+            status = _train(command, folder, planned.steps, self._timeout_s)
+        finally:
+            _hide_secrets(config, command, file, log)
         if status:
-            print_coloured(f"compare: {kind}: the training ended with exit status {status}; its last lines:", RED)
-            print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+            print_coloured(f"compare: {kind}: the training ended with exit status {status}; its log is {log}", RED)
+            _tell_why(log, began_s)
             return status, 0
         if not (folder / RUN).exists():
             raise ValueError(f"the training has ended and recorded nothing: {_NO_DOOR}")
@@ -187,9 +221,35 @@ class _Trainings:
         return status, recorded[-1]["step"] if recorded else 0
 
 
+def _tell_why(log: Path, began_s: float) -> None:
+    found = first_error(log, Path(REPORTS), began_s)
+    if found is None:
+        print("its last lines:", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
+    else:
+        print(f"the first error, of {found.of}:", *found.lines, sep="\n", file=sys.stderr)
+
+
+def _free_port() -> int:
+    """Return a port that nobody uses, so that a comparison runs beside other jobs."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return taken.getsockname()[1]
+
+
+def _hide_secrets(config: Mapping[str, Any], command: Sequence[str], file: Path, log: Path) -> None:
+    """Leave out what may be secret of the config and of what the training has printed."""
+    shown = hiding.config_of(config)
+    found = hiding.secrets_of([config, list(command)], [shown, hiding.command_of(command)])
+    file.write_text(json.dumps(shown, indent=2))
+    if found and log.exists():
+        log.write_text(hiding.without(log.read_text(errors="surrogateescape"), found), errors="surrogateescape")
+
+
 def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:
-    for name in (RUN, STEPS):
-        (folder / name).unlink(missing_ok=True)
+    try:
+        clear_run(folder)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error}") from error
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     with (folder / "log.txt").open("w") as log:
         try:
@@ -225,7 +285,8 @@ def tell(out: Path) -> int:
     """
     status = _tell_two(*(read_run(out / kind) for kind in (STOCK, OURS)), turns=out / TURNS)
     if not status:
-        print(f"timelines, plans and loads: ds_fsmoe report {out}")
+        is_traced = any(has_trace(out / kind) for kind in (STOCK, OURS))
+        print(f"{'timelines, ' if is_traced else ''}plans and loads: ds_fsmoe report {out}")
     return status
 
 
@@ -255,11 +316,15 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
         (run.name, f"{each.step_ms:.2f}", *(f"{each.parts_ms[name]:.2f}" for name in names))
         for run, each in zip((stock, ours), times, strict=True)
     ]
-    ratios = [(times[0].step_ms, times[1].step_ms), *((times[0].parts_ms[n], times[1].parts_ms[n]) for n in names)]
-    rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
-    print()
-    print_table((f"medians of {times[0].num_steps} steps, ms", "step", *names), rows)
     found = None if turns is None else read_turns(turns, STOCK, OURS)
+    if not found:
+        # What turns have found is the result, and another ratio beside it would be a second one.
+        ratios = [(times[0].step_ms, times[1].step_ms), *((times[0].parts_ms[n], times[1].parts_ms[n]) for n in names)]
+        rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
+    print()
+    print_table(
+        (f"medians of {times[0].num_steps} steps{' of the long runs' if found else ''}, ms", "step", *names), rows
+    )
     interval = _print_turns(*found) if found else _print_one_after_another(stock, ours, after, times[0], times[1])
     if interval is None or interval.low <= 1:
         for reason in reasons(stock, ours, times[0]):
@@ -267,6 +332,8 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
     losses = losses_of(stock, ours)
     if losses is None:
         print("losses: none were recorded (the script does not give one to engine.backward)")
+    elif not losses.largest_difference and losses.not_finite_from == (None, None):
+        print(f"losses: identical in all {losses.num_steps} steps; the last is {losses.last[0]:.6g}")
     else:
         print(
             f"losses: at most {losses.largest_difference:.2g} apart (relative, at step {losses.at_step}) over "

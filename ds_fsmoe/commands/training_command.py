@@ -21,6 +21,40 @@ _LARGEST_BYTES = 1_000_000
 """The largest size of a config, in bytes."""
 
 
+_PORTS = {
+    "deepspeed": ("--master_port", (), ("--hostfile", "-H", "--num_nodes", "--launcher", "--no_ssh")),
+    "torchrun": ("--master-port", (), ("--rdzv-endpoint", "--rdzv-id", "--standalone", "--nnodes", "--node-rank")),
+    "torch.distributed.run": ("--master-port", (), ("--rdzv-endpoint", "--standalone", "--nnodes", "--node-rank")),
+    "accelerate": ("--main_process_port", ("launch",), ("--config_file", "--num_machines", "--machine_rank")),
+}
+"""Launcher -> its option for a port, the words between, and options that name a port or several hosts; with one of them
+the port is the user's affair."""
+
+
+def with_free_port(command: Sequence[str], port: int) -> list[str]:
+    """Return a command whose launcher meets at a port, unless the user has named one or there are several hosts."""
+    for place, each in enumerate(command):
+        name = Path(each).name
+        if name not in _PORTS:
+            continue
+        option, words, others = _PORTS[name]
+        after = command[place + 1 :]
+        if list(after[: len(words)]) != list(words):
+            continue
+        own = {each.partition("=")[0].replace("_", "-") for each in _options_ahead(after[len(words) :])}
+        if own & {each.replace("_", "-") for each in (option, "--rdzv-backend", *others)}:
+            break
+        at = place + 1 + len(words)
+        return [*command[:at], option, str(port), *command[at:]]
+    return list(command)
+
+
+def _options_ahead(arguments: Sequence[str]) -> Sequence[str]:
+    """Return what comes ahead of the script, which has options of its own."""
+    end = next((i for i, each in enumerate(arguments) if each.endswith(".py") or each == "ds_fsmoe.run"), None)
+    return arguments[:end]
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is compared: a config with an "fsmoe" block, and the command that reads it from a file."""

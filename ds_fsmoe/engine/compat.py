@@ -103,6 +103,9 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
             "save_16bit_model": ("save_dir", "save_filename", "exclude_frozen_parameters"),
         }.items()
     },
+    "deepspeed.profiling.flops_profiler.profiler:wrapFunc": ("func", "funcFlopCompute"),
+    "deepspeed.profiling.flops_profiler.profiler:FlopsProfiler.start_profile": ("self",),
+    "deepspeed.profiling.flops_profiler.profiler:FlopsProfiler.stop_profile": ("self",),
     "deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP": None,
     "deepspeed.runtime.pipe.engine:PipelineEngine._exec_forward_pass": ("self", "buffer_id"),
     "deepspeed.runtime.pipe.engine:PipelineEngine._exec_backward_pass": ("self", "buffer_id"),

@@ -284,8 +284,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if splitter is not None and self.module.training:
             splitter.decline()
         total = torch.zeros(())
-        routers = None if self.fsmoe.telemetry is None else self.fsmoe.telemetry.routers
-        paused = [each for each in (routers, self.fsmoe.paths) if each is not None]
+        telemetry = self.fsmoe.telemetry
+        counts = () if telemetry is None else (telemetry.routers, telemetry.record and telemetry.record.tokens)
+        paused = [each for each in (*counts, self.fsmoe.paths) if each is not None]
         for each in paused:
             each.is_paused = True
         for name, layer in self.fsmoe.layers.items():

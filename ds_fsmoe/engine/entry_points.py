@@ -40,7 +40,7 @@ from ds_fsmoe.engine.checks_at_start import check_before_any_group
 from ds_fsmoe.engine.convert_layers import restore
 from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.engine.pipeline_engine import FSMoEPipelineEngine
-from ds_fsmoe.engine.run_record import watch_ours, watch_stock
+from ds_fsmoe.engine.run_record import claim_folders, watch_ours, watch_stock
 from ds_fsmoe.engine.stages import check_stages, refused_on_all_stages
 from ds_fsmoe.engine.way_back import take_back
 from ds_fsmoe.layer.stock_layer import StockMoE
@@ -176,6 +176,7 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
             dist_init_required=arguments["dist_init_required"],
         )
         wait_for_all_ranks("initialize", block.debug.hang_timeout_s)
+    claim_folders(block)
     if block.esp_size > 1:
         _rename_expert_groups((arguments["optimizer"], arguments["model_parameters"]), block.esp_size)
     with _our_engine():

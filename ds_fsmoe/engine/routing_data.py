@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.routing import Given
 from ds_fsmoe.config.reading import BLOCK, ConfigError
-from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
+from ds_fsmoe.files.owners import OF_ROUTING, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.replay import ReplayError, choices_of
 from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
@@ -38,7 +39,8 @@ class RoutingData:
         has_stages: whether the model is a pipeline of stages.
 
     Raises:
-        ConfigError: the recording to be replayed cannot be read, or is of other ranks or layers; on every rank.
+        ConfigError: the recording to be replayed cannot be read, or is of other ranks or layers, or another job writes
+            in the folder to record in; on every rank.
     """
 
     def __init__(self, state: FSMoEState, model: Any, step: int, has_stages: bool) -> None:
@@ -52,10 +54,17 @@ class RoutingData:
         if block.replay is not None:
             self._recording, self._folder = self._read(Path(block.replay)), block.replay
         self.recorder: RoutingRecorder | None = None
+        owner = None if block.record is None else _claim(block.record)
         if block.record is not None and not self._is_copy():
             numbers = {label: number for number, label in enumerate(self._layers)}
             self.recorder = RoutingRecorder(
-                Path(block.record), self._facts(), numbers, with_weights=block.weights, every=block.every, step=step
+                Path(block.record),
+                self._facts(),
+                numbers,
+                with_weights=block.weights,
+                every=block.every,
+                step=step,
+                owner=owner,
             )
             state.running.instruments.append(self.recorder.watch)
             state.running.records_routing = True
@@ -299,6 +308,26 @@ class RoutingData:
         """Return the number of the decoder layer around an MoE layer, by the first number in its path."""
         found = _NUMBERED.search(path)
         return None if found is None else int(found[1])
+
+
+def _claim(folder: str) -> Ownership | None:
+    """Make a folder this job's own, in which all ranks record; the first rank holds it. Collective.
+
+    Raises:
+        ConfigError: another job writes there; on every rank.
+    """
+    problem, owner = "", None
+    if rank_now() == 0:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            owner = Ownership(Path(folder), name=OF_ROUTING)
+        except OwnedError as error:
+            problem = str(error)
+        except OSError:
+            pass  # training goes on without it, and the recorder says so
+    if problem := from_first_rank(problem):
+        raise ConfigError(f"{BLOCK}.routing.record = {folder!r}: {problem}: {ONE_EACH}")
+    return owner
 
 
 def _integers(value: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ layer whenever it was decided where its experts should be; ``plans.json`` has wh
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.files import run_shapes
+from ds_fsmoe.files.hiding import command_of, config_of
 from ds_fsmoe.files.json_shapes import Shape, fits
 from ds_fsmoe.files.whole_files import append_to, read_regular, write_whole
 
@@ -25,6 +27,7 @@ RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl
 PLACEMENT = "placement.jsonl"
 MEASURED, CLUSTER = "measured.json", "cluster.json"
 TRACE = "trace"
+FILES = (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT, MEASURED, CLUSTER)
 FORMAT = 1
 STOCK = "stock"
 """The word that ``run.json`` has for a run of DeepSpeed's own engine and layers; for ours it names the schedule."""
@@ -83,6 +86,39 @@ class Run:
         return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
 
 
+def check_run_folder(folder: Path) -> None:
+    """Check that a run may be recorded in a folder: that what has the names of its files is of a run.
+
+    Raises:
+        FileExistsError: it is not; the message names the files.
+    """
+    found = [name for name in FILES if (folder / name).exists()]
+    if found and not _is_of_a_run(folder / RUN):
+        raise FileExistsError(f"it has {', '.join(found)}, which no recorded run has left: name another folder")
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what an earlier run has left in a folder, and nothing else.
+
+    Raises:
+        OSError: it cannot be removed, or the files are of no run.
+    """
+    check_run_folder(folder)
+    if (folder / RUN).exists():
+        traces = folder / TRACE
+        # The facts go last: while they are there, all else is known to be of a run.
+        for old in (*traces.glob("rank*.json"), traces / "trace.json", *(folder / name for name in reversed(FILES))):
+            old.unlink(missing_ok=True)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    try:
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and {"format", "schedule"} <= set(value)
+
+
 class NoRunError(ValueError):
     """Raised when a folder has no run; the message says what it has."""
 
@@ -97,7 +133,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder")
     run = Run(folder)
-    run.facts = _object(run, RUN, run_shapes.FACTS)
+    run.facts = _without_secrets(_object(run, RUN, run_shapes.FACTS))
     run.plans = _object(run, PLANS, run_shapes.PLANS)
     run.measured = _object(run, MEASURED, {})
     run.steps = _lines(run, STEPS, run_shapes.STEP)
@@ -114,6 +150,13 @@ def read_run(folder: Path) -> Run:
         run.problems.append(f"{RUN}: format {run.facts['format']}, and this version reads {FORMAT}")
     if not run.facts:
         run.problems.append(f"{RUN} is missing: what ran is not known")
+    numbers = [row["step"] for row in run.steps]
+    back = next(((one, other) for one, other in itertools.pairwise(numbers) if other <= one), None)
+    if back is not None:
+        run.problems.append(
+            f"{STEPS}: step {back[1]} comes after step {back[0]}: a checkpoint of an earlier step was loaded, or two "
+            "jobs have written here; what is here is shown"
+        )
     if not run.steps:
         run.problems.append(f"{STEPS} has no step: the run ended before its first one was written")
     elif "failed" in run.facts:
@@ -121,6 +164,14 @@ def read_run(folder: Path) -> Run:
     elif run.facts and "ended" not in run.facts:
         run.problems.append("the run did not say that it has ended: it goes on, or was killed; what is here is shown")
     return run
+
+
+def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run says of itself as this version would have written it; earlier ones have hidden less."""
+    hidden = {name: config_of(facts[name]) for name in ("config", "block") if name in facts}
+    if "command" in facts:
+        hidden["command"] = command_of(facts["command"])
+    return facts | hidden
 
 
 def has_trace(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class Tracer(Observer):
         self.peers: dict[str, dict[str, Sequence[int]]] = {}
         """Layer -> kind of task -> the ranks that do it together with this one, for the file."""
         self._rank = rank
+        self._process = os.getpid()
         self._wanted = range(start_step, start_step + num_steps)
         self._device = device
         self._predicted = dict(predicted or {})
@@ -178,7 +180,8 @@ class Tracer(Observer):
 
     def _write(self, ended: str, patience_s: float, is_early: bool) -> None:
         with self._lock:
-            if self._is_written:
+            # The end of a forked process is not that of the traced one.
+            if self._is_written or os.getpid() != self._process:
                 return
             self._is_written, self._is_on = True, False
             atexit.unregister(self.close)

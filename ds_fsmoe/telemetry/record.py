@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import platform
 import socket
 import sys
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.files.hiding import command_of, text_of
+from ds_fsmoe.files.owners import Ownership
 from ds_fsmoe.files.runs import (
     CLUSTER,
     COMPARED,
@@ -30,19 +33,18 @@ from ds_fsmoe.files.runs import (
     RUN,
     STEPS,
     STOCK,
-    TRACE,
     append_lines,
+    clear_run,
     write_json,
 )
 from ds_fsmoe.telemetry.routers import LayerLoad
 from ds_fsmoe.telemetry.step_facts import TokenCount, memory_reader
 from ds_fsmoe.telemetry.steps import StepLog
-from ds_fsmoe.telemetry.surroundings import command_of, commit_of
+from ds_fsmoe.telemetry.surroundings import commit_of
 from ds_fsmoe.versions import VERSION
 
 logger = logging.getLogger("ds_fsmoe")
 
-_FILES = (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT, MEASURED, CLUSTER)
 _WRITE_EVERY = 10
 """The number of steps between writes."""
 
@@ -52,12 +54,13 @@ class Record:
 
     Args:
         engine: the complete engine.
-        folder: created if needed; what an earlier run has left there is removed. ``None``: nothing is written, and the
-            run only ends when it should.
+        folder: a folder; what an earlier run has left there is removed. ``None``: nothing is written, and the run only
+            ends when it should.
         stop_after: the number of optimizer steps after which the process ends; 0: never.
         rank: the rank of this process.
         facts: what ran, for ``run.json``.
-        first_layer: the first MoE layer, at which tokens are counted; ``None``: there is none on this rank.
+        first_layer: the module of the first MoE layer that tokens come to; ``None``: there is none on this rank.
+        owner: the ownership of the folder, released when the record is closed.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -71,22 +74,23 @@ class Record:
         rank: int,
         facts: Mapping[str, Any] | None = None,
         first_layer: nn.Module | None = None,
+        owner: Ownership | None = None,
     ) -> None:
+        self._owner = owner
+        self._process = os.getpid()
         self._folder = folder if rank == 0 else None
         self.is_open = True
         # Rank 0 alone writes; nobody else need look.
         self._facts = {} if self._folder is None else _about(engine) | dict(facts or {})
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            traces = self._folder / TRACE
-            for old in (*(self._folder / name for name in _FILES), *traces.glob("*.json")):
-                old.unlink(missing_ok=True)
+            clear_run(self._folder)
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
         # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
         counts = file is not None and first_layer is not None
-        self._tokens = tokens = TokenCount(first_layer) if counts else None
-        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, tokens)
+        self.tokens = TokenCount(first_layer) if counts else None
+        """The count of tokens; ``None``: nothing counts them."""
+        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, self.tokens)
         self.steps.at_stop = self.close
         atexit.register(self._at_exit)
 
@@ -131,16 +135,20 @@ class Record:
         if error is None:
             self.close()
         else:
-            self._close({"failed": f"{type(error).__name__}: {error}"[:500]})
+            self._close({"failed": text_of(f"{type(error).__name__}: {error}"[:500])})
 
     def _close(self, how: Mapping[str, str]) -> None:
+        if os.getpid() != self._process:  # a forked one, whose end is not that of the run
+            return
         atexit.unregister(self._at_exit)
         self.steps.write()
-        if self._tokens is not None:
-            self._tokens.hook.remove()
+        if self.tokens is not None:
+            self.tokens.hook.remove()
         self._try(lambda folder: write_json(folder / RUN, self._facts | how))
         self._folder = None
         self.is_open = False
+        if self._owner is not None:
+            self._owner.release()
 
     def _try(self, write: Callable[[Path], None]) -> None:
         if self._folder is None:

@@ -19,6 +19,7 @@ import torch
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.files.owners import Ownership
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.routes.written import Choices, Part, RankFacts, part_file, parts_of
 
@@ -39,6 +40,7 @@ class RoutingRecorder:
         with_weights: whether to record weights as well.
         every: the steps from one that is recorded to the next.
         step: the number of the next optimizer step.
+        owner: the ownership of the folder, released when all is written.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class RoutingRecorder:
         with_weights: bool = False,
         every: int = 1,
         step: int = 0,
+        owner: Ownership | None = None,
     ) -> None:
+        self._owner = owner
         self._facts, self._numbers, self._with_weights, self._every = facts, numbers, with_weights, every
         self._step = step
         self._calls: dict[str, int] = {}
@@ -88,6 +92,8 @@ class RoutingRecorder:
     def close(self) -> None:
         """Write all that was recorded."""
         self._writer.close()
+        if self._owner is not None:
+            self._owner.release()
 
 
 def _small(index: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -27,10 +27,12 @@ class TokenCount:
 
     def __init__(self, layer: nn.Module) -> None:
         self._num_tokens = 0
+        self.is_paused = False
+        """Whether the forward that is under way has no batch."""
         self.hook = layer.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not layer.training or in_backward():
+        if self.is_paused or not layer.training or in_backward():
             return
         hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
         if hidden is not None and hidden.dim() > 1:

@@ -12,6 +12,7 @@ import atexit
 import functools
 import inspect
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -64,6 +65,7 @@ class StockTracer:
     def __init__(self, engine: Any, folder: Path, rank: int, start_step: int, num_steps: int) -> None:
         self._engine = engine
         self._rank = rank
+        self._process = os.getpid()
         self._file = rank_file(Path(folder), rank)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)
@@ -246,7 +248,8 @@ class StockTracer:
         self._write("closed before the last step was over", is_complete=False)
 
     def _write(self, ended: str, is_complete: bool) -> None:
-        if self._is_over:
+        # The end of a forked process is not that of the traced one.
+        if self._is_over or os.getpid() != self._process:
             return
         self._is_over = True
         atexit.unregister(self.close)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``compare`` says of trainings that fail, and how it keeps them apart from other jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_fsmoe.cli import main
+from ds_fsmoe.commands.failed_training import first_error
+from ds_fsmoe.commands.training_command import with_free_port
+from ds_fsmoe.files.owners import OF_COMPARISON, OF_RECORD, Ownership
+
+OF_OTHERS = (
+    "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4190. This is "
+    "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF!"
+)
+
+
+def traceback(error: str, where: str = "train.py") -> list[str]:
+    return ["Traceback (most recent call last):", f'  File "{where}", line 1, in <module>', "    train()", error]
+
+
+def found_in(folder: Path, lines: list[str], since_s: float = 0.0) -> str:
+    (folder / "log.txt").write_text("\n".join(lines))
+    found = first_error(folder / "log.txt", folder / "fsmoe_reports", since_s)
+    return "" if found is None else f"{found.of}: {found.lines[-1]}"
+
+
+def test_the_error_of_the_rank_that_died_is_told_and_not_what_others_saw_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    first = "AttributeError: no attribute"
+    assert found_in(tmp_path, [*traceback(OF_OTHERS), "a line", *traceback(first), "more"]) == f"{log}: {first}"
+    prefixed = [f"[rank1]: {each}" for each in traceback(OF_OTHERS)] + [f"[rank0]: {each}" for each in traceback(first)]
+    assert found_in(tmp_path, prefixed) == f"rank 0, in {log}: {first}"
+
+
+def test_an_address_in_use_is_told_and_not_the_reset_that_another_rank_saw(tmp_path: Path) -> None:
+    reset = "torch.distributed.DistNetworkError: Connection reset by peer"
+    in_use = "torch.distributed.DistNetworkError: The server socket has failed to listen: EADDRINUSE"
+    assert found_in(tmp_path, traceback(reset) + traceback(in_use)).endswith(in_use)
+
+
+def test_lines_of_two_ranks_in_turns_are_told_apart(tmp_path: Path) -> None:
+    one, other = traceback("ValueError: mine", "one.py"), traceback(OF_OTHERS, "other.py")
+    mixed = [line for pair in zip(other, one, strict=True) for line in (f"[rank1]: {pair[0]}", f"[rank0]: {pair[1]}")]
+    (tmp_path / "log.txt").write_text("\n".join(mixed))
+    found = first_error(tmp_path / "log.txt", tmp_path, 0.0)
+    assert found.lines == tuple(one)
+
+
+def test_an_error_is_found_in_lines_of_two_ranks_that_nothing_tells_apart(tmp_path: Path) -> None:
+    one, other = traceback("ValueError: mine", "one.py"), traceback(OF_OTHERS, "other.py")
+    for pair in ((one, other), (other, one)):
+        mixed = [line for lines in zip(*pair, strict=True) for line in lines]
+        assert found_in(tmp_path, mixed).endswith("ValueError: mine")
+
+
+def test_of_a_chain_of_errors_the_last_is_told(tmp_path: Path) -> None:
+    chain = [
+        *traceback("KeyError: 'x'"),
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+    ]
+    assert found_in(tmp_path, [*chain, *traceback("ConfigError: must be y")]).endswith("ConfigError: must be y")
+
+
+def test_a_cause_that_stands_in_a_report_alone_is_told_unless_it_is_of_an_earlier_job(tmp_path: Path) -> None:
+    reports = tmp_path / "fsmoe_reports"
+    reports.mkdir()
+    cause = "ConfigError: fsmoe.num_chunks = 0: must be 1 or more"
+    (reports / "rank0.txt").write_text(
+        "\n".join(["ds_fsmoe: what rank 0 was doing", "error:", *traceback(cause), "===="])
+    )
+    assert found_in(tmp_path, traceback(OF_OTHERS)) == f"rank 0, in {reports / 'rank0.txt'}: {cause}"
+    assert found_in(tmp_path, traceback(OF_OTHERS), 1e12) == f"{tmp_path / 'log.txt'}: {OF_OTHERS}"
+
+
+def test_a_log_without_an_error_has_none(tmp_path: Path) -> None:
+    assert found_in(tmp_path, ["exits with return code = -9"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("deepspeed PORT train.py", "--master_port 7"),
+        ("python /env/bin/deepspeed PORT --num_accelerators 2 a.py", "--master_port 7"),
+        ("deepspeed PORT --module ds_fsmoe.run train.py --master_port 1", "--master_port 7"),
+        ("deepspeed --master_port=29 train.py", ""),
+        ("deepspeed --hostfile hosts train.py", ""),
+        ("torchrun PORT --nproc-per-node 2 train.py", "--master-port 7"),
+        ("torchrun --standalone train.py", ""),
+        ("torchrun --master_port 29 train.py", ""),
+        ("torchrun --nnodes=2 train.py", ""),
+        ("python -m torch.distributed.run PORT train.py", "--master-port 7"),
+        ("accelerate launch PORT -m ds_fsmoe.run train.py", "--main_process_port 7"),
+        ("accelerate launch --config_file c.yaml train.py", ""),
+        ("accelerate config", ""),
+        ("python train.py", ""),
+    ],
+)
+def test_a_launcher_gets_a_free_port_unless_the_port_is_the_user_s(command: str, option: str) -> None:
+    assert with_free_port(command.replace("PORT ", "").split(), 7) == command.replace("PORT", option).split()
+
+
+FAILS = """
+import json, pathlib, sys
+block = json.loads(pathlib.Path(sys.argv[2]).read_text())["fsmoe"]
+print("my secret is", sys.argv[3], block.get("note"))
+raise RuntimeError("no more memory")
+"""
+
+
+def test_a_training_that_fails_leaves_no_secret_and_its_error_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, config = tmp_path / "train.py", tmp_path / "ds_config.json"
+    script.write_text(FAILS)
+    config.write_text(json.dumps({"comet": {"api_key": "first-secret"}, "fsmoe": {"enabled": True}}))
+    script.write_text(FAILS.replace('block.get("note")', "pathlib.Path(sys.argv[2]).read_text()"))
+    command = [sys.executable, str(script), "--", str(config), "hf_token=second-secret"]
+    assert main(["compare", "--out", "out", "--", *command]) == 1
+    said = capsys.readouterr().err
+    assert "the first error" in said
+    assert "RuntimeError: no more memory" in said
+    texts = {each: each.read_text() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    assert not [each for each, text in texts.items() if "-secret" in text]
+    log = next(text for each, text in texts.items() if each.name == "log.txt")
+    assert "my secret is hf_token=(hidden)" in log
+    assert '"api_key": "(hidden)"' in log
+
+
+def test_two_comparisons_in_one_folder_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"fsmoe": {"enabled": true}}')
+    (tmp_path / "out").mkdir()
+    owner = Ownership(tmp_path / "out", name=OF_COMPARISON)
+    assert main(["compare", "--out", str(tmp_path / "out"), "--", "python", str(config)]) == 2
+    assert f"process {os.getpid()} on {socket.gethostname()} (this one) writes there" in capsys.readouterr().err
+    owner.release()
+    Ownership(tmp_path / "out", name=OF_COMPARISON).release()
+
+
+def test_an_owner_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    code = "import os, pathlib, sys; from ds_fsmoe.files.owners import OF_RECORD, Ownership; "
+    code += "held = Ownership(pathlib.Path(sys.argv[1]), name=OF_RECORD); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    Ownership(tmp_path, name=OF_RECORD).release()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's flops profiler on an engine of ours: it sees the products of experts, and changes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ds_fsmoe.telemetry.flops import count_grouped_products
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+
+def macs_of(file: Path) -> float:
+    """The multiply-accumulates of a rank's forward of one micro batch, as the profiler has written them."""
+    number, unit = re.search(r"fwd MACs per GPU:\s+([\d.]+) (\w*)MACs", file.read_text()).groups()
+    return float(number) * {"": 1.0, "K": 1e3, "M": 1e6}[unit]
+
+
+class Counted:
+    """A module as DeepSpeed's profiler takes it, within an engine."""
+
+    def __init__(self) -> None:
+        from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+        class Grouped(torch.nn.Module):
+            def forward(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+                return F.grouped_mm(x, weight, offs=ends)
+
+        self.module = Grouped()
+        self.flops_profiler = FlopsProfiler(self.module)
+
+
+def test_a_grouped_product_counts_as_the_products_that_it_is() -> None:
+    engine, grouped_mm = Counted(), F.grouped_mm
+    count_grouped_products(engine)
+    x, weight, ends = torch.ones(6, 8), torch.ones(2, 8, 4), torch.tensor([2, 6], dtype=torch.int32)
+    for _ in range(2):
+        engine.flops_profiler.start_profile()
+        assert torch.equal(engine.module(x, weight, ends), torch.full((6, 4), 8.0))
+        engine.flops_profiler.stop_profile()
+        assert engine.flops_profiler.get_total_macs() == 6 * 8 * 4
+        assert engine.flops_profiler.get_total_flops() == 2 * 6 * 8 * 4
+        assert F.grouped_mm is grouped_mm
+    engine.flops_profiler.end_profile()
+
+
+def trained(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Losses of stock, of ours and of ours profiled; and the layers that are cut at the end."""
+    import ds_fsmoe
+
+    found: dict[str, Any] = {}
+    case = Case(2, 1, expert="gpt")
+    for name in ("stock", "ours", "profiled", "stock profiled"):
+        model = SmallModel(case, rank)
+        block = {"enabled": "stock" not in name, "num_chunks": 2, "autotune": False}
+        config = case.ds_config(fsmoe=block)
+        if "profiled" in name:
+            config["flops_profiler"] = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/{name}.txt"}
+        engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        losses = []
+        for step in range(4):
+            torch.manual_seed(step)
+            loss, _ = engine(*batch(step, rank, torch.float32))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found[name] = losses
+        if block["enabled"]:
+            found["cut", name] = [each.deepspeed_moe.pipeline.is_cut for each in engine.fsmoe.layers.values()]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.long
+def test_layers_stay_cut_and_losses_the_same_where_rank_0_is_profiled(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(trained, 2, tmp_path / "ranks", str(tmp_path))
+    for found in of_ranks:
+        assert found["profiled"] == found["ours"]
+        assert found["stock profiled"] == found["stock"]
+        assert found["cut", "profiled"] == found["cut", "ours"] == [True, True]
+    ours, stock = (macs_of(tmp_path / f"{name}.txt") for name in ("profiled", "stock profiled"))
+    # Stock's experts compute for empty slots as well; there are no more rows than slots.
+    assert 0.4 * stock < ours <= 1.01 * stock
