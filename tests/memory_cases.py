@@ -81,6 +81,8 @@ class Case:
     esp: int = 1
     load: float = 1.0
     """Rows at the first half of the ranks, over the mean."""
+    prefetch: int = PREFETCH
+    """The elements of a message of ZeRO 3 that is sent ahead."""
     block: dict[str, Any] = field(default_factory=dict)
     """Of the fsmoe block."""
 
@@ -105,7 +107,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     """DeepSpeed's configuration of a case."""
     zero = {"stage": case.zero, "reduce_bucket_size": BUCKET}
     if case.zero == 3:
-        zero |= {"stage3_param_persistence_threshold": PERSISTENCE, "stage3_prefetch_bucket_size": PREFETCH}
+        zero |= {"stage3_param_persistence_threshold": PERSISTENCE, "stage3_prefetch_bucket_size": case.prefetch}
         zero |= {"stage3_max_reuse_distance": 0}
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     config: dict[str, Any] = {

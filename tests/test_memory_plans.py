@@ -14,7 +14,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.hf_config import read_hf_config
 from ds_fsmoe.planning.memory import Memory, memory_of
 from ds_fsmoe.planning.training import Training
-from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, PREFETCH, Case, config_of, peak_of
+from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, Case, config_of, peak_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
@@ -40,7 +40,7 @@ def predicted(case: Case, world_size: int, load: float) -> Memory:
         load=load,
         device="cpu",
         reduce_bucket=BUCKET,
-        prefetch_bucket=PREFETCH,
+        prefetch_bucket=case.prefetch,
         persistence=PERSISTENCE,
     )
     groups = Groups(world=world_size, gpus_per_node=world_size, ep=case.ep, esp=case.esp)
@@ -66,6 +66,20 @@ def check(cases: list[Case], world_size: int, folder: Path) -> None:
             if abs(memory.total / peak - 1) > TOLERANCE:
                 wrong.append(f"{case.name}, load {load:.2g}: {peak} for {memory.total:.0f}, {memory.peak}")
     assert not wrong
+
+
+WITH_FEW_TOKENS = [
+    Case("olmoe", 0, samples=1, length=16),
+    Case("olmoe", 1, samples=1, length=16),
+    Case("olmoe", 3, samples=1, length=16),
+    Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=1000),
+    Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=2_000_000),
+]
+"""Peaks in the optimizer's step, and with parameters gathered: with a message ahead of almost nothing, and of all."""
+
+
+def test_the_peak_is_as_predicted_where_parameters_and_their_updates_are_most_of_it(tmp_path: Path) -> None:
+    check(WITH_FEW_TOKENS, 2, tmp_path)
 
 
 SOME = [

@@ -15,7 +15,15 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.memory import GB, choices_of, largest_batch, memory_of
 from ds_fsmoe.planning.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
 from ds_fsmoe.planning.memory_parameters import Parameters
-from ds_fsmoe.planning.memory_states import MASTERS, OPTIMIZER, OUR_GRADIENTS, PARAMETERS, in_partition, states_of
+from ds_fsmoe.planning.memory_states import (
+    MASTERS,
+    OPTIMIZER,
+    OUR_GRADIENTS,
+    PARAMETERS,
+    STEP,
+    in_partition,
+    states_of,
+)
 from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.training import Training
 
@@ -150,6 +158,41 @@ def test_checkpointing_chunks_and_recompute_take_less() -> None:
         assert memory_of(TINY, EIGHT, less).total < total, less
     checkpointed = replace(training, checkpointing=True)
     assert memory_of(TINY, EIGHT, replace(checkpointed, degree=4)).total <= memory_of(TINY, EIGHT, checkpointed).total
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_update_by_torchs_adam_takes_two_numbers_for_each_that_is_updated_at_a_time(zero: int, dtype: str) -> None:
+    """Tensor by tensor without ZeRO, a group's part with it."""
+    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
+    most = {}
+    for optimizer in ("torch_adam", "momentum"):
+        steps = states_of(parameters, EIGHT, Training(1, 16, zero, dtype, optimizer=optimizer)).steps
+        most[optimizer] = max(each[STEP] for each in steps)
+    dense, experts = parameters.num_dense / 8, parameters.num_experts / 4
+    updated = max(dense, experts) if zero else max(*parameters.dense, *parameters.experts)
+    # Beside them, gradients in fp32: of all parameters without ZeRO, which is none where they are fp32 as they are.
+    beside = 4 * (updated if zero else dtype == "bf16" and parameters.num_dense + parameters.num_experts)
+    assert most["torch_adam"] == pytest.approx(beside + 8 * updated)
+    # At stages 1 and 2 in bf16 they were copied from gradients in bf16, which lie end to end beside; at 3 as well.
+    copied = 2 * updated if dtype == "bf16" and zero else 0
+    assert most["momentum"] == pytest.approx(beside + copied)
+
+
+@pytest.mark.parametrize("message", [0, 500, 10_000])
+def test_at_stage_3_a_message_that_is_sent_ahead_is_held_beside_what_was_gathered(message: int) -> None:
+    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
+    whole = parameters.num_dense + parameters.num_experts
+    for prefetch, ahead in ((message, message), (10**9, whole)):
+        states = states_of(parameters, EIGHT, Training(1, 16, 3, "bf16", persistence=0, prefetch_bucket=prefetch))
+        assert sum(states.head.values()) == 2 * (whole + ahead)
+        # In the backward of a block what lies behind it has gone.
+        of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+        there = parameters.num_embedding
+        for found, of_block in zip(states.before, of_blocks, strict=True):
+            there += sum(of_block)
+            assert sum(found.values()) == 2 * (there + ahead)
+            assert there < whole
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
