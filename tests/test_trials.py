@@ -24,8 +24,6 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
-pytestmark = pytest.mark.long
-
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 84
 """More than it takes to try all the plans that there may be, neighbours of the fastest too, and to plan gradients."""
@@ -204,6 +202,7 @@ def tried_and_stock(rank: int, world_size: int, accumulation: int) -> dict[str, 
     }
 
 
+@pytest.mark.long
 @sampled("accumulation", [1, 2], kept=[0])
 def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: int, tmp_path: Path) -> None:
     first, second = run_on_ranks(tried_and_stock, 2, tmp_path, accumulation)
