@@ -114,7 +114,18 @@ def test_states_that_one_rank_cannot_reach_are_an_error_on_every_rank(tmp_path: 
     assert "not in memory" in found[0]
 
 
-def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "moves"),
+    [
+        ((60.0, 44.0, 4.0, 4.0), (40.0, 20.0, 10.0, 6.0), True),
+        # What would pay by the mean would not have in the first, or in the second.
+        ((40.0, 0.0, 40.0, 0.0), (100.0, 80.0, 0.0, 0.0), False),
+        ((100.0, 80.0, 0.0, 0.0), (40.0, 0.0, 40.0, 0.0), False),
+    ],
+)
+def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps(
+    first: tuple[float, ...], second: tuple[float, ...], moves: bool
+) -> None:
     now = ExpertPlacement((0, 1, 2, 3), 4, 2)
     groups = SimpleNamespace(topology=SimpleNamespace(node_of_rank=(0, 0)), ranks_of=lambda kind: (0, 1))
     layer, mover = SimpleNamespace(fsmoe=SimpleNamespace(groups=groups)), SimpleNamespace(bytes_of_expert=lambda _: 1)
@@ -122,7 +133,7 @@ def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps() -> None
     block = read_block({"fsmoe": {"enabled": True, "placement": {"policy": "balanced", "every": 1}}}).placement
     watch, events = PlacementWatch(block, placements, None), []
     watch.on_event.append(events.extend)
-    stretches = iter([[60.0, 44.0, 4.0, 4.0], [40.0, 20.0, 10.0, 6.0]])
+    stretches = iter([first, second])
     watch._loads = SimpleNamespace(  # type: ignore[assignment]
         begin=lambda: None,
         shared_counts=lambda: {"L00": np.array([next(stretches)] * 2) / 2},
@@ -131,10 +142,12 @@ def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps() -> None
     for step in range(3):
         watch.step_is_over(step, is_tuned=True)
     (event,) = events
-    assert event.rows_E == (50.0, 32.0, 7.0, 5.0)
-    assert event.balance == pytest.approx(82 / 47)
-    placed = watch.wanted["L00"]
-    assert placed.rank_of_place(placed.home_of_expert[0]) != placed.rank_of_place(placed.home_of_expert[1])
+    mean = np.add(first, second) / 2
+    assert event.rows_E == tuple(mean)
+    assert event.balance == pytest.approx(mean[:2].sum() / mean.sum() * 2)
+    assert list(watch.wanted) == ["L00"] * moves
+    for placed in watch.wanted.values():
+        assert placed.rank_of_place(placed.home_of_expert[0]) != placed.rank_of_place(placed.home_of_expert[1])
 
 
 def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:
