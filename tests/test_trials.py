@@ -287,6 +287,16 @@ def test_a_gain_that_not_every_turn_shows_is_not_clear() -> None:
     assert Trials(["a"], 1, clock.used.append, clock).gain(0) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("unseen", [0, 1])
+def test_a_turn_in_which_one_of_the_two_was_not_seen_says_nothing_of_the_gain(unseen: int) -> None:
+    clock = Clock([4.0, 8.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], unseen=frozenset({unseen}))
+    trials: Any = Trials(["a", "stock"], 3, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
+    while trials.step_is_over() is None:
+        pass
+    gain = trials.gain(0)
+    assert (gain.low, gain.high, gain.num_turns) == (2.0, 2.0, 2)
+
+
 def test_a_plan_that_was_dropped_after_a_lucky_step_is_not_kept() -> None:
     # Plan 2 is dropped after the first turn; then the machine is busier, and all others take more than it did.
     clock = Clock([7.0, 7.2, 8.0, 10.0], [0.0] * 4 + [1.8] * 20)
