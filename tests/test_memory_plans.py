@@ -77,22 +77,19 @@ def check(cases: list[Case], world_size: int, folder: Path) -> None:
 
 
 WITH_FEW_TOKENS = [
-    Case("olmoe", 0, samples=1, length=16),
-    Case("olmoe", 1, samples=1, length=16),
-    Case("olmoe", 3, samples=1, length=16),
     Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=1000),
     Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=2_000_000),
 ]
-"""Peaks in the optimizer's step, and with parameters gathered: with a message ahead of almost nothing, and of all."""
+"""Peaks with all parameters gathered: with messages of almost nothing, and with one of all."""
 
 
-def test_the_peak_is_as_predicted_where_parameters_and_their_updates_are_most_of_it(tmp_path: Path) -> None:
+def test_the_peak_at_stage_3_is_as_predicted_with_messages_of_any_size(tmp_path: Path) -> None:
     check(WITH_FEW_TOKENS, 2, tmp_path)
 
 
 BLOCKS = [
-    Case(family, 0, samples=2, length=50, dtype=dtype, optimizer="sgd", block={"autotune": False})
-    for family, dtype in (("olmoe", "fp32"), ("olmoe", "bf16"), ("qwen3_moe", "fp32"), ("deepseek_v3", "bf16"))
+    Case(family, 0, samples=2, length=50, optimizer="sgd", block={"autotune": False})
+    for family in ("olmoe", "qwen3_moe", "mixtral")
 ]
 
 
