@@ -11,8 +11,10 @@ import torch
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.row_call import SizedCall
+from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 from tests.expert_cases import make_experts, rows
+from tests.live_memory import LiveMemory
 
 M, H = 8, 16
 KINDS = (("gpt relu", 2), ("mixtral", 3), ("bottleneck", 1), ("gpt relu", 2))
@@ -62,3 +64,19 @@ def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chun
             assert ours is None
         else:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [None, torch.tensor([4, 0, 1, 3, 2])], ids=["same chunks", "other chunks"])
+def test_what_was_kept_goes_when_the_last_chunk_that_needs_it_has_read_it(order: torch.Tensor | None) -> None:
+    saved, left = SavedRows(order, (0, 3, 5)), []
+    with LiveMemory() as memory:
+        for chunk, size in enumerate((3, 2)):
+            saved.put(chunk, (torch.ones(1, size, M), None))
+        saved.restore(iter(saved.release()))
+        for chunk in range(2):
+            left.append(memory.live)
+            saved.take(chunk)
+        left.append(memory.live)
+    # Chunks of other rows need those of all.
+    whole, second = 5 * M * 4, 2 * M * 4
+    assert left == [whole, second if order is None else whole, 0]
