@@ -81,6 +81,8 @@ class Case:
     esp: int = 1
     load: float = 1.0
     """Rows at the first half of the ranks, over the mean."""
+    prefetch: int = PREFETCH
+    """The elements of a message of ZeRO 3 that is sent ahead."""
     block: dict[str, Any] = field(default_factory=dict)
     """Of the fsmoe block."""
 
@@ -94,18 +96,23 @@ class Case:
 _DEFAULTS = asdict(Case("", -1))
 
 
-def config_of(family: str) -> Any:
-    """The configuration of a family."""
+def config_of(family: str, **other: Any) -> Any:
+    """The configuration of a family.
+
+    Args:
+        family: its name.
+        other: what is other than in the cases.
+    """
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family](**COMMON | FAMILIES[family])
+    return CONFIG_MAPPING[family](**COMMON | FAMILIES[family] | other)
 
 
 def ds_config(case: Case) -> dict[str, Any]:
     """DeepSpeed's configuration of a case."""
     zero = {"stage": case.zero, "reduce_bucket_size": BUCKET}
     if case.zero == 3:
-        zero |= {"stage3_param_persistence_threshold": PERSISTENCE, "stage3_prefetch_bucket_size": PREFETCH}
+        zero |= {"stage3_param_persistence_threshold": PERSISTENCE, "stage3_prefetch_bucket_size": case.prefetch}
         zero |= {"stage3_max_reuse_distance": 0}
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     config: dict[str, Any] = {
@@ -140,6 +147,16 @@ def spread(load: float) -> Any:
     return chosen
 
 
+def count_lanes(engine: Any, memory: LiveMemory) -> None:
+    """Count what the lanes of an engine make as well."""
+
+    def watched(call: Any) -> None:
+        call.pipeline = call.pipeline.watched(memory.in_every_thread())
+
+    layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+    layers[0].fsmoe.running.instruments.append(watched)
+
+
 def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str]:
     """The peak of the second step of a case, in bytes, and what lived then if that is asked for."""
     from transformers import AutoModelForCausalLM
@@ -155,12 +172,8 @@ def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -
         engine = ds_fsmoe.initialize(model=model, model_parameters=parameters, config=ds_config(case))[0]
         del parameters
 
-        def count_lanes(call: Any) -> None:
-            call.pipeline = call.pipeline.watched(memory.in_every_thread())
-
+        count_lanes(engine, memory)
         layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
-        runtime: Any = layers[0].fsmoe.running
-        runtime.instruments.append(count_lanes)
         for each in layers:
             each.register_forward_pre_hook(spread(case.load))
         for step in range(2):
@@ -178,3 +191,33 @@ def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -
         del engine, model, layers
     gc.collect()
     return memory.peak, memory.at_peak()
+
+
+def kept_by_a_block(case: Case) -> float:
+    """What a forward of a case keeps for its backward in each block with experts, in bytes."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_fsmoe
+
+    kept: dict[int, int] = {}
+    for num_blocks in (1, 3):
+        with LiveMemory() as memory:
+            model = AutoModelForCausalLM.from_config(config_of(case.family, num_hidden_layers=num_blocks))
+            engine = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))[0]
+            count_lanes(engine, memory)
+            for each in engine.fsmoe.layers.values():
+                each.deepspeed_moe.register_forward_pre_hook(spread(case.load))
+            x = torch.randint(3, 900, (case.samples, case.length))
+            for _ in range(3):  # what the first calls make stays
+                for _ in range(2 * num_blocks):  # see peak_of
+                    gc.collect()
+                before = memory.live
+                loss = engine(input_ids=x, labels=x).loss
+                gc.collect()
+                kept[num_blocks] = memory.live - before
+                engine.backward(loss)
+                del loss
+                engine.step()
+            engine.destroy()
+            del engine, model
+    return (kept[3] - kept[1]) / 2

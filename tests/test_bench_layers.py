@@ -102,7 +102,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
     return run_on_ranks(compare_layers, 4, tmp_path_factory.mktemp("layers") / "ranks")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks", "node"])
 def test_both_systems_do_the_same_work_in_the_same_layout(compared: list, case: str) -> None:
     for found in compared:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ds_fsmoe.gradients.norm import clip_by_norm
 from tests.hf_families import model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -62,6 +64,22 @@ def compare_spreads(rank: int, world_size: int, dtype: str, clipping: float) -> 
         norms_of_a_run(Case(ep_size, 0, dtype, 1, 2, False, expert="gpt"), rank, esp_size, clipping)
         for ep_size, esp_size in SPREADS
     ]
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(4.9, 4.9), (5.1, 5.0), (100.0, 5.0), (0.0, 0.0)])
+def test_gradients_below_the_limit_are_not_touched_and_others_are_scaled_down_to_it(
+    max_norm: float, expected: float
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3))]
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([-4.0])]
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        parameter.grad = gradient.clone()
+    assert clip_by_norm(parameters, max_norm).item() == 5.0
+    if max_norm > 5:
+        assert all(torch.equal(one.grad, other) for one, other in zip(parameters, gradients, strict=False))
+    found = torch.cat([each.grad for each in parameters[:2]])
+    torch.testing.assert_close(found, torch.cat(gradients) * expected / 5)
+    assert parameters[2].grad is None
 
 
 @sampled(("dtype", "clipping"), [("fp32", 0.05), ("bf16", 0.05), ("fp32", 100.0)], kept=[0])

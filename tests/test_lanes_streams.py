@@ -22,6 +22,7 @@ from tests.lane_cases import (
     EVERY_LANE,
     INTER,
     INTRA,
+    KINDS,
     NEEDS_GPU,
     Arithmetic,
     BodyError,
@@ -59,6 +60,27 @@ def test_streams_wait_for_all_that_is_needed(pretended: tuple[StreamLanes, Devic
             assert {(f"run {seed}", each) for each in task.after if each in issued} <= after
         assert {(f"run {seed}", index) for index in done} <= compute.seen
         assert device.current is compute
+
+
+def test_what_links_do_after_a_pause_waits_for_what_was_computed_in_it(pretended: tuple[StreamLanes, Device]) -> None:
+    """The other half may have given up memory in between that its own stream still reads."""
+    lanes, device = pretended
+    schedule = schedule_of(*((("A2A_IN", INTER, ()), ("GATHER", INTRA, ()), ("EXPERT", COMPUTE, ())) * 3))
+    for pauses in ((3,), (3, 6), (1, 5), (4, 8)):
+        seen: dict[int, frozenset] = {}
+
+        def body(task: Task, seen: dict[int, frozenset] = seen) -> None:
+            seen[task.chunk] = device.current.seen
+            device.current.do(("of the run", task.chunk))
+
+        run, parts = lanes.begin(schedule, dict.fromkeys(KINDS, body)), []
+        for stop in pauses:
+            run.go(stop)
+            parts.append(range(0 if not parts else parts[-1].stop, stop))
+            device.current.do(("in the pause", pauses, stop))
+        run.finish()
+        for part, stop in zip([*parts[1:], range(pauses[-1], 9)], pauses, strict=True):
+            assert all(("in the pause", pauses, stop) in seen[task] for task in part), (pauses, part)
 
 
 def test_a_hold_keeps_a_stream_waiting(pretended: tuple[StreamLanes, Device]) -> None:

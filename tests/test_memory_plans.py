@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.hf_config import read_hf_config
 from ds_fsmoe.planning.memory import Memory, memory_of
+from ds_fsmoe.planning.memory_activations import block_keeps
 from ds_fsmoe.planning.training import Training
-from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, PREFETCH, Case, config_of, peak_of
+from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, Case, config_of, kept_by_a_block, peak_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
@@ -24,8 +25,8 @@ IN_HALVES = {"split_batch": "on", "autotune": False}
 OFF = {"gradient_partition": {"mode": "off"}}
 
 
-def predicted(case: Case, world_size: int, load: float) -> Memory:
-    training = Training(
+def training_of(case: Case, load: float) -> Training:
+    return Training(
         samples=case.samples,
         length=case.length,
         zero=case.zero,
@@ -40,11 +41,18 @@ def predicted(case: Case, world_size: int, load: float) -> Memory:
         load=load,
         device="cpu",
         reduce_bucket=BUCKET,
-        prefetch_bucket=PREFETCH,
+        prefetch_bucket=case.prefetch,
         persistence=PERSISTENCE,
     )
-    groups = Groups(world=world_size, gpus_per_node=world_size, ep=case.ep, esp=case.esp)
-    return memory_of(read_hf_config(config_of(case.family).to_dict()), groups, training)
+
+
+def groups_of(case: Case, world_size: int) -> Groups:
+    return Groups(world=world_size, gpus_per_node=world_size, ep=case.ep, esp=case.esp)
+
+
+def predicted(case: Case, world_size: int, load: float) -> Memory:
+    model = read_hf_config(config_of(case.family).to_dict())
+    return memory_of(model, groups_of(case, world_size), training_of(case, load))
 
 
 def measured(rank: int, world_size: int, cases: list[Case]) -> list[int]:
@@ -66,6 +74,36 @@ def check(cases: list[Case], world_size: int, folder: Path) -> None:
             if abs(memory.total / peak - 1) > TOLERANCE:
                 wrong.append(f"{case.name}, load {load:.2g}: {peak} for {memory.total:.0f}, {memory.peak}")
     assert not wrong
+
+
+WITH_FEW_TOKENS = [
+    Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=1000),
+    Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=2_000_000),
+]
+"""Peaks with all parameters gathered: with messages of almost nothing, and with one of all."""
+
+
+def test_the_peak_at_stage_3_is_as_predicted_with_messages_of_any_size(tmp_path: Path) -> None:
+    check(WITH_FEW_TOKENS, 2, tmp_path)
+
+
+BLOCKS = [
+    Case(family, 0, samples=2, length=50, optimizer="sgd", block={"autotune": False})
+    for family in ("olmoe", "qwen3_moe")
+]
+
+
+def kept_by_blocks(rank: int, world_size: int) -> list[float]:
+    return [kept_by_a_block(each) for each in BLOCKS]
+
+
+def test_a_block_keeps_for_its_backward_what_is_predicted(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(kept_by_blocks, 2, tmp_path)
+    for number, case in enumerate(BLOCKS):
+        model = read_hf_config(config_of(case.family, num_hidden_layers=3).to_dict())
+        keeps = block_keeps(model.blocks[-1], model.M, groups_of(case, 2), training_of(case, case.load))
+        for of_rank in of_ranks:
+            assert of_rank[number] == pytest.approx(sum(keeps.values()), rel=3e-3), case.name
 
 
 SOME = [

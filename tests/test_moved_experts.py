@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from ds_fsmoe.placement.holdings import fragments_of
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.placement.holdings import ExpertTensor, fragments_of
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, loss_of, model_of
@@ -81,6 +82,18 @@ def everywhere(placements: Placements) -> dict[tuple[str, str, int], bytes]:
             known = pieces.setdefault((layer, name, expert), {})
             assert known.setdefault(first, values) == values, f"copies of {name} of expert {expert} differ"
     return {key: b"".join(of[at] for at in sorted(of)) for key, of in pieces.items()}
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("stacked", (3, 2, 5)), ("stacked", (6, 5)), ("innermost", (5, 6))])
+def test_the_elements_of_an_expert_are_those_that_a_checkpoint_calls_its_own(
+    layout: Any, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.randn(shape)
+    found = ExpertTensor("L00", "weight", tensor, None, num_local=3, layout=layout)
+    for index in range(3):
+        first, step, count = found.lies(index)
+        own = ExpertPart(layout, 3, 3, index).cut(tensor).flatten()
+        assert torch.equal(tensor.flatten()[first::step][:count], own)
 
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")

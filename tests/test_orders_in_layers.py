@@ -12,6 +12,7 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.orders.einsum import EinsumOrder
+from ds_fsmoe.components.routing import Routing
 
 S, M, H, E = 23, 13, 19, 5
 DROPPING = [{"k": k, "capacity_factor": 0.6, "min_capacity": 2} for k in (1, 2, 3)]
@@ -41,6 +42,45 @@ def test_a_layer_is_the_same_with_einsum_and_with_sparse(options: dict | None, m
     assert found[0][0].abs().max() > 1e-2
     for of_sparse, of_einsum in zip(*found, strict=True):
         torch.testing.assert_close(of_einsum, of_sparse, rtol=0, atol=1e-13)
+
+
+class Products(OrderBase):
+    """As a user may write one: products of every slot with masks, of which most numbers are zero."""
+
+    def arrange(self, x_SM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        x_RM = self.masks(routing, torch.ones_like(routing.weights_KS)).t().to(x_SM) @ x_SM
+        return x_RM.view(routing.num_experts, routing.capacity, -1)
+
+    def restore(self, y_ECM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.masks(routing, routing.weights_KS).to(y_ECM) @ y_ECM.flatten(0, 1)
+
+    def masks(self, routing: Routing, weights_KS: torch.Tensor) -> torch.Tensor:
+        masks_SR = weights_KS.new_zeros(weights_KS.shape[1], routing.num_slots + 1)
+        return masks_SR.scatter_add(1, routing.slots_KS.t(), weights_KS.t())[:, :-1]
+
+
+@pytest.mark.parametrize("dispatch", ["rows", "slots"])
+@pytest.mark.parametrize("degrees", [1, (3, 2)])
+def test_memory_that_no_token_took_has_numbers_for_an_order_that_reads_it(
+    degrees: int | tuple[int, int], dispatch: str
+) -> None:
+    """Whatever lay there before: new memory is nan here."""
+    used_S, found = torch.arange(S) % 4 > 0, []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for order in (SimpleOrder(), Products()):
+            torch.manual_seed(2)
+            gate = LinearGate(k=2, drop_tokens=False)
+            sizes = {"model_dim": M, "num_experts": E, "expert_dim": H, "pipeline_degree": degrees}
+            layer = MOELayer(gate, order, dispatch=dispatch, **sizes).double()
+            torch.manual_seed(3)
+            x_SM = torch.randn(S, M, dtype=torch.float64, requires_grad=True)
+            output = layer(x_SM, used_S)
+            found.append([output, *torch.autograd.grad(output.square().sum(), [x_SM, *layer.parameters()])])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for of_sparse, of_products in zip(*found, strict=True):
+        torch.testing.assert_close(of_products, of_sparse, rtol=0, atol=1e-12)
 
 
 class Unchanged(nn.Module):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.placement.events import Event
 from ds_fsmoe.placement.holdings import PlacementError
+from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
 from tests.hf_families import batch, loss_of
 from tests.placed_models import BALANCED, NUM_EXPERTS, made, trained
@@ -110,6 +112,42 @@ def test_states_that_one_rank_cannot_reach_are_an_error_on_every_rank(tmp_path: 
     assert found[0] == found[1]
     assert "rank 1" in found[0]
     assert "not in memory" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "moves"),
+    [
+        ((60.0, 44.0, 4.0, 4.0), (40.0, 20.0, 10.0, 6.0), True),
+        # What would pay by the mean would not have in the first, or in the second.
+        ((40.0, 0.0, 40.0, 0.0), (100.0, 80.0, 0.0, 0.0), False),
+        ((100.0, 80.0, 0.0, 0.0), (40.0, 0.0, 40.0, 0.0), False),
+    ],
+)
+def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps(
+    first: tuple[float, ...], second: tuple[float, ...], moves: bool
+) -> None:
+    now = ExpertPlacement((0, 1, 2, 3), 4, 2)
+    groups = SimpleNamespace(topology=SimpleNamespace(node_of_rank=(0, 0)), ranks_of=lambda kind: (0, 1))
+    layer, mover = SimpleNamespace(fsmoe=SimpleNamespace(groups=groups)), SimpleNamespace(bytes_of_expert=lambda _: 1)
+    placements: Any = SimpleNamespace(now={"L00": now}, layer=lambda label: layer, mover=lambda: mover)
+    block = read_block({"fsmoe": {"enabled": True, "placement": {"policy": "balanced", "every": 1}}}).placement
+    watch, events = PlacementWatch(block, placements, None), []
+    watch.on_event.append(events.extend)
+    stretches = iter([first, second])
+    watch._loads = SimpleNamespace(  # type: ignore[assignment]
+        begin=lambda: None,
+        shared_counts=lambda: {"L00": np.array([next(stretches)] * 2) / 2},
+        shared_tokens=lambda: {"L00": ()},
+    )
+    for step in range(3):
+        watch.step_is_over(step, is_tuned=True)
+    (event,) = events
+    mean = np.add(first, second) / 2
+    assert event.rows_E == tuple(mean)
+    assert event.balance == pytest.approx(mean[:2].sum() / mean.sum() * 2)
+    assert list(watch.wanted) == ["L00"] * moves
+    for placed in watch.wanted.values():
+        assert placed.rank_of_place(placed.home_of_expert[0]) != placed.rank_of_place(placed.home_of_expert[1])
 
 
 def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:

@@ -129,10 +129,9 @@ def test_a_call_without_slots_costs_its_launches_alone(tmp_path: Path) -> None:
     plan = PhasePlan(BlockPlan(2), Groups(world=2, gpus_per_node=2, ep=2), backward=True)
     timeline = Predictor(cluster_file(tmp_path)).timeline(plan.schedule, plan, CallShape(4, 0, 3, 4, 4, 100))
     took_ms = {span.task.kind: span.end_ms - span.start_ms for span in timeline.spans if span.task.kind != HOLD}
-    alpha_ms = OPERATIONS["intra.all_to_all"]["alpha_ms"]
-    # In the backward each product is two.
-    assert took_ms["EXPERT"] == pytest.approx(8 * 0.07, rel=0.2)
-    assert 0.99 * alpha_ms < took_ms["A2A_IN"] < 1.5 * alpha_ms
+    # In the backward each product is two; they run beside an all-to-all, which makes them slower by a tenth.
+    assert took_ms["EXPERT"] == pytest.approx(8 * 0.07 * 1.1)
+    assert took_ms["A2A_IN"] == pytest.approx(OPERATIONS["intra.all_to_all"]["alpha_ms"])
 
 
 # ---- one process

@@ -128,6 +128,24 @@ def test_two_saves_of_one_tag_at_a_time_never_mix_and_the_later_one_hears_of_the
         assert everything(folder) - {tags.LATEST} == {"a/weights.pt", f"a/{NAME}"}
 
 
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_save_that_comes_too_late_does_not_move_what_the_other_has_saved(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even for a moment: a reader would find no tag."""
+    if before is not None:
+        save(tmp_path, "a", before, TOKENS[0])
+    one = Publication(tmp_path, "a", TOKENS[1])
+    one.begin()
+    write(one, "one")
+    save(tmp_path, "a", "other", TOKENS[2])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed"))
+        with pytest.raises(CheckpointError, match="another job has saved"):
+            one.publish()
+    assert text_of(tmp_path / "a") == "other"
+
+
 def test_one_that_publishes_between_the_two_steps_of_another_wins_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

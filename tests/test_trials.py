@@ -24,8 +24,6 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
-pytestmark = pytest.mark.long
-
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 84
 """More than it takes to try all the plans that there may be, neighbours of the fastest too, and to plan gradients."""
@@ -204,6 +202,7 @@ def tried_and_stock(rank: int, world_size: int, accumulation: int) -> dict[str, 
     }
 
 
+@pytest.mark.long
 @sampled("accumulation", [1, 2], kept=[0])
 def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: int, tmp_path: Path) -> None:
     first, second = run_on_ranks(tried_and_stock, 2, tmp_path, accumulation)
@@ -286,6 +285,16 @@ def test_a_gain_that_not_every_turn_shows_is_not_clear() -> None:
         pass
     assert not trials.gain(kept).is_clear
     assert Trials(["a"], 1, clock.used.append, clock).gain(0) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("unseen", [0, 1])
+def test_a_turn_in_which_one_of_the_two_was_not_seen_says_nothing_of_the_gain(unseen: int) -> None:
+    clock = Clock([4.0, 8.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], unseen=frozenset({unseen}))
+    trials: Any = Trials(["a", "stock"], 3, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
+    while trials.step_is_over() is None:
+        pass
+    gain = trials.gain(0)
+    assert (gain.low, gain.high, gain.num_turns) == (2.0, 2.0, 2)
 
 
 def test_a_plan_that_was_dropped_after_a_lucky_step_is_not_kept() -> None:

@@ -68,6 +68,15 @@ def test_rows_of_zeros_of_tiny_and_of_huge_numbers_survive() -> None:
     torch.testing.assert_close(found[1:4], x_RM[1:4], rtol=0.065, atol=0)
 
 
+def test_a_quotient_beyond_the_largest_8_bit_number_is_that_number() -> None:
+    """The largest number of a row, over a scale that was rounded down, is more than 448 by a bit."""
+    largest = torch.linspace(1.0, 2.0, 10_001)
+    beyond = largest[largest / (largest / 448) > 448]
+    assert len(beyond) > 100
+    x_RM = torch.stack([beyond, -beyond], dim=1)
+    torch.testing.assert_close(there_and_back(x_RM), x_RM, rtol=3e-7, atol=0)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_stays_seen_and_spoils_no_other_row(wrong: float) -> None:
     x_RM = torch.ones(3, 4)

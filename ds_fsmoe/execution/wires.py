@@ -64,8 +64,8 @@ def narrowed(x_RM: torch.Tensor) -> torch.Tensor:
     # Below that a scale has too few bits of its own; a row of zeros has any.
     scale_R1 = torch.linalg.vector_norm(rows_RM, torch.inf, dim=1, keepdim=True).div_(_LARGEST).clamp_(min=_LEAST_SCALE)
     bytes_RB = torch.empty(len(rows_RM), rows_RM.shape[1] + SCALE_BYTES, dtype=torch.uint8, device=x_RM.device)
-    # A quotient may round up beyond the largest number, which has no neighbour but nan. Of nan nothing else is made.
-    bytes_RB[:, :-SCALE_BYTES] = (rows_RM / scale_R1).clamp_(-_LARGEST, _LARGEST).to(FP8).view(torch.uint8)
+    # A quotient may be larger than the largest number by its last bit, and is rounded to that.
+    bytes_RB[:, :-SCALE_BYTES] = (rows_RM / scale_R1).to(FP8).view(torch.uint8)
     bytes_RB[:, -SCALE_BYTES:] = scale_R1.view(torch.uint8)
     return bytes_RB
 

@@ -50,6 +50,25 @@ TOLERANCE = {
         "attention": 0.10,
     },
 }
+# Of what the lines that the paper prints give, for its GPT and its Mixtral.
+OFF_AS_PRINTED = {
+    "a": {
+        "a2a": (0.13, -0.02),
+        "all_reduce": (0.31, 0.0),
+        "all_gather": (0.14, 0.0),
+        "reduce_scatter": (0.0, -0.08),
+        "experts": (-0.35, 0.06),
+        "attention": (0.11, -0.08),
+    },
+    "b": {
+        "a2a": (-0.11, -0.155),
+        "all_reduce": (-0.14, -0.21),
+        "all_gather": (-0.03, -0.035),
+        "reduce_scatter": (-0.03, -0.075),
+        "experts": (0.38, 0.30),
+        "attention": (-0.04, 0.065),
+    },
+}
 GROUPS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
 
 
@@ -82,11 +101,14 @@ def test_the_reference_set_gives_table_2(testbed: str, ffn: str, phase: str) -> 
 
 
 @pytest.mark.parametrize(("testbed", "ffn", "phase"), TABLE_2)
-def test_the_printed_numbers_are_of_the_right_size_in_their_corrected_units(testbed: str, ffn: str, phase: str) -> None:
+def test_the_printed_lines_in_their_corrected_units_are_off_table_2_by_what_is_known(
+    testbed: str, ffn: str, phase: str
+) -> None:
     ours = operations_ms(testbed, ffn, phase, f"testbed_{testbed}_printed")
     for name, theirs_ms in zip(COLUMNS, TABLE_2[testbed, ffn, phase], strict=True):
-        if name not in ("routing", "order"):
-            assert ours[name] == pytest.approx(theirs_ms, rel=0.41), name
+        if name in OFF_AS_PRINTED[testbed]:
+            off = OFF_AS_PRINTED[testbed][name][("gpt", "mixtral").index(ffn)]
+            assert ours[name] == pytest.approx(theirs_ms * (1 + off), rel=0.05), name
 
 
 @pytest.mark.parametrize("testbed", ["a", "b"])
