@@ -114,12 +114,11 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 f'{reason}; leave it out, or set it to "off"'
             )
         if mode != "off" and reason is not None:
-            state.gradients += f", after the backward, as {reason}"
+            state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
             beside = state.running.one_link is None
             state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
-            state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
                 "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients in a stream of its own, beside the "

@@ -111,6 +111,7 @@ class TrialRounds:
         outcome.tried = self.rounds[-1]
         if outcome.is_stock:
             outcome.kept_ms = outcome.baseline_ms = _median_ms(trials.times_ms[kept])
+            outcome.gain = trials.gain_of_best()
             return True
         self._next_round(trials, kept)
         return False

@@ -190,6 +190,11 @@ class Trials:
         forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
         return forward, backward
 
+    def gain_of_best(self) -> Gain | None:
+        """Return the gain of the plan with the least median, other than the baseline and tried in every turn."""
+        others = [plan for plan in self._in_last_turn if plan != self.baseline and self.times_ms[plan]]
+        return self.gain(min(others, key=self._median_ms)) if others else None
+
     def gain(self, kept: int) -> Gain | None:
         """Return how many times as fast a plan is as the baseline; ``None`` if they were not seen in the same turn."""
         if self.baseline is None:
