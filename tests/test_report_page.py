@@ -43,7 +43,7 @@ def test_two_runs_are_shown_beside_each_other(both: Path) -> None:
         "<td>commit</td><td>abc1234, with changes</td>",
         "<b>3 GiB</b>",
         "<b>51,200</b>",
-        "no schedule takes less than 15 ms",
+        "no order of tasks takes less than 15 ms",
         "what they took decided",
         "plans tried, round 1",
         "19.5",

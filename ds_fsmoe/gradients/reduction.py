@@ -123,8 +123,7 @@ class Reduction:
         self._asked = block.gradient_partition
         self._chunk_bytes = slice_bytes(mode, self._asked.asked_bytes)
         self._layers = tuple(layers)
-        self._by_rule = block.deterministic
-        self._has_details = block.autotune.details
+        self._by_rule, self._has_details = block.deterministic, block.autotune.details
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
         self._door = Stages1And2(engine, accumulate) if with_zero else Stage0(engine, accumulate)
@@ -248,24 +247,21 @@ class Reduction:
         plan = self._plan_by_time(supplies, costs, idle)
         plan = from_first_rank(replace(plan, two_levels=two_levels), group)
         windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
-        how = f"idle there were, inside and behind each MoE layer, {windows} ms"
-        self._tell(plan, how)
+        self._tell(plan, f"idle there were, inside and behind each MoE layer, {windows} ms")
         return plan
 
     def _tell(self, plan: GradientPlan, how: str) -> None:
         """Log how much is sent during the backward; with details also by which way, and how that was found."""
-        said = f"gradients: {_describe(plan, self.reducer.flats)}"
-        if self._has_details:
-            ways = dict.fromkeys(str(flat.way_in(plan.is_in_levels(at))) for at, flat in enumerate(self.reducer.flats))
-            said += f" ({self.mode}); {how}; they travel by {', '.join(ways)}"
-        log_on_rank_0(said)
+        flats = self.reducer.flats
+        ways = ", ".join(dict.fromkeys(str(each.way_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
+        details = f" ({self.mode}); {how}; they travel by {ways}" if self._has_details else ""
+        log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
 
     def describe(self) -> str:
         """Return what is sent during a backward, by the plan in force."""
         plan = self.reducer.coming_plan
-        if plan is None:
-            return f"{self.mode}: after the backward until a plan for them is made"
-        return f"{self.mode}: {_describe(plan, self.reducer.flats)}"
+        when = "after the backward until planned" if plan is None else _describe(plan, self.reducer.flats)
+        return f"{self.mode}: {when}"
 
     def _plan_by_time(
         self, supplies: Sequence[BufferReadiness], costs: Sequence[LinearCost], idle: Sequence[Idle]

@@ -149,14 +149,14 @@ class _Profiler:
 
     def _warn_of_bad_fits(self, timings: Mapping[str, Timing]) -> None:
         bad = [
-            f"{each} (typically off by {timing.fit.typical_share:.0%}, at most by {timing.fit.worst_share:.0%})"
+            f"{each} off by up to {timing.fit.worst_share:.0%}"
             for each, timing in timings.items()
             if not timing.fit.is_good
         ]
         if bad:
             self._warn(
-                f"a straight line does not describe what was measured of {', '.join(bad)}: plans made from that are a "
-                "guess; measure again when the machines have nothing else to do"
+                f"noisy measurement (busy machine?): {', '.join(bad)}. Predictions are rough; measure again on idle "
+                "machines, or let trials decide"
             )
 
     def _largest(self, trial: Trial) -> int:
@@ -221,7 +221,7 @@ class _Profiler:
         fit, link = timing.fit, operation.split(".")[0]
         assert isinstance(fit.cost, LinearCost)
         where = f"{len(timing.sizes)} sizes up to {timing.sizes[-1]:.4g} {timing.unit}s"
-        bad = "" if fit.is_good else "; a straight line does not describe it"
+        bad = "" if fit.is_good else "; fits poorly"
         return Operation(
             fit.cost,
             self._shape.ranks_of(link) if link in LINKS else None,

@@ -73,8 +73,8 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
         interval = ratio_interval(*(step_times_ms(run, after) for run in both))
         how = (
             f"from the medians of {min(times[0].num_steps, times[1].num_steps)} steps of two runs, one after the "
-            f"other, which is not a fair comparison: the interval is over blocks of {BLOCK} steps, and what else the machine "
-            "did during one of the runs is in no interval; ds_fsmoe compare --turns compares in turns"
+            f"other, which is not a fair comparison: the interval is over blocks of {BLOCK} steps, and what else the "
+            "machine did during one of the runs is in no interval; ds_fsmoe compare --turns compares in turns"
         )
         verdict = winner(interval, f"blocks of {BLOCK} steps in each run")
         ratio, where = times[0].step_ms / times[1].step_ms, "in two runs, one after the other"

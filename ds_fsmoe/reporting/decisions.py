@@ -39,8 +39,8 @@ def decided(page: Page, run: Run) -> None:
         if not step.get("is_bound", True):
             bound = f"steps take less than the {step['bound_ms']:.4g} ms that their tasks took when measured alone"
         page.paragraph(
-            f"A step without the optimizer was predicted to take {own}{step['deepspeed_ms']:.4g} ms; {bound}. Gradients "
-            f"take {step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} have no idle link to travel on. "
+            f"A step without the optimizer was predicted to take {own}{step['deepspeed_ms']:.4g} ms; {bound}. "
+            f"Gradients take {step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} find no idle link. "
             f"{plans['num_measured']} operations were measured; measuring and planning took {plans['took_s']:.3g} s."
         )
 

@@ -25,7 +25,7 @@ MUCH = 0.1
 """The share of a step that another ``ep_size`` has to gain by what is predicted, as it needs another start."""
 _MOST_NAMES = 3
 IN_EVALUATION = (
-    "the model trains in evaluation mode, without its dropout, and nothing is measured or cut in it: call "
+    "the model trains in evaluation mode, without its dropout; nothing is measured and layers run in one chunk: call "
     "model.train() before the first step (from_pretrained returns models in evaluation mode)"
 )
 
