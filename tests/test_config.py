@@ -115,7 +115,7 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"expert_parallel_size": 4}, "fsmoe.expert_parallel_size: unknown key; it is ep_size, an argument of MoE"),
         (
             {"schedule": "fsmoo"},
-            'fsmoe.schedule = "fsmoo": must be "best", or a system of docs/schedules.md to compare with',
+            'fsmoe.schedule = "fsmoo": must be "best", or a system of docs/schedules.md to',
         ),
         ({"ops": "torch"}, "fsmoe.ops = \"torch\": must be 'auto', 'reference' or 'required'"),
         ({"esp_size": "2"}, 'fsmoe.esp_size = "2": must be an integer'),

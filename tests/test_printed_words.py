@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people read has the words of the config: ``num_chunks`` and ``expert_tensor_parallel_size``, and no older ones."""
+"""What people read has the words of the config, such as ``num_chunks``, and no older ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def printed(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
                 docstrings.add(id(each.value))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            if " " in node.value:
-                yield node.lineno, node.value
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if is_text and " " in node.value:
+            yield node.lineno, node.value
 
 
 def files() -> list[Path]:

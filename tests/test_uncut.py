@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that would compute something else in chunks run in one chunk, with stock's numbers; all ranks decide alike."""
+"""Experts that would compute something else in chunks run in one, with stock's numbers; all ranks decide alike."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
         ),
         (
             {"autotune": True, "deterministic": True},
-            "fsmoe.autotune = true and fsmoe.deterministic = true: tuning depends on",
+            "fsmoe.autotune = true and fsmoe.deterministic = true: tuning",
         ),
         ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are '),
         (

@@ -40,6 +40,7 @@ _PARTS = (32, 16, 8, 4, 2, 1)
 """The numbers of parts into which the largest size is cut to get the other sizes."""
 _FARTHEST = 16
 """The largest ratio of a largest size to the smaller one from whose time it is estimated."""
+_MOST_NAMES = 3
 _CORUN_MS = 5.0
 """The approximate time of each piece of work that runs side by side to measure slowdown."""
 _HOST_RUNS, _HOST_CHUNKS = 8, 4
@@ -148,12 +149,11 @@ class _Profiler:
         return known.timings[name]
 
     def _warn_of_bad_fits(self, timings: Mapping[str, Timing]) -> None:
-        bad = [
-            f"{each} off by up to {timing.fit.worst_share:.0%}"
-            for each, timing in timings.items()
-            if not timing.fit.is_good
-        ]
-        if bad:
+        worst = {name: timing.fit.worst_share for name, timing in timings.items() if not timing.fit.is_good}
+        if worst:
+            names = sorted(worst, key=lambda each: -worst[each])
+            bad = [f"{each} off by up to {worst[each]:.0%}" for each in names[:_MOST_NAMES]]
+            bad += [f"{len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             self._warn(
                 f"noisy measurement (busy machine?): {', '.join(bad)}. Predictions are rough; measure again on idle "
                 "machines, or let trials decide"

@@ -145,6 +145,8 @@ def _gain_tiles(gain: Gain, is_pair: bool, is_disturbed: bool) -> list[tuple[str
         return [("not comparable", "the machine was not equally busy in the two runs")]
     if gain.is_unsure:
         return [("no difference", f"that can be measured, to {gain.over}: {gain.ratio:.2f}x is within the noise")]
+    if gain.interval is None and gain.verdict:
+        return [("undecided", f"{gain.ratio:.2f}x {gain.over}, of too few steps or turns for an interval")]
     told = [f"as fast as {gain.over}", *([gain.where] if gain.where else [])]
     tiles = [(f"{gain.ratio:.2f}x", ", ".join(told))]
     if gain.interval is not None:

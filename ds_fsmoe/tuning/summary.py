@@ -109,8 +109,12 @@ def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> Message:
     """
     again = f", again because {told.why_again}" if told.why_again else ""
     lines = [f"autotune{again}: {headline(rows, told, outcome)}", _steps(told, outcome)]
-    lines += [f"  why: {_why_stock(rows, told, outcome)}"] if outcome.is_stock else []
-    lines += ["", *_layers(rows, bool(outcome.tried)), ""] if rows and not outcome.is_stock else []
+    is_whole = all(choice.order.degree == 1 and not row.uncut for row in rows for choice in row.choices)
+    if outcome.is_stock or is_whole:
+        # Rows of layers would say one chunk, one task after another, and nothing else.
+        lines += [f"  why: {_why_whole(rows, told, outcome)}"]
+    else:
+        lines += ["", *_layers(rows, bool(outcome.tried)), ""]
     lines += [f"  cost model: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
@@ -183,8 +187,8 @@ def kept_stock(outcome: Outcome) -> str:
     return f"{said}; the best of them was {gain.ratio:.2f} times as fast{turns}"
 
 
-def _why_stock(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
-    """Return in one line what keeps other plans from being faster, as far as that was measured."""
+def _why_whole(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+    """Return in one line what keeps chunks from being faster, as far as that was measured."""
     by: dict[str, float] = {}
     for choice in (each for row in rows for each in row.choices):
         by[choice.bottleneck] = by.get(choice.bottleneck, 0.0) + choice.time_ms
