@@ -19,7 +19,7 @@ ALLOWED = {"MOELayer: pipeline_degree = "}
 
 
 def printed(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The texts of a file that are sentences or heads of tables: keys of data have no space."""
+    """The texts of a file that are sentences, heads or names of measures: keys of data have no space or slash."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = set()
     for node in ast.walk(tree):
@@ -29,7 +29,7 @@ def printed(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 docstrings.add(id(each.value))
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
-        if is_text and " " in node.value:
+        if is_text and {" ", "/"} & set(node.value):
             yield node.lineno, node.value
 
 
@@ -49,9 +49,11 @@ def test_no_text_that_is_printed_has_a_word_of_before() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("line", ['x = "in degree 2"', 'x = f"{y} esp_size {z}"', 'print("run uncut")'])
+@pytest.mark.parametrize(
+    "line", ['x = "in degree 2"', 'y = f"{z}/degree"', 'x = f"{y} esp_size {z}"', 'print("run uncut")']
+)
 def test_a_text_with_such_a_word_is_found(line: str) -> None:
-    assert any(OLD.search(text) for _, text in printed(ast.parse(f'"""Doc of a degree."""\n{line}')))
+    assert any(OLD.search(text) for _, text in printed(ast.parse(f'"""Doc of a degree."""\nx = {line}')))
 
 
 def test_pages_that_quote_logs_and_errors_have_no_word_of_before() -> None:

@@ -132,8 +132,8 @@ def test_the_layers_of_a_plan_that_does_not_run_are_in_no_table(tuned_run: dict[
 def test_the_table_at_the_start_has_what_was_asked_for_or_differs_from_stock(tuned_run: dict[str, Any]) -> None:
     (table,) = (each for each in tuned_run["said"] if " is on for " in each)
     names = [line.split()[0] for line in table.splitlines()[1:]]
-    # The small model's gradients are ours to reduce; chunks are asked for in one of the runs.
-    wanted = ["schedule", "autotune", "gradients"]
+    # Half of the slots stay empty, and gradients are ours to reduce; chunks are asked for in one of the runs.
+    wanted = ["schedule", "autotune", "dispatch", "gradients"]
     assert [each for each in names if each not in ("num_chunks", "links")] == wanted
     assert ("num_chunks" in names) != tuned_run["keeps_stock"]
 
@@ -227,6 +227,17 @@ def test_paths_on_a_page_are_those_from_the_folder_of_the_run(tmp_path: Path) ->
     assert "runs/stock" in section(page, "configuration-difference")
 
 
+def test_a_page_says_from_which_step_on_losses_are_apart(tmp_path: Path) -> None:
+    for name, schedule, apart in (("stock", run_files.STOCK, 0.0), ("ours", "best", 1.0)):
+        folder = record(tmp_path / "both" / name, schedule, num_steps=0)
+        losses = [2.0 * (1 + apart * each) for each in (0.0, 1e-7, 3e-7, 4e-5, 2e-2, 1e-3)]
+        run_files.append_lines(
+            folder / run_files.STEPS, [{"step": n, "step_ms": 20.0, "loss": each} for n, each in enumerate(losses, 1)]
+        )
+    said = section(page_of(tmp_path / "both"), "conclusion")
+    assert "Losses are equal to rounding before step 4, and at most 0.02 apart (step 5)" in said
+
+
 def test_memory_that_came_with_measuring_is_said_to(tmp_path: Path) -> None:
     run = record(tmp_path / "run", "best", num_steps=0)
     rows = [
@@ -263,4 +274,4 @@ def test_a_batch_of_one_sample_is_said_to_stay_whole(tmp_path: Path) -> None:
     first, second, third, fourth = run_on_ranks(one_sample, 1, tmp_path)[0]
     whole = "on: batches stay whole: there is one sample in a batch of this rank: must be two or more"
     assert (second, third, fourth) == (whole, "on: two halves take turns", whole)
-    assert first != third
+    assert first == "on: batches stay whole: a rank has fewer than two samples in a batch"

@@ -58,7 +58,8 @@ class Splitter:
         self._holds = holds
         self._chains, self.why_not = find_chains(model, layers, named)
         self.why_whole = ""
-        """The reason why the last forward that might have been run by halves was run with the whole batch."""
+        """The reason why the last forward that might have been run by halves, or was watched, was run with the whole
+        batch; empty: there was none."""
         self.is_worth_trying = False
         """True if, besides, every rank had more than one sample in the forward that was watched."""
         self._next: dict[Block, Block] = {
@@ -116,6 +117,7 @@ class Splitter:
         if not self._is_watched:
             return
         self.is_worth_trying = is_worth_trying
+        self.why_whole = "" if is_worth_trying else "a rank has fewer than two samples in a batch"
         for block, has_next in zip(self.blocks, have_next, strict=True):
             block.has_next = has_next
         if not can_split:

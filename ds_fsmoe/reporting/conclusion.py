@@ -117,6 +117,12 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
     for run in runs:
         if told := run.plans.get("chosen", {}).get("autotune"):
             page.paragraph(f"What the autotuner of {run.name} says: {_sentence(told)}")
+    if agree is not None and agree.apart_from is not None and not any(agree.not_finite_from):
+        page.paragraph(
+            f"Losses are equal to rounding before step {agree.apart_from}, and at most {agree.largest_difference:.2g} "
+            f"apart (step {agree.at_step}). Rounding grows from step to step where routers choose experts, in stock "
+            "DeepSpeed too; losses that are apart from the first step on are another matter."
+        )
     for run, step in zip(both or (), agree.not_finite_from if agree else (), strict=False):
         if step is not None:
             page.paragraph(f"{run.name}: losses are not finite from step {step} on", True)
