@@ -229,19 +229,19 @@ def said_by_an_engine(rank: int, world_size: int, block: dict[str, Any]) -> tupl
     engine.eval()
     engine(*batch(0, rank, torch.float32))
     engine.train()
-    assert not any("MoE layer(s) keep" in each for each in said)
+    assert not any("kept for the backward" in each for each in said)
     kept.clear()
     loss, _ = engine(*batch(0, rank, torch.float32))
     of_first_forward = sum(kept)
     assert len(kept) == 2
-    assert rank > 0 or any("MoE layer(s) keep" in each for each in said)
+    assert rank > 0 or any("kept for the backward" in each for each in said)
     engine.backward(loss)
     engine.step()
     for step in (1, 2):
         engine.backward(engine(*batch(step, rank, torch.float32))[0])
         engine.step()
     engine.destroy()
-    return [each for each in said if "MoE layer(s) keep" in each], of_first_forward
+    return [each for each in said if "kept for the backward" in each], of_first_forward
 
 
 @sampled("block", [{}, {"recompute": True}, {"esp_size": 2}], kept=[1, 2], ids=str)
@@ -249,7 +249,7 @@ def test_an_engine_says_once_before_the_first_backward_what_its_layers_keep(bloc
     (said, kept), (by_others, _) = run_on_ranks(said_by_an_engine, 2, tmp_path, block)
     assert len(said) == 1
     assert f"kept for the backward: {kept / 1e6:.4g} MB per rank" in said[0]
-    assert said[0].split(". ")[-1].startswith('Without "recompute"' if "recompute" in block else 'With "recompute"')
+    assert said[0].split(" (")[-1].startswith('without "recompute"' if "recompute" in block else '"recompute": true')
     assert not by_others
 
 
