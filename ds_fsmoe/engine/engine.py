@@ -119,6 +119,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
             beside = state.running.one_link is None
             state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
+            state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
                 "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients in a stream of its own, beside the "

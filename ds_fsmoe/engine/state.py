@@ -86,7 +86,7 @@ class FSMoEState:
         self.why_not_placed = ""
         """The reason why no expert moves, though that is asked for."""
         self.gradients = "DeepSpeed's own reduction"
-        """The way gradients are reduced where that is DeepSpeed's, in words."""
+        """The way gradients are reduced, in words: the mode, where it is ours."""
         self.has_late_gradients = False
         """Whether they are sent after the backward though the schedule would send them earlier."""
 
