@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -73,11 +72,11 @@ def end(job: subprocess.Popen[str]) -> None:
 
 
 def recorded_config(folder: Path, steps: int) -> dict[str, Any]:
-    """Return the main job's config with a record in a folder, and the last step but one traced task by task."""
+    """Return the main job's config with a record in a folder, and its last steps but one traced task by task."""
     config = json.loads(CONFIG.read_text())
     config["fsmoe"] |= {"record": {"dir": str(folder)}}
     if steps > FEWEST_TRACED:
-        config["fsmoe"]["trace"] = {"enabled": True, "start_step": steps - 3, "num_steps": 2}
+        config["fsmoe"]["trace"] = {"enabled": True, "start_step": steps - 6, "num_steps": 5}
     return config
 
 
@@ -156,11 +155,8 @@ def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tup
         difference = relative_difference(a, b)
         rows.append((name, f"{a:.6f}", f"{b:.6f}", f"{difference:.1e}" if difference else "same"))
     every = list(zip(stock["losses"], ours["losses"], strict=True)) + [(a, b) for _, a, b in named]
-    # No ratio: the runs follow one another, and a machine may change its speed meanwhile.
-    late = [statistics.median(each["step_times_ms"][-max(1, (last + 1) // 4) :]) for each in (stock, ours)]
-    rows.append(("step, median of the last quarter, ms", f"{late[0]:.1f}", f"{late[1]:.1f}", ""))
     rows += [
-        (f"chosen {name}", "-", textwrap.shorten(value, WIDEST, placeholder=" ..."), "")
+        (f"runs: {name}", "-", textwrap.shorten(value, WIDEST, placeholder=" ..."), "")
         for name, value in ours["chosen"].items()
         if name != "autotune"
     ]
@@ -208,7 +204,6 @@ def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[Mes
         f"{'fell' if fell else 'DID NOT FALL'}.",
         f"autotune: {ours['chosen']['autotune']}",
         *(f"  {each}" for each in ours["hints"]),
-        "The two ran one after the other, so their times are no comparison; the autotuner's own steps took turns.",
     ]
     return Message(lines), agree and fell
 

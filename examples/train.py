@@ -164,7 +164,7 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         ("step, median", f"{result['step_ms']:.1f} ms"),
         ("tokens per second, median", f"{result['tokens_per_s']:.0f}"),
         ("checkpoint", result["checkpoint"]),
-        *((f"chosen {name}", value) for name, value in result["chosen"].items()),
+        *((f"runs: {name}", value) for name, value in result["chosen"].items()),
     ]
     print_table((), rows)
     if args.metrics is not None:

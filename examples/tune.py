@@ -78,7 +78,7 @@ def main() -> None:
     chosen = engine.fsmoe.chosen()
     engine.destroy()
     if dist.get_rank() == 0:
-        print(f"chosen: {chosen['pipeline_degree']}, gradients {chosen['gradients']}")
+        print(f"chosen: {chosen['num_chunks']}, gradients {chosen['gradients']}")
         for file in (args.folder / "cache").glob("*.json"):
             print(f"measured: {file}")
         print(f"recorded: {args.folder / 'run'}", flush=True)

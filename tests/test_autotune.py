@@ -179,7 +179,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
 def test_the_table_says_what_was_measured_and_chosen(runs: list[dict[str, Run]]) -> None:
     said = runs[0]["measured"].said
     assert runs[0]["measured"].num_measured > 4
-    heads = ("alpha [ms]", "typically off", "at most", "slowed down", "runner-up", "isolated [ms]", "degree 1 [ms]")
+    heads = ("alpha [ms]", "typically off", "at most", "slowed down", "runner-up", "isolated [ms]", "1 chunk [ms]")
     for words in (*heads, "the stage took", "a step without the optimizer, predicted: ", "deepspeed "):
         assert words in said
     for operation in ("all-to-all", "experts forward", "experts backward", "experts dX", "experts dW", "gate", "order"):
@@ -220,7 +220,7 @@ def test_what_was_measured_and_chosen_is_what_layers_are_predicted_by_and_run_by
         assert run.contention == [slowed, slowed]
         assert chosen_by == [slowed] * (rank == 0)
     table = runs[0]["chosen"][0].said
-    assert "reduce_first, 3 late dW" in table
+    assert "reduces first, 3 late dW" in table
     assert [line.split() for line in table.splitlines() if line.startswith(("compute", "intra"))] == [
         ["intra", "-", "1.50"],
         ["compute", "1.25", "-"],
@@ -233,8 +233,8 @@ def test_a_degree_given_by_hand_is_kept_and_the_table_says_what_would_have_been_
     for each in runs:
         assert {forward for forward, _ in each["fixed"].degrees} == {5}
         assert {backward for _, backward in each["fixed"].degrees} != {1}
-    assert "L00, L01 forward: degree 5 is given by hand; auto would have chosen " in runs[0]["fixed"].said
-    assert "L00, L01 backward: degree" not in runs[0]["fixed"].said
+    assert "L00, L01 forward: num_chunks = 5 is given by hand; auto would have chosen " in runs[0]["fixed"].said
+    assert "L00, L01 backward: num_chunks" not in runs[0]["fixed"].said
     assert "next: L00, L01 forward: 5 chunks are given by hand; auto would have taken " in runs[0]["fixed"].said
 
 

@@ -45,7 +45,7 @@ def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_pai
     first, *_ = summarize([row()], told(), outcome(1.5, 1.45, 1.6, 90.0)).splitlines()
     assert first == (
         "autotune: L00..L02 in 3 and 2 chunks, once_per_node; 1.50 times as fast as DeepSpeed's schedule (1.45 to 1.60 "
-        "in 3 turns); measuring took 6 s, trying 12 plans 40 steps, which has paid 125 steps from now"
+        "in 3 turns); measuring took 6 s, trying 12 plans took 40 steps, which has paid 125 steps from now"
     )
     # 6 s of measuring; 40 steps of 95 ms instead of 120 have paid for a second of it; and each from now on for 40 ms.
     assert outcome(1.5, 1.45, 1.6).steps_to_pay() == (6000 - 40 * 25) / 40
@@ -84,9 +84,26 @@ def test_where_deepspeeds_schedule_is_the_fastest_it_stays_and_no_gain_is_claime
     kept = Outcome(6.0, 12, 40, 4000.0, kept_ms=80.0, baseline_ms=80.0, is_stock=True)
     text = summarize([row()], told(), kept)
     first, *_ = text.splitlines()
-    assert first.startswith("autotune: DeepSpeed's schedule stays, as no other was faster here; measuring took 6 s")
+    assert first.startswith(
+        "autotune: DeepSpeed's schedule stays: none of 11 other plans was faster; measuring took 6 s"
+    )
     assert "times as fast" not in first
     assert "  chosen" not in text
+    # The rows of layers are a plan that does not run: in their place is one line that says why.
+    assert "L00" not in text
+    why = "  why: the layers are bound by computation; predicted, no order of these tasks makes a step more than 2.00"
+    assert why in text
+
+
+def test_the_best_of_the_plans_that_were_not_kept_is_told_and_never_pays() -> None:
+    kept = replace(outcome(0.86, 0.47, 1.08), is_stock=True)
+    first, *_ = summarize([row()], told(), kept).splitlines()
+    assert (
+        "none of 11 other plans was faster; the best of them was 0.86 times as fast (0.47 to 1.08 in 3 turns)" in first
+    )
+    lucky = replace(outcome(1.2, 1.1, 1.3), is_stock=True)
+    assert lucky.steps_to_pay() is None
+    assert "paid" not in summarize([row()], told(), lucky)
 
 
 def test_without_trials_a_gain_is_only_predicted() -> None:
@@ -102,7 +119,9 @@ def test_it_fits_on_one_screen(rows: int) -> None:
 
 
 def line_of(name: str, step: StepTimes, found: Outcome) -> str:
-    (line,) = (each for each in summarize([row()], told(step), found).splitlines() if each.startswith(f"  {name}"))
+    seen = found.seen(step)
+    assert seen is not None
+    (line,) = (each for each in summarize([row()], told(seen), found).splitlines() if each.startswith(f"  {name}"))
     return " ".join(line.split())
 
 
@@ -124,7 +143,8 @@ def test_the_next_plan_is_named_with_its_distance_in_the_turns_of_both() -> None
     assert line_of("chosen", STEP, outcome(1.5, 1.4, 1.6, 95.0, 84.0)) == "chosen 80 80 next: other 84.0, +5.0%"
     assert line_of("chosen", STEP, outcome(1.5, 1.4, 1.6)) == "chosen 80 80"
     assert (
-        line_of("DeepSpeed", STEP, outcome(1.5, 1.4, 1.6)) == "DeepSpeed's schedule 120 120 uncut, gradients at the end"
+        line_of("DeepSpeed", STEP, outcome(1.5, 1.4, 1.6))
+        == "DeepSpeed's schedule 120 120 one chunk, gradients after the backward"
     )
 
 
@@ -141,11 +161,11 @@ def test_fits_are_judged_at_the_sizes_that_are_used() -> None:
         off = [each * (factor if place % 2 else 1 / factor) for place, each in enumerate(timing.times_ms)]
         operations = {**profile.operations, FORWARD: replace(timing, times_ms=tuple(off))}
         found = replace(row(), profile=replace(profile, operations=operations))
-        (line,) = (x for x in summarize([found], told(), Outcome(1.0)).splitlines() if "measurements: " in x)
+        (line,) = (x for x in summarize([found], told(), Outcome(1.0)).splitlines() if "cost model: " in x)
         return line
 
     assert "of its line at the sizes used" in said(1.05)
-    assert f"operations are off their lines: {FORWARD} by " in said(1.4)
+    assert f"operations of these layers fit poorly ({FORWARD} " in said(1.4)
 
 
 def test_hints_name_what_limits_and_what_to_try() -> None:

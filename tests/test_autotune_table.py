@@ -15,6 +15,7 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.search import Choice, SearchSpace
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.as_data import plans_as_data
+from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe, describe_plan, rows_of
 from tests.planning.measured_layers import Machine, layer_of, made_up
 
@@ -39,11 +40,11 @@ FINE = choice(2, 20.0, 21.0, 50.0, 51.0)
         (choice(2, 30.0, 29.999, 50.0, 49.999), None),
         (
             choice(2, 30.0, 25.0, 50.0, 51.0),
-            "with degree 3 it would take less, but 51.000 ms instead of 50.000 in both phases together",
+            "with 3 chunks it would take less, but 51.000 ms instead of 50.000 in both phases together",
         ),
         (
             choice(2, 30.0, 29.4, 50.0, 49.4),
-            "with degree 3 it would take 2.0% less; a cut has to gain more than 3%",
+            "with 3 chunks it would take 2.0% less; chunks have to gain more than 3%",
         ),
     ],
 )
@@ -65,7 +66,7 @@ def test_what_the_host_needs_to_issue_is_said_where_it_was_measured() -> None:
 
 def test_a_degree_that_was_asked_for_says_so_instead() -> None:
     (said,) = notes(FINE, choice(2, 30.0, 25.0, 50.0, 51.0), asked=(None, 2))
-    assert "degree 2 is given by hand" in said
+    assert "num_chunks = 2 is given by hand" in said
 
 
 def test_the_table_has_every_number_under_its_head() -> None:
@@ -75,16 +76,16 @@ def test_the_table_has_every_number_under_its_head() -> None:
     step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
     text = describe([row], Told(step, Slowdowns({}), {}, 1, "best"), 1.0, "a test")
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    heads = "predicted [ms] isolated [ms] runner-up its [ms] degree 1 [ms] order all-to-all"
-    assert f"layers phase degree {heads}" in lines
-    assert "L00 forward 2 1.500 1.250 3 1.750 2.500 paper flat" in lines
-    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduce_first, 2 late dW flat" in lines
+    heads = "predicted [ms] isolated [ms] runner-up its [ms] 1 chunk [ms] order of tasks all-to-all"
+    assert f"layers phase chunks {heads}" in lines
+    assert "L00 forward 2 1.500 1.250 3 1.750 2.500 links side by side flat" in lines
+    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduces first, 2 late dW flat" in lines
     assert (
         "predicted: 20.000 ms (18.000 if lanes did not slow each other down), deepspeed 30.000 ms: 1.50 times" in text
     )
 
     # What a run records says the same.
-    untried: Any = {"tried": [], "outcome": SimpleNamespace(gain=None), "hints": []}
+    untried: Any = {"tried": [], "outcome": Outcome(), "hints": []}
     stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, **untried)
     keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
     recorded = plans_as_data({}, stage)

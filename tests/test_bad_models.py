@@ -14,7 +14,9 @@ from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from torch import nn
 
 import ds_fsmoe
+from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_experts import chosen_ep_size
 from ds_fsmoe.versions import REASONS, SUPPORTED, TESTED
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
@@ -33,8 +35,8 @@ def refused(model: nn.Module, blocks: dict[str, Any] = ENABLED, **arguments: Any
 def test_a_model_without_moe_layers_is_told_which_class_was_looked_for() -> None:
     message = refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     assert message.startswith(
-        "fsmoe.enabled = true, but Sequential has no deepspeed.moe.layer.MoE and no experts module of transformers 5 "
-        "among its 3 modules"
+        "No MoE layers found in Sequential: neither deepspeed.moe.layer.MoE nor ds_fsmoe.MoE nor experts of "
+        "transformers 5. ds_fsmoe speeds up MoE models only; set fsmoe.enabled to false for this one"
     )
 
 
@@ -56,7 +58,31 @@ def test_a_misspelt_block_is_refused_through_the_door() -> None:
 
 def test_a_clash_with_a_block_of_deepspeed_is_refused() -> None:
     message = refused(SmallModel(Case(), rank=0), ENABLED | {"zero_optimization": {"stage": 3}})
-    assert "zero_optimization.stage = 3" in message
+    assert message == (
+        "zero_optimization.stage = 3: ZeRO 3 does not support deepspeed.moe.layer.MoE (found: moes.0). Use stage 0, 1 "
+        "or 2. (Hugging Face MoE models do work with ZeRO 3.)"
+    )
+
+
+def test_a_config_that_is_not_there_or_is_written_as_python_is_told_so(tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    with pytest.raises(ValueError, match=rf"^{config}: not found$"):
+        ds_fsmoe.initialize(model=SmallModel(Case(), rank=0), config=str(config))
+    config.write_text('{"fsmoe": {\n  "enabled": True}}')
+    with pytest.raises(ValueError, match=rf"^{config}, line 2: JSON writes true, not True$"):
+        ds_fsmoe.initialize(model=SmallModel(Case(), rank=0), config=str(config))
+
+
+def test_a_hook_that_cannot_be_imported_is_an_error_of_the_config() -> None:
+    with pytest.raises(ds_fsmoe.ConfigError) as caught:
+        ds_fsmoe.Config(hooks=["my.module.Hook"])
+    assert str(caught.value) == "fsmoe.hooks = \"my.module.Hook\": cannot be imported: No module named 'my'"
+
+
+def test_ep_size_on_one_rank_can_only_be_one() -> None:
+    block = read_block({"fsmoe": {"enabled": True, "ep_size": 3}})
+    with pytest.raises(ds_fsmoe.ConfigError, match=r"^fsmoe\.ep_size = 3: with 1 rank it can only be 1$"):
+        chosen_ep_size(block, [8], 1, 1)
 
 
 def test_a_changed_inner_layer_is_not_replaced_behind_its_owners_back() -> None:

@@ -258,10 +258,9 @@ def test_lanes_that_do_one_task_after_another_do_not_slow_each_other(odd: list[d
 def test_what_is_no_straight_line_is_measured_once_more_and_said(odd: list[dict[str, Any]]) -> None:
     measured, said, source = odd[0]["bad"]
     assert sum(each.startswith("inter.all_to_all") for each in measured) == 2
-    (warning,) = [line for line in said if "a straight line does not describe" in line]
-    assert "inter.all_to_all (typically off by " in warning
-    assert "at most by " in warning
-    assert source.endswith("; a straight line does not describe it")
+    (warning,) = [line for line in said if "noisy measurement" in line]
+    assert "inter.all_to_all off by up to " in warning
+    assert source.endswith("; fits poorly")
     assert odd[1]["bad"][0] == measured
     assert odd[1]["bad"][1] == [], "one rank says it"
 

@@ -314,7 +314,7 @@ def test_how_sure_the_ratio_of_two_runs_is_is_said_with_it_and_causes_where_ours
     # 18 steps are three blocks.
     assert "no winner: an interval takes 10 blocks of 5 steps in each run" in said
     assert "runs one after another are no fair ground" in said
-    assert "a possible cause: the layers are not cut" in said_of(20.0, "slower")
+    assert "a possible cause: the layers run in one chunk" in said_of(20.0, "slower")
     cut = config.with_name("cut.json")
     cut.write_text('{"fsmoe": {"enabled": true, "pipeline_degree": {"forward": 2}}}')
-    assert "a possible cause: the layers are cut by hand (2 forward)" in said_of(20.0, "cut", of=cut)
+    assert "a possible cause: num_chunks was given by hand (2 forward)" in said_of(20.0, "cut", of=cut)

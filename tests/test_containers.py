@@ -155,7 +155,7 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
     note(seen, *model.parameters())
     if block is not None:
         degrees = [(each.forward.block.degree, each.backward.block.degree) for each in (layer.pipeline,)]
-        said.append(f"degrees {degrees} {engine.fsmoe.chosen()['pipeline_degree']}")
+        said.append(f"degrees {degrees} {engine.fsmoe.chosen()['num_chunks']}")
     engine.destroy()
     logging.getLogger("ds_fsmoe").removeHandler(handler)
     return seen, said
@@ -180,7 +180,7 @@ def compared(rank: int, world_size: int, changes: list[Change], blocks: list[dic
             seen, expected = seen[-5:], expected[-5:]  # hooks are called once more
         if not alike(seen, expected):
             different.append(f"{change.__name__}, {block}")
-        sentences = [each for each in said if "run uncut" in each]
+        sentences = [each for each in said if "in one chunk, " in each]
         if rank == 0 and len(sentences) != int("pipeline_degree" in block):
             different.append(f"{change.__name__}, {block}: {sentences}")
         if "pipeline_degree" in block and said[-1] != "degrees [(1, 1)] forward 2, backward 3; forward 1, backward 1":

@@ -100,7 +100,7 @@ def test_the_demo_records_runs_and_traces_those_that_are_long_enough(tmp_path: P
     assert block == {
         "enabled": True,
         "record": {"dir": str(tmp_path)},
-        "trace": {"enabled": True, "start_step": 97, "num_steps": 2},
+        "trace": {"enabled": True, "start_step": 94, "num_steps": 5},
     }
     assert "trace" not in demo.recorded_config(tmp_path, demo.FEWEST_TRACED)["fsmoe"]
 

@@ -119,7 +119,7 @@ def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(
     assert first["plan"] == second["plan"]
     assert first["degrees"] == second["degrees"]
     assert len(first["said"]) == 1
-    assert first["said"][0].startswith("all-to-alls travel in micro-ops of 0.0007 MB, so in chunks: L00 ")
+    assert first["said"][0].startswith("num_chunks by micro-ops of 0.0007 MB: L00 ")
     if deterministic:
         assert all(len(parcels) <= 1 for parcels in first["plan"].dense)
         assert any(first["plan"].dense)

@@ -226,3 +226,21 @@ def test_nothing_of_a_hostile_run_is_executed(browser: Any, tmp_path: Path) -> N
     assert "hit" not in browser.title.split("<img")[0]
     assert browser.execute_script("return document.images.length") == 0
     assert asked_for(browser) == {(folder / "report.html").as_uri()}
+
+
+def test_on_paper_nothing_is_hidden_behind_a_scroll_bar(browser: Any, page: Path) -> None:
+    opened(browser, page, DESK)
+    script = """
+        const wide = [...document.querySelectorAll('.box, .chart svg')];
+        return wide.map(b => b.getBoundingClientRect().right).filter(right => right > innerWidth)
+    """
+    paper = {"width": 700, "height": 990, "deviceScaleFactor": 1, "mobile": False}
+    try:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", paper)
+        assert browser.execute_script(script) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 700
+        overflow = "return [...document.querySelectorAll('.box')].map(b => getComputedStyle(b).overflowX)"
+        assert set(browser.execute_script(overflow)) == {"visible"}
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

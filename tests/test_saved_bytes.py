@@ -196,14 +196,14 @@ def test_under_autocast_every_expert_counts_as_unknown() -> None:
 def test_the_sentence_has_all_numbers_and_the_price() -> None:
     kept, rows = SavedBytes(2_000_000, 6_000_000, 0, 0), SavedBytes(2_000_000, 0, 0, 0)
     said = describe([kept, kept], [rows, rows], recompute=False)
-    assert said.startswith("the experts of 2 MoE layer(s) keep 16 MB on this rank from a forward like this to its")
-    assert "4 MB of rows (esp_size x tokens), 12 MB of hidden layers, 0 MB of other things. " in said
-    assert said.endswith('With "recompute": true it would be 4 MB, at the price of one more forward of the experts')
-    assert describe([rows], [kept], recompute=True).endswith('Without "recompute" it would be 8 MB')
-    graphs = SavedBytes(2_000_000, 0, 5056, 4)
-    assert "0.005056 MB of other things, and on top, unknown, what autograd keeps of 4 expert(s). " in describe(
-        [graphs], [rows], recompute=False
+    assert said == (
+        "MoE activations kept for the backward: 16 MB per rank "
+        '("recompute": true keeps 4 MB, and computes experts once more)'
     )
+    assert describe([rows], [kept], recompute=True).endswith('2 MB per rank (without "recompute": 8 MB)')
+    graphs = SavedBytes(2_000_000, 0, 5056, 4)
+    said = describe([graphs], [rows], recompute=False)
+    assert "2.005 MB per rank and what autograd keeps of 4 expert(s), unknown (" in said
 
 
 def said_by_an_engine(rank: int, world_size: int, block: dict[str, Any]) -> tuple[list[str], int]:
@@ -229,27 +229,27 @@ def said_by_an_engine(rank: int, world_size: int, block: dict[str, Any]) -> tupl
     engine.eval()
     engine(*batch(0, rank, torch.float32))
     engine.train()
-    assert not any("MoE layer(s) keep" in each for each in said)
+    assert not any("kept for the backward" in each for each in said)
     kept.clear()
     loss, _ = engine(*batch(0, rank, torch.float32))
     of_first_forward = sum(kept)
     assert len(kept) == 2
-    assert rank > 0 or any("MoE layer(s) keep" in each for each in said)
+    assert rank > 0 or any("kept for the backward" in each for each in said)
     engine.backward(loss)
     engine.step()
     for step in (1, 2):
         engine.backward(engine(*batch(step, rank, torch.float32))[0])
         engine.step()
     engine.destroy()
-    return [each for each in said if "MoE layer(s) keep" in each], of_first_forward
+    return [each for each in said if "kept for the backward" in each], of_first_forward
 
 
 @sampled("block", [{}, {"recompute": True}, {"esp_size": 2}], kept=[1, 2], ids=str)
 def test_an_engine_says_once_before_the_first_backward_what_its_layers_keep(block: dict, tmp_path: Path) -> None:
     (said, kept), (by_others, _) = run_on_ranks(said_by_an_engine, 2, tmp_path, block)
     assert len(said) == 1
-    assert f"the experts of 2 MoE layer(s) keep {kept / 1e6:.4g} MB on this rank" in said[0]
-    assert said[0].split(". ")[-1].startswith('Without "recompute"' if "recompute" in block else 'With "recompute"')
+    assert f"kept for the backward: {kept / 1e6:.4g} MB per rank" in said[0]
+    assert said[0].split(" (")[-1].startswith('without "recompute"' if "recompute" in block else '"recompute": true')
     assert not by_others
 
 

@@ -338,3 +338,16 @@ def test_what_lies_beside_halves_that_take_turns_is_not_what_is_dense() -> None:
     assert trials.step_is_over() == 0
     assert trials.least_dense_ms is None
     assert trials.num_steps == 1
+
+
+def test_the_best_plan_that_is_not_kept_has_the_ratio_by_which_it_was_not() -> None:
+    trials: Any = Trials(["a", "stock"], 1, lambda _: None, None, baseline=1)  # type: ignore[arg-type]
+    trials.times_ms = [[9.0, 30.0, 10.0], [10.0, 9.0, 9.5]]
+    trials._of_turn = [dict(enumerate(each)) for each in trials.times_ms]
+    gain = trials.gain_of_best()
+    # In turns the middle ratio is 0.95, and of the medians 9.5 over 10.
+    assert (gain.ratio, gain.low, gain.high) == (0.95, 0.3, pytest.approx(10 / 9))
+    trials.times_ms[1], trials._of_turn[1] = [11.0, 9.0, 9.9], {0: 11.0, 1: 9.0, 2: 9.9}
+    assert trials.gain(0).ratio == 0.99
+    trials.times_ms[0], trials._of_turn[0] = [10.0, 5.0, 12.0], {0: 10.0, 1: 5.0, 2: 12.0}
+    assert (trials.gain(0).ratio, trials.gain_of_best().ratio) == (1.1, 0.99)

@@ -126,7 +126,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
         ({"num_chunks": [2]}, 'fsmoe.num_chunks = [2]: must be an object or a number or "auto"'),
         (
             {"num_chunks": 2, "schedule": "deepspeed"},
-            'fsmoe.num_chunks = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed", which does not cut',
+            'fsmoe.num_chunks = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed", which has one chunk',
         ),
         (
             {"pipeline_degree": "auto", "schedule": "fsmoe", "autotune": {"enabled": False}},
@@ -136,7 +136,10 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
             {"num_chunks": {"max": 8}, "autotune": False},
             'fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true or "auto", and it is false; leave it out',
         ),
-        ({"autotune": True, "deterministic": True}, "fsmoe.autotune = true: degrees that follow from a clock go"),
+        (
+            {"autotune": True, "deterministic": True},
+            "fsmoe.autotune = true and fsmoe.deterministic = true: tuning",
+        ),
         ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are '),
         (
             {"gate": {"type": "softmoe", "top_k": 2}},

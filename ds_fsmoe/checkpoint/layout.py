@@ -75,7 +75,7 @@ class Comparison:
         manifest, sizes = self._manifest, sizes_of(self._engine)
         if manifest is None:
             # Stock's, and whatever else has no manifest, has whole experts.
-            return [f"esp_size 1 -> {sizes.esp}"] if sizes.esp > 1 else []
+            return [f"expert_tensor_parallel_size 1 -> {sizes.esp}"] if sizes.esp > 1 else []
         differences = manifest.sizes.differences(sizes)
         now = {name: layer.deepspeed_moe.ep_size for name, layer in stock_layers(self._engine).items()}
         now |= {name: each.ep for name, each in parts_of(self._engine).items()}

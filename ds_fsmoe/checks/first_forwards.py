@@ -146,10 +146,9 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
     label, num_slots, degrees = min(layers, key=lambda each: each[1])
     others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
     return (
-        f"{label}{others}: cut into {degrees[0]} chunks forward and {degrees[1]} backward, but there are {num_slots} "
-        "slot(s) of each expert, or tokens where rows travel, in a forward like this one: the chunks beyond them are "
-        "empty, and each still costs its "
-        "collectives; use a smaller fsmoe.num_chunks"
+        f"{label}{others}: {degrees[0]} chunks forward and {degrees[1]} backward, but {num_slots} slot(s) of each "
+        "expert, or tokens where rows are sent: the chunks beyond them are empty and cost their collectives; use a "
+        "smaller fsmoe.num_chunks"
     )
 
 

@@ -180,8 +180,8 @@ def check_zero_stage(ds_config: Mapping[str, Any], stock: Mapping[str, Any]) -> 
     """
     if stock and _zero_stage(ds_config) == 3:
         raise ConfigError(
-            f"with {BLOCK}.enabled = true: zero_optimization.stage = 3: DeepSpeed refuses its MoE layers there "
-            f"({next(iter(stock))}); use 0, 1 or 2"
+            "zero_optimization.stage = 3: ZeRO 3 does not support deepspeed.moe.layer.MoE (found: "
+            f"{next(iter(stock))}). Use stage 0, 1 or 2. (Hugging Face MoE models do work with ZeRO 3.)"
         )
 
 

@@ -99,18 +99,12 @@ def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recomp
     total, other = _sum(kept), _sum(otherwise)
 
     def graphs(saved: SavedBytes) -> str:
-        return f", and on top, unknown, what autograd keeps of {saved.num_graphs} expert(s)" if saved.num_graphs else ""
+        return f" and what autograd keeps of {saved.num_graphs} expert(s), unknown" if saved.num_graphs else ""
 
-    said = (
-        f"the experts of {len(kept)} MoE layer(s) keep {_megabytes(total.total)} on this rank from a forward like this "
-        f"to its backward: {_megabytes(total.rows)} of rows (esp_size x tokens), {_megabytes(total.hidden)} of hidden "
-        f"layers, {_megabytes(total.rest)} of other things{graphs(total)}. "
-    )
+    said = f"MoE activations kept for the backward: {_megabytes(total.total)} per rank{graphs(total)}"
     if recompute:
-        return said + f'Without "recompute" it would be {_megabytes(other.total)}{graphs(other)}'
-    return said + (
-        f'With "recompute": true it would be {_megabytes(other.total)}, at the price of one more forward of the experts'
-    )
+        return said + f' (without "recompute": {_megabytes(other.total)}{graphs(other)})'
+    return said + f' ("recompute": true keeps {_megabytes(other.total)}, and computes experts once more)'
 
 
 def _sum(each: Iterable[SavedBytes]) -> SavedBytes:

@@ -49,8 +49,8 @@ def speed_warnings(
     )
     if cuts_by_itself and not block.autotune.enabled:
         found.append(
-            'fsmoe.autotune.enabled = false: nothing is measured, so degrees that are "auto" are 1 and layers are not '
-            "cut; gradients still travel within their backwards"
+            'fsmoe.autotune.enabled = false: nothing is measured, so num_chunks = "auto" is 1; gradients are still '
+            "sent during the backward"
         )
     return found
 

@@ -134,7 +134,7 @@ class WiresBlock(Block):
 
 
 class AutotuneBlock(Block):
-    """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
+    """``fsmoe.autotune``: measuring this cluster and choosing numbers of chunks from it."""
 
     enabled: Annotated[bool | Auto, NullIsAuto()] = Field(
         "auto",

@@ -64,7 +64,7 @@ class Config(Written):
         Traceback (most recent call last):
         ds_fsmoe.config.reading.ConfigError: 2 problems:
         fsmoe.metrics = true: must be 'off', 'brief' or 'detailed'
-        fsmoe.num_chunk: unknown key; did you mean 'num_chunks'? The keys are enabled, schedule, ...
+        fsmoe.num_chunk: unknown key; did you mean 'num_chunks'?
     """
 
     def __init__(self, **values: Any) -> None:

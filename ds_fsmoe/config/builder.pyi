@@ -277,7 +277,7 @@ class Config(Written):
             expert_tensor_parallel_size: ranks that share one expert's width
             num_chunks: into how many chunks the tokens of a layer are cut
             gradient_partition: how dense gradients are sliced and when they travel
-            autotune: measuring this cluster and choosing degrees from it
+            autotune: measuring this cluster and choosing numbers of chunks from it
             topology: where ranks lie
             overlap: false: one lane and one task after another, which is the reference
             split_batch: two halves of each batch take turns, and one computes while the tokens of the other travel:

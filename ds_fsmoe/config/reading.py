@@ -174,7 +174,10 @@ def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
         musts.setdefault(start, {})[must] = None
         if error["type"] == "literal_error":
             words_of_field = re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
-            examples.setdefault(start, near(error["input"], words_of_field))
+            why = near(error["input"], words_of_field)
+            if location == ["schedule"]:
+                musts[start] = {'"best", or a system of docs/schedules.md to compare with': None}
+            examples.setdefault(start, why)
         if error["type"].endswith("_type"):  # of another kind, so one of the right kind says more
             examples.setdefault(start, f", for example {shown(_example_at(location))}")
     return [start + " or ".join(ends) + examples.get(start, "") for start, ends in musts.items()]

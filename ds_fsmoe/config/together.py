@@ -87,9 +87,7 @@ def _unfit_autotune(asked: Asked) -> list[str]:
     enabled = f"{BLOCK}.autotune.enabled"
     by_no_clock = block.deterministic and block.autotune.enabled == "auto"
     if block.autotune.enabled and not by_no_clock:
-        why = (
-            f"{enabled} = true: degrees that follow from a clock go against {BLOCK}.deterministic = true; turn one off"
-        )
+        why = f"{enabled} = true and {BLOCK}.deterministic = true: tuning depends on timings; remove one"
         problems = [why] if block.deterministic and block.autotune.enabled is True else []
         if block.autotune.retune_on_drift and not block.autotune.watch_every:
             problems.append(
@@ -122,7 +120,7 @@ def _unfit_degrees(of: Asked) -> list[str]:
     path = f"{BLOCK}.num_chunks"
     if block.schedule == "deepspeed":
         return [
-            f'{path}.{phase} = {degree}: must be 1 or "auto" with {BLOCK}.schedule = "deepspeed", which does not cut'
+            f'{path}.{phase} = {degree}: must be 1 or "auto" with {BLOCK}.schedule = "deepspeed", which has one chunk'
             for phase, degree in degrees.items()
             if degree not in ("auto", 1)
         ]
@@ -141,7 +139,7 @@ def _unfit_degrees(of: Asked) -> list[str]:
     if not problems and asked.forward != asked.backward and pipeline in ("common", "by_bytes"):
         problems.append(
             f"{path} = {asked.forward} forward and {asked.backward} backward: must be equal with {BLOCK}.schedule = "
-            f"{shown(block.schedule)}, which has one degree for both phases"
+            f"{shown(block.schedule)}, which has as many chunks in both phases"
         )
     return problems
 
@@ -203,13 +201,16 @@ def not_imported(block: FSMoEBlock) -> list[NotImported]:
             failed.append(
                 NotImported("plugins", f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}", error)
             )
-    for name in block.checkpoint.trusted:
+    # Without torch nothing runs, and hooks are of no use.
+    hooks = block.hooks if importlib.util.find_spec("torch") is not None else ()
+    named = [("hooks", "hooks", each) for each in hooks]
+    named += [("checkpoint", "checkpoint.trusted", each) for each in block.checkpoint.trusted]
+    for field, path, name in named:
         module, _, attribute = name.rpartition(".")
         try:
             getattr(importlib.import_module(module), attribute)
         except Exception as error:  # likewise
-            why = f"{BLOCK}.checkpoint.trusted = {shown(name)}: cannot be imported: {error}"
-            failed.append(NotImported("checkpoint", why, error))
+            failed.append(NotImported(field, f"{BLOCK}.{path} = {shown(name)}: cannot be imported: {error}", error))
     return failed
 
 

@@ -29,22 +29,29 @@ _ELSEWHERE = {
     "moe_router_topk": f"write it as {BLOCK}.gate.top_k",
     "num_experts_per_tok": f"write it as {BLOCK}.gate.top_k",
     "moe_expert_capacity_factor": f"write it as {BLOCK}.gate.capacity_factor",
-    "a2a_ffn_overlap_degree": f"write it as {BLOCK}.num_chunks",
+    **dict.fromkeys(("degree", "chunks", "a2a_ffn_overlap_degree"), f"write it as {BLOCK}.num_chunks"),
     "autotuning": f"write it as {BLOCK}.autotune; DeepSpeed's own autotuning stands beside {BLOCK}, not in it, and "
     f"looks for batch sizes and ZeRO settings in jobs of its own, while {BLOCK}.autotune chooses how layers are run",
-    "solver": "leave it out: degrees are chosen by simulating all of them",
+    "solver": "leave it out: numbers of chunks are chosen by simulating all of them",
 }
 
 
 def unknown_key(path: str, choices: list[tuple[str, ...]], is_listed: bool = True) -> str:
-    """Return a sentence with the nearest known key, and, unless ``is_listed`` before, all of them."""
+    """Return a sentence with the nearest known key, or, if none is near, with all of them, once for each block.
+
+    Args:
+        path: the path of the key.
+        choices: the words of each known key.
+        is_listed: whether all of them may be listed.
+    """
     name = path.rpartition(".")[2]
     if hint := elsewhere(path):
         return f"{path}: unknown key; {hint}"
     close = difflib.get_close_matches(name, [word for each in choices for word in each], n=1)
-    keys = f"the keys are {', '.join(each[0] for each in choices)}" if is_listed else ""
-    hint = f"did you mean {close[0]!r}?{' ' if keys else ''}{keys[:1].upper()}{keys[1:]}" if close else keys
-    return f"{path}: unknown key" + (f"; {hint}" if hint else "")
+    if close:
+        today = next(each[0] for each in choices if close[0] in each)
+        return f"{path}: unknown key; did you mean {today!r}?"
+    return f"{path}: unknown key" + (f"; the keys are {', '.join(each[0] for each in choices)}" if is_listed else "")
 
 
 def near(value: Any, choices: Sequence[str]) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -339,8 +341,23 @@ def load_ds_config(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """Read a DeepSpeed config as DeepSpeed itself does: a dict, a path (JSON with comments) or base64.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these; DeepSpeed would call a path that leads nowhere invalid base64.
     """
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config as read
 
-    return read(config)
+    path = Path(config) if isinstance(config, str) and config.endswith(".json") else None
+    if path is not None and not path.is_file():
+        raise ValueError(f"{config}: not found")
+    try:
+        return read(config)
+    except ValueError as error:
+        lines = path.read_text().splitlines() if path is not None else []
+        found = ((at, word) for at, line in enumerate(lines, 1) for word in re.findall(_OF_PYTHON, line))
+        at, word = next(found, (0, ""))
+        if not word:
+            raise
+        raise ValueError(f"{config}, line {at}: JSON writes {_IN_JSON[word]}, not {word}") from error
+
+
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
+_OF_PYTHON = re.compile(rf"[:,[]\s*({'|'.join(_IN_JSON)})\b")

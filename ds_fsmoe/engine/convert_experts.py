@@ -66,6 +66,8 @@ def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, r
     if block.ep_size == "auto":
         inside = (size for size in fitting if ranks_per_node % (size * esp_size) == 0)
         return max(inside, default=1)
+    if block.ep_size not in fitting and world_size == 1:
+        raise ConfigError(f"{BLOCK}.ep_size = {shown(block.ep_size)}: with 1 rank it can only be 1")
     if block.ep_size not in fitting:
         kinds = ", ".join(map(str, sorted(set(num_experts))))
         raise ConfigError(

@@ -47,9 +47,8 @@ def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMo
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
     if not layers and not has_others and getattr(model, "num_stages", 1) == 1:
         raise LayerError(
-            f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE and no experts module of "
-            f"transformers 5 among its {sum(1 for _ in model.modules())} modules, and these are what ds_fsmoe "
-            "replaces; build the model with one of them or with ds_fsmoe.MoE, or set fsmoe.enabled to false"
+            f"No MoE layers found in {type(model).__name__}: neither deepspeed.moe.layer.MoE nor ds_fsmoe.MoE nor "
+            "experts of transformers 5. ds_fsmoe speeds up MoE models only; set fsmoe.enabled to false for this one"
         )
     return layers
 

@@ -116,7 +116,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 f'{reason}; leave it out, or set it to "off"'
             )
         if mode != "off" and reason is not None:
-            state.gradients += f", after the backward, as {reason}"
+            state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
             beside = state.running.one_link is None

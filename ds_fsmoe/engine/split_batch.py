@@ -49,7 +49,7 @@ def _why_not(state: FSMoEState, in_stages: bool) -> str:
     for path, layer in state.layers.items():
         inner = layer.deepspeed_moe
         if not isinstance(inner, FSMoEExperts):
-            return f"{path} is DeepSpeed's own layer, whose auxiliary loss and capacity are those of a whole batch"
+            return f"{path} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
         if inner.fsmoe.replicas is not None:
             return f"{path} has replicas of experts, which would travel for each half"
     return ""

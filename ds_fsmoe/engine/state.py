@@ -17,7 +17,7 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.stages import Stages
-from ds_fsmoe.engine.described import describe_alltoall, describe_degrees, describe_dispatch, describe_gate
+from ds_fsmoe.engine import described
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
@@ -86,7 +86,9 @@ class FSMoEState:
         self.why_not_placed = ""
         """The reason why no expert moves, though that is asked for."""
         self.gradients = "DeepSpeed's own reduction"
-        """The way gradients are reduced, in words."""
+        """The way gradients are reduced, in words: the mode, where it is ours."""
+        self.has_late_gradients = False
+        """Whether they are sent after the backward though the schedule would send them earlier."""
 
         self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
         if self._router_check is not None:
@@ -347,48 +349,8 @@ class FSMoEState:
         return len(self.layers)
 
     def chosen(self) -> dict[str, str]:
-        """Return what runs, a word or two per choice, in the order a token meets them."""
-        gates = sorted({describe_gate(layer.gate) for layer in self.inner_layers.values()})
-        return {
-            "schedule": self.block.schedule,
-            "pipeline_degree": describe_degrees(self),
-            "autotune": self._describe_autotune(),
-            "links": self.running.describe_links(),
-            "esp_size": str(self.block.esp_size),
-            "gate": "; ".join(gates),
-            "order": self.parts.order_name,
-            "alltoall": describe_alltoall(self),
-            "dispatch": describe_dispatch(self),
-            "ops": self.parts.ops.name,
-            "gradients": self.gradients,
-            "placement": self.describe_placement(),
-            "split_batch": self._describe_halves(),
-        }
-
-    def _describe_autotune(self) -> str:
-        if self.autotune is not None:
-            return self.autotune.describe()
-        return "off" if self.why_untuned is None else f"off: {self.why_untuned}"
-
-    def _describe_halves(self) -> str:
-        asked, why = self.block.split_batch, self.why_whole or (self.splitter and self.splitter.why_not)
-        if why:
-            return f"{asked}: batches stay whole: {why}"
-        if self.splitter.is_wanted or self.autotune is None:
-            return f"{asked}: two halves take turns{'' if self.splitter.is_wanted else ' later on'}"
-        return f"{asked}: {'batches stay whole, which was faster' if self.autotune.is_settled else 'tried with plans'}"
-
-    def describe_placement(self) -> str:
-        """Describe who decides where experts are, for the log."""
-        block = self.block.placement
-        if block.policy == "off":
-            return "the model's own order" if self.placement is None else "as the file says, and stays"
-        if block.policy == "lina" and self.placement is None:
-            return "lina: ep_size was chosen at the start, and experts stay"
-        if self.placement is None:
-            return f"{block.policy}: {self.why_not_placed}"
-        spare = f", {block.spare_experts} spare place(s) a rank" if block.spare_experts else ""
-        return f"{block.policy}, decided every {block.every} steps{spare}"
+        """Return what runs, a word or two per field of the config, in the order a token meets them."""
+        return described.chosen(self).words
 
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:

@@ -202,8 +202,8 @@ class Telemetry:
         if self._is_detailed:
             for label, layer in self._layers.items():
                 pipeline = layer.deepspeed_moe.pipeline
-                found[f"{label}/forward/degree"] = pipeline.forward.block.degree
-                found[f"{label}/backward/degree"] = pipeline.backward.block.degree
+                found[f"{label}/forward/num_chunks"] = pipeline.forward.block.degree
+                found[f"{label}/backward/num_chunks"] = pipeline.backward.block.degree
         return found
 
     def plans_changed(self) -> None:

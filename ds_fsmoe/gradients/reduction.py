@@ -71,6 +71,8 @@ def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
     if engine.sequence_parallel_size > 1:
         return "DeepSpeed's sequence parallelism divides gradients in a way of its own"
     if isinstance(optimizer, ZeROOptimizer) and type(optimizer) is not DeepSpeedZeroOptimizer:
+        if engine.zero_optimization_partition_weights():
+            return "ZeRO 3 shards gradients"
         return f"{type(optimizer).__name__} keeps gradients where a backward cannot reach them"
     if len(next(iter(groups.values())).layout.dp[0]) == 1:
         return "a model has no replica to reduce with"
@@ -121,7 +123,7 @@ class Reduction:
         self._asked = block.gradient_partition
         self._chunk_bytes = slice_bytes(mode, self._asked.asked_bytes)
         self._layers = tuple(layers)
-        self._by_rule = block.deterministic
+        self._by_rule, self._has_details = block.deterministic, block.autotune.details
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
         self._door = Stages1And2(engine, accumulate) if with_zero else Stage0(engine, accumulate)
@@ -167,8 +169,7 @@ class Reduction:
         """Say what is sent in the windows of the plan of layers that stays."""
         plan = self.reducer.coming_plan
         if self.foreseen is not None and plan is not None:
-            how = "as in the steps in which that was tried"
-            log_on_rank_0(_describe(plan, self.mode, self.reducer.flats, how))
+            self._tell(plan, "as in the steps in which that was tried")
 
     def go_on(self) -> None:
         """Take note that plans are not tried any more, and none of them stays."""
@@ -246,9 +247,21 @@ class Reduction:
         plan = self._plan_by_time(supplies, costs, idle)
         plan = from_first_rank(replace(plan, two_levels=two_levels), group)
         windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
-        how = f"idle there were, inside and behind each MoE layer, {windows} ms"
-        log_on_rank_0(_describe(plan, self.mode, self.reducer.flats, how))
+        self._tell(plan, f"idle there were, inside and behind each MoE layer, {windows} ms")
         return plan
+
+    def _tell(self, plan: GradientPlan, how: str) -> None:
+        """Log how much is sent during the backward; with details also by which way, and how that was found."""
+        flats = self.reducer.flats
+        ways = ", ".join(dict.fromkeys(str(each.way_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
+        details = f" ({self.mode}); {how}; they travel by {ways}" if self._has_details else ""
+        log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
+
+    def describe(self) -> str:
+        """Return what is sent during a backward, by the plan in force."""
+        plan = self.reducer.coming_plan
+        when = "after the backward until planned" if plan is None else _describe(plan, self.reducer.flats)
+        return f"{self.mode}: {when}"
 
     def _plan_by_time(
         self, supplies: Sequence[BufferReadiness], costs: Sequence[LinearCost], idle: Sequence[Idle]
@@ -337,14 +350,12 @@ def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, in
     return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
 
 
-def _describe(plan: GradientPlan, mode: Mode, flats: Sequence[FlatGradients], how: str) -> str:
-    """Say what travels when, by which way, and how that was found."""
+def _describe(plan: GradientPlan, flats: Sequence[FlatGradients]) -> str:
+    """Say how much is sent when."""
     total, early = _bytes_of(plan, [each.element_bytes for each in flats])
-    ways = dict.fromkeys(str(flat.way_in(plan.is_in_levels(at))) for at, flat in enumerate(flats))
-    return (
-        f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; {how}; "
-        f"they travel by {', '.join(ways)}"
-    )
+    if not early:
+        return f"{total / 1e6:.4g} MB, all reduced after the backward"
+    return f"{early / total:.0%} of {total / 1e6:.4g} MB reduced during the backward"
 
 
 def _flats(

@@ -57,6 +57,9 @@ class Splitter:
         self._agree = agree
         self._holds = holds
         self._chains, self.why_not = find_chains(model, layers, named)
+        self.why_whole = ""
+        """The reason why the last forward that might have been run by halves, or was watched, was run with the whole
+        batch; empty: there was none."""
         self.is_worth_trying = False
         """True if, besides, every rank had more than one sample in the forward that was watched."""
         self._next: dict[Block, Block] = {
@@ -82,9 +85,11 @@ class Splitter:
     @property
     def is_wanted(self) -> bool:
         """Return whether layers' plans say so, and nothing is known against it: the same on every rank."""
-        return self._is_planned() and self._is_watched and not self.why_not and not self._holds()
+        return self.is_planned and self._is_watched and not self.why_not and not self._holds()
 
-    def _is_planned(self) -> bool:
+    @property
+    def is_planned(self) -> bool:
+        """Return whether layers' plans say so."""
         pipelines = (layer.pipeline for layer in self._layers.values())
         return any(each is not None and each.forward.in_halves for each in pipelines)
 
@@ -112,11 +117,12 @@ class Splitter:
         if not self._is_watched:
             return
         self.is_worth_trying = is_worth_trying
+        self.why_whole = "" if is_worth_trying else "a rank has fewer than two samples in a batch"
         for block, has_next in zip(self.blocks, have_next, strict=True):
             block.has_next = has_next
         if not can_split:
             self.why_not, self.is_worth_trying = why or "another rank cannot", False
-            if self._is_planned():
+            if self.is_planned:
                 self._say(f"batches stay whole: {self.why_not}")
 
     def decline(self) -> None:
@@ -144,6 +150,7 @@ class Splitter:
         rests, why = _rests(block, rest, batch)
         if self._is_agreed is None:
             (self._is_agreed,) = self._agree([not why])
+            self.why_whole = "" if self._is_agreed else why or "another rank cannot cut its batch"
         if not self._is_agreed:
             if why:
                 self._say(f"{block.path} is run with the whole batch: {why}")

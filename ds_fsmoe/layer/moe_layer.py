@@ -379,4 +379,4 @@ class MOELayer(nn.Module):
         reason = agreed(found, found.kind == "shape", type(self).__name__, self.group, is_alone, x.device)
         if reason:
             self._running = pipeline.uncut(), experts
-            log_on_rank_0(f"a {type(self).__name__} put together by hand is run uncut: {reason}", logging.WARNING)
+            log_on_rank_0(f"a {type(self).__name__} put together by hand runs in one chunk: {reason}", logging.WARNING)

@@ -138,7 +138,7 @@ def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
             found = getattr(importlib.import_module(module), attribute)
             callback = found() if isinstance(found, type) else found
         except Exception as error:  # whatever the module, or a name that is none, brings up
-            raise LayerError(f"fsmoe.hooks: {name!r} cannot be had: {type(error).__name__}: {error}") from error
+            raise LayerError(f"fsmoe.hooks: {name!r} cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(callback, CallbackBase):
             raise LayerError(f"fsmoe.hooks: {name!r} is a {type(callback).__name__}: it must be a CallbackBase")
         callbacks.append(callback)

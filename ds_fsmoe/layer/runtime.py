@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,16 +137,23 @@ class LayerRuntime:
         """The most thread blocks that a collective of a lane may have; ``None``: NCCL's own choice."""
         return None if self.block.max_ctas == "auto" else self.block.max_ctas
 
-    def describe_links(self) -> str:
-        """Describe how the traffic of the links runs, for the log."""
+    def describe_links(self, orders: Sequence[str]) -> str:
+        """Describe how the traffic of the links runs, for the log.
+
+        Args:
+            orders: the orders of tasks of the layers that run in chunks, in words; the others have one task at a time.
+        """
         if not self.block.overlap:
             return "one after another, as fsmoe.overlap = false says"
         if self.one_link is not None:
             return f"one after another: {self.one_link}"
+        if not orders:
+            return "one after another, as layers run in one chunk"
+        words = "; ".join(each.removeprefix("links ") for each in orders)
         if self.device.type != "cuda":
-            return "at the same time"
+            return words
         ctas = "" if self.max_ctas is None else f", {self.max_ctas} thread blocks each at the most"
-        return f"at the same time, begun in the order of issue ({VARIABLE}){ctas}"
+        return f"{words}, begun in the order of issue ({VARIABLE}){ctas}"
 
     def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
         """Return the groups of a layer spread over so many ranks. Collective."""

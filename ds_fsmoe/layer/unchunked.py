@@ -133,7 +133,7 @@ class Uncut:
         Args:
             layers: the layers by label.
         """
-        if not int(most_of([float(len(self._reasons))], self._device, self._group, "which layers are run uncut")[0]):
+        if not int(most_of([float(len(self._reasons))], self._device, self._group, "which layers run in one chunk")[0]):
             return
         of_ranks = on_every_rank(self._reasons, self._group)
         # Where ranks have different reasons, the first rank's.
@@ -152,9 +152,9 @@ class Uncut:
         for label, layer in changed.items():
             paths[self._reasons[label]].append(layer.fsmoe.path)
         for reason, of_reason in paths.items():
-            are = f"{', '.join(of_reason)} {'is' if len(of_reason) == 1 else 'are'} run uncut"
-            why = "for the same reason" if reason in self._said else f"because it would differ in chunks: {reason}"
-            log_on_rank_0(f"{are}, {why}", logging.WARNING)
+            run = f"{', '.join(of_reason)} {'runs' if len(of_reason) == 1 else 'run'} in one chunk"
+            why = "for the same reason" if reason in self._said else f"because more would change results: {reason}"
+            log_on_rank_0(f"{run}, {why}", logging.WARNING)
             self._said.add(reason)
         if changed:
             self._on_change()

@@ -40,6 +40,7 @@ _PARTS = (32, 16, 8, 4, 2, 1)
 """The numbers of parts into which the largest size is cut to get the other sizes."""
 _FARTHEST = 16
 """The largest ratio of a largest size to the smaller one from whose time it is estimated."""
+_MOST_NAMES = 3
 _CORUN_MS = 5.0
 """The approximate time of each piece of work that runs side by side to measure slowdown."""
 _HOST_RUNS, _HOST_CHUNKS = 8, 4
@@ -148,15 +149,14 @@ class _Profiler:
         return known.timings[name]
 
     def _warn_of_bad_fits(self, timings: Mapping[str, Timing]) -> None:
-        bad = [
-            f"{each} (typically off by {timing.fit.typical_share:.0%}, at most by {timing.fit.worst_share:.0%})"
-            for each, timing in timings.items()
-            if not timing.fit.is_good
-        ]
-        if bad:
+        worst = {name: timing.fit.worst_share for name, timing in timings.items() if not timing.fit.is_good}
+        if worst:
+            names = sorted(worst, key=lambda each: -worst[each])
+            bad = [f"{each} off by up to {worst[each]:.0%}" for each in names[:_MOST_NAMES]]
+            bad += [f"{len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             self._warn(
-                f"a straight line does not describe what was measured of {', '.join(bad)}: plans made from that are a "
-                "guess; measure again when the machines have nothing else to do"
+                f"noisy measurement (busy machine?): {', '.join(bad)}. Predictions are rough; measure again on idle "
+                "machines, or let trials decide"
             )
 
     def _largest(self, trial: Trial) -> int:
@@ -221,7 +221,7 @@ class _Profiler:
         fit, link = timing.fit, operation.split(".")[0]
         assert isinstance(fit.cost, LinearCost)
         where = f"{len(timing.sizes)} sizes up to {timing.sizes[-1]:.4g} {timing.unit}s"
-        bad = "" if fit.is_good else "; a straight line does not describe it"
+        bad = "" if fit.is_good else "; fits poorly"
         return Operation(
             fit.cost,
             self._shape.ranks_of(link) if link in LINKS else None,

@@ -36,6 +36,19 @@ class Order:
         return BlockPlan(self.degree, self.links, self.late_dw, moe_slices, dense_slices)
 
 
+_ORDERS: Mapping[Links, str] = {
+    "shared": "links in turn",
+    "paper": "links side by side",
+    "reduce_first": "reduces first",
+}
+
+
+def order_words(degree: int, links: Links, late_dw: int = 0) -> str:
+    """Say in which order the tasks of a layer run: the same words in the log and on the page of a run."""
+    order = "one after another" if degree == 1 else _ORDERS.get(links, links)
+    return f"{order}, {late_dw} late dW" if late_dw else order
+
+
 class BlockTimes:
     """The times of one layer in one phase on one cluster."""
 

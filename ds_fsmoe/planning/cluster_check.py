@@ -50,6 +50,8 @@ def check_cluster(name_or_path: str) -> tuple[Finding, ...]:
         ValueError: no such name or file, or no JSON.
     """
     path, data = read_file(name_or_path)
+    if isinstance(data, Mapping) and "operations" not in data and ("model_type" in data or "architectures" in data):
+        return (Finding("wrong", "this is a Hugging Face config, not a cluster file; give it to plan --hf-config"),)
     errors = errors_in(data)
     if errors:
         return tuple(Finding("wrong", each) for each in errors)

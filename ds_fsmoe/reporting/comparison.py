@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ds_fsmoe.files.runs import Run
 
 PARTS = (("forward", "forward_ms"), ("backward", "backward_ms"), ("optimizer", "optimizer_ms"))
+ROUNDING = 1e-6
+"""The relative difference of losses up to which steps count as equal."""
 WARM_UP = 3
 """The number of steps that do not count, as the first ones are slow."""
 
@@ -65,6 +67,8 @@ class Losses:
     last: tuple[float, float]
     not_finite_from: tuple[int | None, int | None]
     """The first step of each run with a loss that is not finite."""
+    apart_from: int | None = None
+    """The first step whose losses are apart by more than rounding leaves of equal steps; ``None``: none is."""
 
 
 def losses_of(one: Run, other: Run) -> Losses | None:
@@ -79,7 +83,8 @@ def losses_of(one: Run, other: Run) -> Losses | None:
     apart = {step: _apart(of_one[step], of_other[step]) for step in steps}
     worst = max(apart, key=apart.__getitem__)
     bad = tuple(next((step for step in steps if not math.isfinite(each[step])), None) for each in (of_one, of_other))
-    return Losses(len(steps), apart[worst], worst, (of_one[steps[-1]], of_other[steps[-1]]), (bad[0], bad[1]))
+    last, first = (of_one[steps[-1]], of_other[steps[-1]]), next((n for n in steps if apart[n] > ROUNDING), None)
+    return Losses(len(steps), apart[worst], worst, last, (bad[0], bad[1]), first)
 
 
 def _apart(one: float, other: float) -> float:

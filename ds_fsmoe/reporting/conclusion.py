@@ -13,6 +13,7 @@ from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, ORDER, REST
 from ds_fsmoe.reporting.charts import draw_dots
 from ds_fsmoe.reporting.comparison import StepTimes, losses_of, pair, step_times_ms, times_of
 from ds_fsmoe.reporting.critical_path import BETWEEN
+from ds_fsmoe.reporting.decisions import keeps_stock
 from ds_fsmoe.reporting.page import CONCLUSION, Page
 from ds_fsmoe.reporting.steps_told import counted_after
 from ds_fsmoe.reporting.traced_steps import ShownStep
@@ -39,6 +40,13 @@ class Gain:
     verdict: str
     where: str = ""
     """The words that keep a reader from taking it for more than it is."""
+    is_of_rejected: bool = False
+    """Whether it is that of the best plan that was not kept: DeepSpeed's schedule runs."""
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether nobody is known to be faster."""
+        return self.interval is not None and self.interval.low <= 1 <= self.interval.high
 
 
 def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
@@ -65,8 +73,8 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
         interval = ratio_interval(*(step_times_ms(run, after) for run in both))
         how = (
             f"from the medians of {min(times[0].num_steps, times[1].num_steps)} steps of two runs, one after the "
-            f"other, which is no fair ground: the interval is over blocks of {BLOCK} steps, and what else the machine "
-            "did during one of the runs is in no interval; ds_fsmoe compare --turns compares in turns"
+            f"other, which is not a fair comparison: the interval is over blocks of {BLOCK} steps, and what else the "
+            "machine did during one of the runs is in no interval; ds_fsmoe compare --turns compares in turns"
         )
         verdict = winner(interval, f"blocks of {BLOCK} steps in each run")
         ratio, where = times[0].step_ms / times[1].step_ms, "in two runs, one after the other"
@@ -79,7 +87,7 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
                 f"from {found['num_turns']} turns of a step of each in the autotuner's last trial: the median ratio, "
                 "and from the smallest to the largest; it compares two schedules of our layers, and not DeepSpeed's own"
             )
-            return Gain(found["ratio"], interval, "DeepSpeed's schedule", how, "")
+            return Gain(found["ratio"], interval, "DeepSpeed's schedule", how, "", is_of_rejected=keeps_stock(run))
     return None
 
 
@@ -90,18 +98,10 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
     timed = [(run, times) for run in runs if (times := times_of(run, after)) is not None]
     both = pair(runs)
     agree = None if both is None else losses_of(*both)
-    tiles = []
-    if gain is not None:
-        noise = gain.interval is not None and gain.interval.low <= 1 <= gain.interval.high
-        told = [
-            f"as fast as {gain.over}",
-            *([gain.where] if gain.where else []),
-            *(["within the noise"] if noise else []),
-        ]
-        tiles.append((f"{gain.ratio:.2f}x", ", ".join(told)))
-        if gain.interval is not None:
-            between = f"{gain.interval.low:.2f} to {gain.interval.high:.2f}"
-            tiles.append((between, "95% interval of that" if both else "smallest to largest of that"))
+    unequal = None
+    if both is not None and len(timed) == 2 and not turns:
+        unequal = disturbance(timed[0][1], timed[1][1])
+    tiles = [] if gain is None else _gain_tiles(gain, both is not None, unequal is not None)
     tiles += [
         (f"{times.step_ms:.4g} ms", f"per step, {run.name} (median of {times.num_steps})") for run, times in timed
     ]
@@ -117,11 +117,17 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
     for run in runs:
         if told := run.plans.get("chosen", {}).get("autotune"):
             page.paragraph(f"What the autotuner of {run.name} says: {_sentence(told)}")
+    if agree is not None and agree.apart_from is not None and not any(agree.not_finite_from):
+        page.paragraph(
+            f"Losses are equal to rounding before step {agree.apart_from}, and at most {agree.largest_difference:.2g} "
+            f"apart (step {agree.at_step}). Rounding grows from step to step where routers choose experts, in stock "
+            "DeepSpeed too; losses that are apart from the first step on are another matter."
+        )
     for run, step in zip(both or (), agree.not_finite_from if agree else (), strict=False):
         if step is not None:
             page.paragraph(f"{run.name}: losses are not finite from step {step} on", True)
-    if both is not None and len(timed) == 2 and not turns and (said := disturbance(timed[0][1], timed[1][1])):
-        page.paragraph(said[0].upper() + said[1:] + ".", True)
+    if unequal is not None:
+        page.paragraph(_sentence(unequal), True)
     subject = both[1] if both else runs[-1]
     times = next((each for run, each in timed if run is subject), None)
     step = next((each for each in shown if each.run is subject), None)
@@ -137,17 +143,41 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
         page.points(_sentence(each) for each in tries)
 
 
+def _gain_tiles(gain: Gain, is_pair: bool, is_disturbed: bool) -> list[tuple[str, str]]:
+    """Return the large figures about a gain: none that a sentence below them takes back."""
+    if gain.is_of_rejected:
+        return [("DeepSpeed's schedule", "is used: no plan that was tried was faster")]
+    if is_disturbed:
+        return [("not comparable", "the machine was not equally busy in the two runs")]
+    if gain.is_unsure:
+        return [("no difference", f"that can be measured, to {gain.over}: {gain.ratio:.2f}x is within the noise")]
+    if gain.interval is None and gain.verdict:
+        return [("undecided", f"{gain.ratio:.2f}x {gain.over}, of too few steps or turns for an interval")]
+    told = [f"as fast as {gain.over}", *([gain.where] if gain.where else [])]
+    tiles = [(f"{gain.ratio:.2f}x", ", ".join(told))]
+    if gain.interval is not None:
+        between = f"{gain.interval.low:.2f} to {gain.interval.high:.2f}"
+        tiles.append((between, "95% interval of that" if is_pair else "smallest to largest of that"))
+    return tiles
+
+
 def _in_words(gain: Gain) -> str:
     how = f"That is {gain.how}."
     ratio, interval, where = f"{gain.ratio:.2f}", gain.interval, gain.where or "here"
+    if gain.is_of_rejected:
+        ends = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f})"
+        return (
+            "No plan was faster than DeepSpeed's schedule, which is used; the best other plan was "
+            f"{ratio} times as fast{ends}. {how}"
+        )
     if interval is None:
         unsure = "" if not gain.verdict else f", which decides nothing: {gain.verdict}"
         return f"ds_fsmoe is {ratio} times as fast as {gain.over} {where}{unsure}. {how}"
     ends = f"{interval.low:.2f} to {interval.high:.2f}"
-    if interval.low <= 1 <= interval.high:
+    if gain.is_unsure:
         return (
-            f"Nobody is faster, as far as can be told: ds_fsmoe is {ratio} times as fast as {gain.over} {where}, and "
-            f"the interval of that, {ends}, holds 1. {how}"
+            f"No measurable difference: ds_fsmoe is {ratio} times as fast as {gain.over} {where}, and the interval of "
+            f"that, {ends}, holds 1. {how}"
         )
     return f"ds_fsmoe is {ratio} times as fast as {gain.over} {where}, with an interval of {ends}. {how}"
 

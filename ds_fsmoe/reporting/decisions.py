@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.runs import Run
+from ds_fsmoe.planning.block_times import order_words
 from ds_fsmoe.reporting.charts import Chart, draw_against, draw_dots, draw_fit, draw_lines
 
 if TYPE_CHECKING:
@@ -21,26 +22,47 @@ def decided(page: Page, run: Run) -> None:
         return
     page.heading("What was decided")
     if chosen:
-        page.texts(("part", "chosen"), chosen.items())
-    if "choices" in plans:
+        rows = ((_WORDS_OF_BEFORE.get(name, name), words) for name, words in chosen.items())
+        page.texts(("field", "what runs"), rows)
+    if keeps_stock(run):
+        page.paragraph("Layers run in one chunk, in DeepSpeed's order: the plans that were tried were not faster.")
+    elif "choices" in plans:
         page.table(_CHOICE_HEADS, (_choice_cells(each) for each in plans["choices"]))
     elif plans.get("layers"):
-        heads = ("layer", "phase", "degree", "order")
-        page.table(heads, ((each["layer"], each["phase"], each["degree"], each["order"]) for each in plans["layers"]))
-        page.paragraph("Nothing was measured that degrees could follow from: they were given, are 1, or were resumed.")
+        heads = ("layer", "phase", "chunks", "order of tasks")
+        page.table(heads, ((each["layer"], each["phase"], each["degree"], _order(each)) for each in plans["layers"]))
+        page.paragraph("Nothing was measured: num_chunks was given, is 1, or came from a checkpoint.")
     step = plans.get("step")
     if step:
+        own = f"{step['chosen_ms']:.4g} ms, with DeepSpeed's schedule " if not keeps_stock(run) else ""
+        bound = f"no order of tasks takes less than {step['bound_ms']:.4g} ms"
+        if not step.get("is_bound", True):
+            bound = f"steps take less than the {step['bound_ms']:.4g} ms that their tasks took when measured alone"
         page.paragraph(
-            f"A step without the optimizer was predicted to take {step['chosen_ms']:.4g} ms, with DeepSpeed's schedule "
-            f"{step['deepspeed_ms']:.4g} ms; no schedule takes less than {step['bound_ms']:.4g} ms. Gradients take "
-            f"{step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} have no idle link to travel on. "
-            f"{plans['num_measured']} operations were measured in {plans['took_s']:.3g} s."
+            f"A step without the optimizer was predicted to take {own}{step['deepspeed_ms']:.4g} ms; {bound}. "
+            f"Gradients take {step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} find no idle link. "
+            f"{plans['num_measured']} operations were measured; measuring and planning took {plans['took_s']:.3g} s."
         )
 
 
+_WORDS_OF_BEFORE = {"pipeline_degree": "num_chunks", "esp_size": "expert_tensor_parallel_size"}
+"""The words of runs that were recorded before fields had today's."""
+
+
+def keeps_stock(run: Run) -> bool:
+    """Return whether plans were tried and DeepSpeed's schedule was kept; earlier versions recorded the trials alone."""
+    rounds = [each for each in run.plans.get("trials", ()) if each]
+    was_kept = bool(rounds) and any(each["is_kept"] and each.get("is_baseline", False) for each in rounds[-1])
+    return run.plans.get("is_stock", was_kept)
+
+
 _CHOICE_HEADS = (
-    *("layers", "phase", "degree", "order", "predicted ms", "runner-up", "its ms", "degree 1 ms", "bound by"),
+    *("layers", "phase", "chunks", "order of tasks", "predicted ms", "runner-up", "its ms", "1 chunk ms", "bound by"),
 )
+
+
+def _order(each: Mapping[str, Any]) -> str:
+    return order_words(each["degree"], each["order"], each.get("late_dw", 0))
 
 
 def _choice_cells(each: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -48,7 +70,7 @@ def _choice_cells(each: Mapping[str, Any]) -> tuple[Any, ...]:
         _span(each["layers"]),
         each["phase"],
         f"{each['degree']}{' (given)' if each['asked'] is not None else ''}",
-        each["order"] + (f", {each['late_dw']} late dW" if each["late_dw"] else ""),
+        _order(each),
         each["predicted_ms"],
         "-" if each["runner_up"] is None else each["runner_up"],
         "-" if each["runner_up_ms"] is None else each["runner_up_ms"],
@@ -70,8 +92,10 @@ def trials(page: Page, run: Run) -> None:
     page.paragraph(
         "Predictions only say what is worth a try: training steps were done with these plans in turns, and what they "
         "took decided, also against a prediction. A point is a step, without the optimizer; the stroke is their "
-        "median. Plans without hope are tried no more. The last round tells what is gained."
+        "median. Slow plans are dropped early. The last round measures the speedup."
     )
+    if "num_plans" in run.plans:
+        page.paragraph(f"{run.plans['num_plans']} plans were tried in {run.plans['num_steps']} steps.")
     for number, of_round in enumerate(rounds, start=1):
         page.chart(_round(f"round {number}", of_round))
     for number, of_round in enumerate(rounds, start=1):

@@ -19,6 +19,8 @@ _PARTS = ("forward", "backward", "optimizer", "rest")
 _CUT_SHARE, _ROOM = 0.98, 1.25
 """The share of the steps that count which the axis of times has room for, and by how much it is longer than these."""
 _GIB = float(1 << 30)
+_GROWN = 0.03
+"""The share of memory from which a rise is worth a word."""
 
 
 def counted_after(runs: Sequence[Run]) -> int:
@@ -163,3 +165,18 @@ def memory(page: Page, runs: Sequence[Run]) -> None:
     page.chart(draw_lines("memory at the end of each step", lines, "GiB", from_zero=True))
     what = "; ".join(dict.fromkeys(run.facts["memory"] for run in runs if "memory" in run.facts))
     page.paragraph(f"Of rank 0, at the end of each step{f': what is {what}' if what else ''}.")
+    page.points(each for run in runs if (each := _grown_while_tuning(run)))
+
+
+def _grown_while_tuning(run: Run) -> str:
+    """Return by how much memory has grown in the steps in which the autotuner measured or tried plans, if it has."""
+    held = {row["step"]: row["memory_bytes"] for row in run.steps if "memory_bytes" in row}
+    grown, stretches = 0, tuning_of(run)
+    for first, last, _ in stretches:
+        grown += max(0, held.get(last, 0) - held.get(first - 1, held.get(last, 0)))
+    if grown < _GROWN * max(held.values(), default=0):
+        return ""
+    spans = ", ".join(f"{first} to {last}" for first, last, _ in stretches)
+    return (
+        f"{run.name}: {grown / _GIB:.3g} GiB of it came in steps {spans}, while the autotuner measured or tried plans."
+    )

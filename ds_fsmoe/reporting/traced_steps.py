@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.runs import Run, has_trace, trace_folder
 from ds_fsmoe.planning.palette import LANE_NAMES, LANES, name_of
+from ds_fsmoe.reporting.comparison import times_of
 from ds_fsmoe.reporting.critical_path import BETWEEN, Phase
 from ds_fsmoe.reporting.merged_trace import merged
 from ds_fsmoe.reporting.timeline_chart import TracedStep, draw_timeline, tasks_of_step
 
 if TYPE_CHECKING:
     from ds_fsmoe.reporting.page import Page
+
+
+_UNUSUAL = 1.25
+"""The ratio to the median step from which a step is said to be unlike the others."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class ShownStep:
     phases: Sequence[Phase]
     file: Path
     """The merged trace."""
+    of_median: float | None = None
+    """The time of the step over the median step of the run; ``None``: not known."""
 
     @property
     def path_ms(self) -> float:
@@ -40,7 +47,8 @@ class ShownStep:
 
 
 def shown_step(page: Page, run: Run) -> ShownStep | None:
-    """Return the last step of a run that has a task, or ``None``; say on the page what is missing."""
+    """Return, of the traced steps of a run that have tasks, the one whose time is nearest to the median step, or the
+    last if times are not known; ``None``: there is none. Say on the page what is missing."""
     if not has_trace(run.folder):
         return None
     try:
@@ -51,13 +59,25 @@ def shown_step(page: Page, run: Run) -> ShownStep | None:
     for problem in [*lacks, *_incomplete(traces)]:
         page.warn(f"{run.name}: the trace is incomplete: {problem}")
     rank = min(traces)
-    # A run may have ended in the one after.
-    for step in reversed(traces[rank]["otherData"].get("steps", [])):
-        tasks = tasks_of_step(traces[rank], step)
-        if tasks:
-            traced = TracedStep(f"{run.name}, step {step}, rank {rank}", tasks)
-            return ShownStep(run, step, traced, [each for each in phases if each.key.step == step], file)
-    return None
+    of_median = _over_median(run)
+    # A run may have ended in the last one.
+    tasks = {step: tasks_of_step(traces[rank], step) for step in traces[rank]["otherData"].get("steps", [])}
+    found = [step for step, of_step in tasks.items() if of_step]
+    if not found:
+        return None
+    step = min(reversed(found), key=lambda each: abs(of_median.get(each, float("inf")) - 1))
+    traced = TracedStep(f"{run.name}, step {step}, rank {rank}", tasks[step])
+    own = [each for each in phases if each.key.step == step]
+    return ShownStep(run, step, traced, own, file, of_median.get(step))
+
+
+def _over_median(run: Run) -> dict[int, float]:
+    """Return step, as traces count them, -> its time over that of the median step."""
+    times = times_of(run)
+    if times is None or times.step_ms <= 0:
+        return {}
+    # Traces count from 0 on, and records from 1.
+    return {row["step"] - 1: row["step_ms"] / times.step_ms for row in run.steps if "step_ms" in row}
 
 
 def _incomplete(traces: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -81,6 +101,11 @@ def timelines(page: Page, steps: Sequence[ShownStep]) -> None:
         "outlined. All runs are on one axis, each from its first task on."
     )
     page.chart(draw_timeline([each.traced for each in steps]))
+    for each in steps:
+        if each.of_median is not None and not 1 / _UNUSUAL < each.of_median < _UNUSUAL:
+            page.paragraph(
+                f"{each.run.name}: this step took {each.of_median:.1f} medians; none nearer was traced.", True
+            )
     _explain(page, steps)
     for each in steps:
         page.paragraph(

@@ -103,10 +103,10 @@ def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
         asked = block.get("pipeline_degree", {})
         cut = {phase: asked[phase] for phase in ("forward", "backward") if _is_cut(asked.get(phase))}
         if cut:
-            degrees = " and ".join(f"{degree} {phase}" for phase, degree in cut.items())
+            chunks = " and ".join(f"{count} {phase}" for phase, count in cut.items())
             found.append(
-                f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.num_chunks "
-                "out, so that degrees are measured"
+                f"num_chunks was given by hand ({chunks}), whether or not that pays here: leave fsmoe.num_chunks out, "
+                "so that it is chosen from measurements"
             )
         elif block.get("schedule") != "lina":  # which cuts by the bytes of layers
             why = ours.facts.get("why_untuned")
@@ -114,7 +114,7 @@ def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
                 is_off = block.get("autotune", {}).get("enabled") is False
                 why = '"autotune" is false' if is_off else "it ended too soon for that"
             found.append(
-                f"the layers are not cut, so nothing of them overlaps: the job was not measured, because {why}"
+                f"the layers run in one chunk, so nothing of them overlaps: the job was not measured, because {why}"
             )
     found += _by_trace(stock, times)
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.runs import Run
@@ -28,7 +29,26 @@ def what_ran(page: Page, runs: Sequence[Run]) -> None:
     for run in known:
         if run.facts.get("command"):
             page.paragraph(f"The command of {run.name}, as rank 0 ran it:")
-            page.code(shlex.join(run.facts["command"]))
+            page.code(shlex.join(portable(run.facts["command"], run.facts.get("cwd"))))
+
+
+def portable(value: Any, cwd: str | None) -> Any:
+    """Return a recorded value with paths as they are from the folder that the run began in: pages are sent around.
+
+    Args:
+        value: a text, or lists and objects of texts.
+        cwd: the folder; ``None``: not recorded. Of a path outside of it, only the name is left.
+    """
+    if isinstance(value, Mapping):
+        return {key: portable(each, cwd) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(each, cwd) for each in value]
+    name, sign, path = value.rpartition("=") if isinstance(value, str) else ("", "", "")
+    if not path.startswith("/"):
+        return value
+    found = PurePosixPath(path)
+    inside = cwd is not None and found.is_relative_to(cwd)
+    return f"{name}{sign}{found.relative_to(cwd) if inside else f'.../{found.name}'}"
 
 
 def _fact(run: Run, read: Any) -> str:
@@ -69,7 +89,11 @@ def config_difference(page: Page, runs: Sequence[Run]) -> None:
     both = pair(runs) or (tuple(runs[:2]) if len(runs) == 2 else None)
     if both is None:
         return
-    configs = [run.facts.get("config") or {"fsmoe": run.facts["block"]} for run in both if _has_config(run)]
+    configs = [
+        portable(run.facts.get("config") or {"fsmoe": run.facts["block"]}, run.facts.get("cwd"))
+        for run in both
+        if _has_config(run)
+    ]
     if len(configs) < 2:
         return
     page.heading("Configuration difference")

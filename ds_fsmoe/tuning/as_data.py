@@ -50,12 +50,10 @@ def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) 
         return {"layers": layers}
     return {
         "layers": layers,
-        "step": None if autotune.step is None else asdict(autotune.step),
-        "took_s": autotune.took_s,
+        **autotune.outcome.as_data(autotune.step),
         "num_measured": autotune.num_measured,
         "choices": [each for row in autotune.rows for each in _choices(row)],
         "trials": [[asdict(each) for each in of_round] for of_round in autotune.tried],
-        "gain": None if autotune.outcome.gain is None else asdict(autotune.outcome.gain),
         "hints": list(autotune.hints),
         "fits": _fits(autotune.rows),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses degrees for the machine at hand: measure, search, apply, and try.
+"""Chooses numbers of chunks for the machine at hand: measure, search, apply, and try.
 
 One forward in training runs uncut and tells the sizes of each layer; another shows what the rest of the model takes.
 These are the first two; where nobody has asked for measuring, the first of them is repeated after some steps. At the
@@ -340,7 +340,7 @@ class Autotune:
     def _on_first(self, decide: Callable[[], _T]) -> _T:
         """Return what the first rank that runs these layers decides. Collective over all ranks, and raises on all."""
         decided: list[_T] = []
-        with raise_on_all_ranks(None, "choosing degrees"):
+        with raise_on_all_ranks(None, "choosing num_chunks"):
             if world_size_now() == 1 or dist.get_rank(self._group) == 0:
                 decided = [decide()]
         return from_first_rank(decided, self._group)[0]
@@ -365,7 +365,7 @@ class Autotune:
         else:
             again = f", again because {self._why_again}" if self._why_again else ""
             log_on_rank_0(
-                f"autotune{again}: {source} in {self.took_s:.3g} s; the next steps train with each of "
+                f"autotune{again}: {source} in {self.took_s:.3g} s; trials begin with "
                 f"{len(self.trials.trials.names)} plans in turns"
             )
         self._why_again = None
@@ -384,13 +384,13 @@ class Autotune:
     def describe(self) -> str:
         """Describe in one line what was chosen and what it gains, or when that will be known."""
         if self.is_waiting:
-            return f"begins after {self._steps_before} more steps"
+            return f"starts after {self._steps_before} more steps"
         if self.trials is not None:
             return f"tries {len(self.trials.trials.names)} plans"
         if self._why_without:
             return f"not measured: {self._why_without}"
         if self._told is None:
-            return "nothing is measured yet; that is due in one of the next forwards"
+            return "measures in one of the next forwards"
         return headline(self.rows, self._told, self.outcome)
 
 

@@ -194,7 +194,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
     kind = (
         f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {splits}, width {call.sizes.width}, "
         f"{call.sizes.dtype}, recompute {pipeline.recompute}, {places['ep']}, {places['esp']}"
-        f"{', not to be cut' if layer.fsmoe.is_uncut else ''}"
+        f"{', in one chunk' if layer.fsmoe.is_uncut else ''}"
     )
     return Subject(
         label,

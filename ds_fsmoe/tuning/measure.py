@@ -198,7 +198,7 @@ def measure(
     wants_cluster = wants_cluster or (group is None and _may_be_spread_more(kinds))
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
     with progress_on_rank_0("autotune: measuring", unit="operations") as progress:
-        for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
+        for_all, of_stage = (Measuring(watch, known, lambda _: progress()) for watch in (everyone, stage))
         cluster = None
         if wants_cluster:
             dtype = _dtype(kinds, group)

@@ -83,7 +83,7 @@ class MicroOps:
                 forward, backward = (replace(each, degree=degree) for each in (state.plan.forward, state.plan.backward))
                 state.apply(replace(state.plan, forward=forward, backward=backward))
         chunks = ", ".join(f"{label} {degree}" for label, degree in degrees.items())
-        log_on_rank_0(f"all-to-alls travel in micro-ops of {self._micro_op_bytes / 1e6:.4g} MB, so in chunks: {chunks}")
+        log_on_rank_0(f"num_chunks by micro-ops of {self._micro_op_bytes / 1e6:.4g} MB: {chunks}")
         return max(degrees.values(), default=1) > 1
 
     def _degree(self, layer: FSMoELayer, sizes: CallSizes) -> int:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+from ds_fsmoe.planning.block_times import order_words
 from ds_fsmoe.planning.cost import GOOD_SHARE
 from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.terminal.tables import Message, Table
-from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, order_words, span
+from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, span
 from ds_fsmoe.tuning.trials import Gain, Tried
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
@@ -23,7 +25,7 @@ MUCH = 0.1
 """The share of a step that another ``ep_size`` has to gain by what is predicted, as it needs another start."""
 _MOST_NAMES = 3
 IN_EVALUATION = (
-    "the model trains in evaluation mode, without its dropout, and nothing is measured or cut in it: call "
+    "the model trains in evaluation mode, without its dropout; nothing is measured and layers run in one chunk: call "
     "model.train() before the first step (from_pretrained returns models in evaluation mode)"
 )
 
@@ -43,7 +45,8 @@ class Outcome:
     least_dense_ms: float | None = None
     """The least time, over these steps, of all but the layers' runs."""
     gain: Gain | None = None
-    """The gain of what stays over DeepSpeed's schedule; ``None``: not measured."""
+    """The gain over DeepSpeed's schedule of what stays, or, if ``is_stock``, of the best of the others; ``None``: not
+    measured."""
     kept_ms: float | None = None
     """The median step with what stays, and with DeepSpeed's schedule, in the turns of these two."""
     baseline_ms: float | None = None
@@ -57,12 +60,40 @@ class Outcome:
     def seen(self, step: StepTimes | None) -> StepTimes | None:
         """Return the times of a step with what is beside its layers as it was in the trials: what was seen of that
         before is a single forward and backward, and those of one step are far from those of another."""
-        return step.with_rest(statistics.median(self.rest_ms)) if step is not None and self.rest_ms else step
+        if step is None:
+            return None
+        seen = step.with_rest(statistics.median(self.rest_ms)) if self.rest_ms else step
+        if seen.dense_ms is None or self.least_dense_ms is None:
+            return seen
+        # The bound has the least that was seen.
+        return replace(seen, bound_ms=seen.bound_ms - max(0.0, seen.dense_ms - self.least_dense_ms))
+
+    def is_bound(self, step: StepTimes) -> bool:
+        """Return whether no step, measured or predicted, takes less than the bound."""
+        known_ms = [each for each in (self.kept_ms, self.baseline_ms) if each is not None]
+        return step.bound_ms <= min([step.chosen_ms, *known_ms, *(each.step_ms for each in self.tried)])
+
+    def as_data(self, step: StepTimes | None) -> dict[str, Any]:
+        """Return what was decided, for the record of a run: the page shows what the log says.
+
+        Args:
+            step: the times of a step as they are predicted, see :meth:`seen`.
+        """
+        return {
+            "took_s": self.took_s,
+            "num_plans": self.num_plans,
+            "num_steps": self.num_steps,
+            "is_stock": self.is_stock,
+            "gain": None if self.gain is None else asdict(self.gain),
+            "step": None if step is None else asdict(step) | {"is_bound": self.is_bound(step)},
+        }
 
     def steps_to_pay(self) -> int | None:
         """Return after how many steps, from now on, the gain has made up for measuring and for trying slower plans;
         ``None``: no gain is clear."""
-        if self.gain is None or not self.gain.is_clear or self.kept_ms is None or self.baseline_ms is None:
+        if self.is_stock or self.gain is None or not self.gain.is_clear:
+            return None
+        if self.kept_ms is None or self.baseline_ms is None:
             return None
         lost_ms = 1e3 * self.took_s + self.total_ms - self.num_steps * self.baseline_ms
         return max(0, math.ceil(lost_ms / max(1e-9, self.baseline_ms - self.kept_ms)))
@@ -78,8 +109,13 @@ def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> Message:
     """
     again = f", again because {told.why_again}" if told.why_again else ""
     lines = [f"autotune{again}: {headline(rows, told, outcome)}", _steps(told, outcome)]
-    lines += ["", *_layers(rows, bool(outcome.tried))] if rows else []
-    lines += ["", f"  measurements: {_fits(rows)}"]
+    is_whole = all(choice.order.degree == 1 and not row.uncut for row in rows for choice in row.choices)
+    if outcome.is_stock or is_whole:
+        # Rows of layers would say one chunk, one task after another, and nothing else.
+        lines += [f"  why: {_why_whole(rows, told, outcome)}"]
+    else:
+        lines += ["", *_layers(rows, bool(outcome.tried)), ""]
+    lines += [f"  cost model: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
     return Message(lines)
@@ -99,7 +135,7 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
             return ""
         return (
             f"autotune: the job ended after {steps_since} steps, and nothing is measured before {STEPS_BEFORE}: in so "
-            "short a job it would not pay; layers were not cut"
+            "short a job it would not pay; layers ran in one chunk"
         )
     if is_trying:
         return f"autotune: the job ended while plans were tried, so the {outcome.took_s:.3g} s of measuring did not pay"
@@ -123,10 +159,10 @@ def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
         how += f" and {len(each) - _MOST_NAMES} more ways"
     cost = f"measuring took {outcome.took_s:.3g} s"
     if outcome.num_plans:
-        cost += f", trying {outcome.num_plans} plans {outcome.num_steps} steps"
+        cost += f", trying {outcome.num_plans} plans took {outcome.num_steps} steps"
     gain = outcome.gain
     if outcome.is_stock:
-        return f"DeepSpeed's schedule stays, as no other was faster here; {cost}"
+        return f"{kept_stock(outcome)}; {cost}"
     if gain is None:
         unseen = ", and no step of the trials was seen whole" if outcome.num_plans else ", not tried"
         return f"{how}; predicted {told.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}; {cost}"
@@ -140,28 +176,50 @@ def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid {pays} steps from now")
 
 
+def kept_stock(outcome: Outcome) -> str:
+    """Return that DeepSpeed's schedule stays, and how far the best other plan is from it."""
+    others, gain = outcome.num_plans - 1, outcome.gain
+    said = f"DeepSpeed's schedule stays: none of {others} other plans was faster" if others > 0 else ""
+    said = said or "DeepSpeed's schedule stays: no other plan was faster"
+    if gain is None:
+        return said
+    turns = f" ({gain.low:.2f} to {gain.high:.2f} in {gain.num_turns} turns)" if gain.num_turns > 1 else ""
+    return f"{said}; the best of them was {gain.ratio:.2f} times as fast{turns}"
+
+
+def _why_whole(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+    """Return in one line what keeps chunks from being faster, as far as that was measured."""
+    by: dict[str, float] = {}
+    for choice in (each for row in rows for each in row.choices):
+        by[choice.bottleneck] = by.get(choice.bottleneck, 0.0) + choice.time_ms
+    busiest = max(by, key=by.__getitem__, default="") or "none of the lanes alone"
+    step = told.step
+    if not outcome.is_bound(step) or step.bound_ms <= 0:
+        return f"the layers are bound by {busiest}"
+    return (
+        f"the layers are bound by {busiest}; predicted, no order of these tasks makes a step more than "
+        f"{step.deepspeed_ms / step.bound_ms:.2f} times as fast"
+    )
+
+
 def _chunks(row: Row) -> str:
     forward, backward = (choice.block.degree for choice in row.choices)
-    cut = f"{forward} and {backward} chunks" if (forward, backward) != (1, 1) else "one chunk"
-    return cut if row.alltoall == "flat" else f"{cut}, {row.alltoall}"
+    chunks = f"{forward} and {backward} chunks" if (forward, backward) != (1, 1) else "one chunk"
+    return chunks if row.alltoall == "flat" else f"{chunks}, {row.alltoall}"
 
 
 def _steps(told: Told, outcome: Outcome) -> Table:
     step = told.step
     cells = [("", "measured ms", "predicted ms", "")]
     stock_ms, own_ms = ("" if each is None else f"{each:.4g}" for each in (outcome.baseline_ms, outcome.kept_ms))
-    cells.append(("  DeepSpeed's schedule", stock_ms, f"{step.deepspeed_ms:.4g}", "uncut, gradients at the end"))
+    how = "one chunk, gradients after the backward"
+    cells.append(("  DeepSpeed's schedule", stock_ms, f"{step.deepspeed_ms:.4g}", how))
     if not outcome.is_stock:
         cells.append(("  chosen", own_ms, f"{step.chosen_ms:.4g}", _next(outcome)))
-    bound_ms = step.bound_ms
-    if step.dense_ms is not None and outcome.least_dense_ms is not None:
-        # What is beside the layers was seen once before, and may have been slow then.
-        bound_ms -= max(0.0, step.dense_ms - outcome.least_dense_ms)
-    shortest_ms = min([step.chosen_ms, *(each.step_ms for each in outcome.tried), outcome.kept_ms or math.inf])
-    if bound_ms <= shortest_ms:
-        cells.append(("  bound", "", f"{bound_ms:.4g}", "no order of these tasks takes less"))
+    if outcome.is_bound(step):
+        cells.append(("  bound", "", f"{step.bound_ms:.4g}", "no order of these tasks takes less"))
     else:
-        why = f"none: steps take less than the {bound_ms:.4g} ms that their tasks took when they were measured alone"
+        why = f"none: steps take less than the {step.bound_ms:.4g} ms that their tasks took when measured alone"
         cells.append(("  bound", "", "", why))
     return aligned(cells)
 
@@ -177,18 +235,17 @@ def _next(outcome: Outcome) -> str:
 
 
 def _layers(rows: Sequence[Row], is_tried: bool) -> list[str]:
-    cells = [("  layers", "phase", "chunks", "order of tasks", "all-to-all", "predicted ms", "uncut", "bound by")]
+    cells = [("  layers", "phase", "chunks", "order of tasks", "all-to-all", "predicted ms", "1 chunk", "bound by")]
     for row in rows:
         for phase, choice in zip(("forward", "backward"), row.choices, strict=True):
             block = choice.block
-            late = f", {block.late_dw} late dW" if block.late_dw else ""
-            order = order_words(choice.order) + late
-            why = row.uncut and f"not cut: {row.uncut}"
+            order = order_words(block.degree, block.links, block.late_dw)
+            why = row.uncut and f"in one chunk: {row.uncut}"
             times = (f"{choice.time_ms:.4g}", f"{choice.uncut_ms:.4g}")
             named = (f"  {span(row.labels)}", phase, str(block.degree), order, row.alltoall)
             cells.append((*named, *times, why or choice.bottleneck))
     slower = any(choice.time_ms > choice.uncut_ms for row in rows for choice in row.choices)
-    note = "  uncut is predicted to take less; the steps that were tried have shown otherwise, and they decide"
+    note = "  one chunk is predicted to take less; the steps that were tried have shown otherwise, and they decide"
     return [aligned(cells), *([note] if slower and is_tried else [])]
 
 
@@ -204,9 +261,9 @@ def _fits(rows: Sequence[Row]) -> str:
     bad = [(name, share) for share, name in shares if share > GOOD_SHARE]
     if not bad:
         return f"{len(shares)} operations, each within {max(shares[0][0], 0.005):.1%} of its line at the sizes used"
-    named = ", ".join(f"{name} by {share:.0%}" for name, share in bad[:_MOST_NAMES])
+    named = ", ".join(f"{name} {share:.0%}" for name, share in bad[:_MOST_NAMES])
     more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
-    return f"{len(bad)} of {len(shares)} operations are off their lines: {named}{more}"
+    return f"{len(bad)} of the {len(shares)} operations of these layers fit poorly ({named}{more})"
 
 
 def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
@@ -221,9 +278,9 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
                     f"{choice.auto_degree} ({choice.auto_ms:.4g} ms instead of {choice.time_ms:.4g}, predicted)"
                 )
     if any(not timing.best_fit.is_good for row in rows for timing in row.profile.operations.values()):
-        judged = "the steps that were tried decide all the same" if outcome.tried else "trials above 0 let steps decide"
-        found.append(f"something else was at work while this was measured, so what is predicted is rough; {judged}")
-    has_gained = outcome.gain is not None and outcome.gain.is_clear
+        judged = "the choice is from real steps" if outcome.tried else "set fsmoe.autotune.trials above 0"
+        found.append(f"measurements were noisy (busy machine?), so predictions are rough; {judged}")
+    has_gained = not outcome.is_stock and outcome.gain is not None and outcome.gain.is_clear
     if told.slowed.factors and not has_gained:
         for (a, b), both in told.slowed.pays().items():
             if both < PAYS and Lane.COMPUTE in (a, b):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ds_fsmoe.measuring.link_times import Reduces
-from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.block_times import Order, order_words
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.plan import ModelPlan
@@ -44,7 +44,7 @@ class Row:
     reduces: Reduces
     """The way reduce-scatters are done, by size."""
     uncut: str = ""
-    """The reason why the layers may not be cut; empty if they may be."""
+    """The reason why the layers run in one chunk whatever is chosen; empty: there is none."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
         alltoall = plan.alltoalls[index]
         words = [
             f"{forward.degree} and {backward.degree} chunks",
-            *dict.fromkeys(order_words(each) for each in (forward, backward) if each.degree > 1),
+            *dict.fromkeys(_order_words(each) for each in (forward, backward) if each.degree > 1),
             *([f"{backward.late_dw} late dW"] if backward.late_dw else []),
             *([] if alltoall == "flat" else [alltoall]),
             *(["two halves in turns"] if plan.in_halves else []),
@@ -122,12 +122,8 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
     return "; ".join(f"{span(users)} {text}" for text, users in texts.items())
 
 
-_LINKS = {"shared": "links in turn", "paper": "links side by side", "reduce_first": "reduces first"}
-
-
-def order_words(order: Order) -> str:
-    """Say in which order the tasks of a layer run."""
-    return "one after another" if order.degree == 1 else _LINKS[order.links]
+def _order_words(order: Order) -> str:
+    return order_words(order.degree, order.links)
 
 
 def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
@@ -173,14 +169,14 @@ def _costs(rows: Sequence[Row]) -> list[str | Table]:
         layers = span(sorted(set(labels)))
         if measured.relative_residual > MIN_GAIN:
             notes.append(
-                f"{layers}: best cuts for a gain of more than {measured.relative_residual:.0%}, as measurements are off"
+                f"{layers}: chunks have to gain more than {measured.relative_residual:.0%}, as far as fits are off"
             )
         cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
         issued = [f"{name} {each.issue_ms:.3f}" for name, each in measured.operations.items() if each.issued_ms]
         if issued:
             notes.append(f"{layers}: one thread issues all of it, and needs for a task, in ms: {', '.join(issued)}")
         if measured.uses_rng:
-            notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
+            notes.append(f"{layers}: experts draw random numbers, so both phases have as many chunks")
     return [aligned(cells), *notes]
 
 
@@ -207,8 +203,8 @@ def _slowed(told: Told) -> list[str | Table]:
 
 
 def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
-    heads = ("layers", "phase", "degree", "predicted [ms]", "isolated [ms]", "runner-up", "its [ms]", "degree 1 [ms]")
-    cells: list[tuple[str, ...]] = [(*heads, "order", "all-to-all")]
+    heads = ("layers", "phase", "chunks", "predicted [ms]", "isolated [ms]", "runner-up", "its [ms]", "1 chunk [ms]")
+    cells: list[tuple[str, ...]] = [(*heads, "order of tasks", "all-to-all")]
     notes: list[str] = []
     for row in rows:
         layers = span(row.labels)
@@ -224,16 +220,16 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
             runner_up = ("-", "-")
             if choice.runner_up is not None and choice.runner_up_ms is not None:
                 runner_up = (str(choice.runner_up), f"{choice.runner_up_ms:.3f}")
-            late = f", {block.late_dw} late dW" if block.late_dw else ""
+            order = order_words(block.degree, block.links, block.late_dw)
             times = (f"{choice.time_ms:.3f}", f"{choice.isolated_ms:.3f}", *runner_up, f"{choice.uncut_ms:.3f}")
-            cells.append((layers, phase, str(block.degree), *times, f"{block.links}{late}", row.alltoall))
+            cells.append((layers, phase, str(block.degree), *times, order, row.alltoall))
             if asked is not None:
                 notes.append(
-                    f"{layers} {phase}: degree {asked} is given by hand; auto would have chosen {choice.auto_degree}, "
-                    f"predicted {choice.auto_ms:.3f} ms"
+                    f"{layers} {phase}: num_chunks = {asked} is given by hand; auto would have chosen "
+                    f"{choice.auto_degree}, predicted {choice.auto_ms:.3f} ms"
                 )
             elif row.uncut:
-                notes.append(f"{layers} {phase}: not cut: {row.uncut}")
+                notes.append(f"{layers} {phase}: in one chunk: {row.uncut}")
             elif block.degree == 1 and schedule == BEST:
                 notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
             if asked is None and (reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual))):
@@ -242,7 +238,7 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
 
 
 def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
-    """Say why a degree is not chosen that would make its phase faster; return ``None`` if there is none.
+    """Say why a number of chunks is not chosen that would make its phase faster; return ``None`` if there is none.
 
     Args:
         choice: the choice for one phase.
@@ -255,11 +251,15 @@ def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
         return None
     if choice.runner_up_both_ms >= choice.both_ms:
         return (
-            f"with degree {choice.runner_up} it would take less, but {choice.runner_up_both_ms:.3f} ms instead of "
+            f"with {_chunks(choice.runner_up)} it would take less, but {choice.runner_up_both_ms:.3f} ms instead of "
             f"{choice.both_ms:.3f} in both phases together"
         )
     gain = 1 - choice.runner_up_ms / choice.time_ms
-    return f"with degree {choice.runner_up} it would take {gain:.1%} less; a cut has to gain more than {margin:.0%}"
+    return f"with {_chunks(choice.runner_up)} it would take {gain:.1%} less; chunks have to gain more than {margin:.0%}"
+
+
+def _chunks(count: int | None) -> str:
+    return f"{count} chunk{'' if count == 1 else 's'}"
 
 
 def _step(told: Told) -> list[str]:

@@ -105,12 +105,13 @@ class TrialRounds:
         if self._has_details:
             log_on_rank_0(trials.describe(kept))
         if self._is_last:
-            outcome.gain = trials.gain(0)
+            outcome.gain = trials.gain_of_best() if outcome.is_stock else trials.gain(0)
             outcome.kept_ms, outcome.baseline_ms = (_median_ms(each) for each in trials.times_ms)
             return True
         outcome.tried = self.rounds[-1]
         if outcome.is_stock:
             outcome.kept_ms = outcome.baseline_ms = _median_ms(trials.times_ms[kept])
+            outcome.gain = trials.gain_of_best()
             return True
         self._next_round(trials, kept)
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.distributed as dist
@@ -189,6 +189,16 @@ class Trials:
             return kept, kept
         forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
         return forward, backward
+
+    def gain_of_best(self) -> Gain | None:
+        """Return the gain of the plan with the least median, other than the baseline and tried in every turn: the ratio
+        of the medians, which have decided."""
+        others = [plan for plan in self._in_last_turn if plan != self.baseline and self.times_ms[plan]]
+        best = min(others, key=self._median_ms, default=None)
+        found = None if best is None else self.gain(best)
+        if found is None or self.baseline is None or best is None:
+            return None
+        return replace(found, ratio=self._median_ms(self.baseline) / self._median_ms(best))
 
     def gain(self, kept: int) -> Gain | None:
         """Return how many times as fast a plan is as the baseline; ``None`` if they were not seen in the same turn."""

@@ -174,3 +174,11 @@ def test_a_file_that_is_not_there_or_no_json_is_a_wrong_argument(
     for name, words in ((str(file), "cannot be read as JSON"), ("h100", "did you mean 'h100_400'")):
         assert cli.main(["clusters", "--check", name]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_the_config_of_a_model_is_called_that_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048}')
+    assert cli.main(["clusters", "--check", str(file)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"{file}: wrong: this is a Hugging Face config, not a cluster file; give it to plan --hf-config"]
