@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces gradients while the backward is still under way: in windows, by one plan that all ranks share.
 
-A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and move into flat
-buffers: from then on there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards
-open windows, in which stretches of the buffers travel; ``finish`` sends the rest. The messages of a communicator and
-their sizes follow from the plan alone, never from what has arrived on a rank. Two things may therefore go wrong on a
-rank, and both are corrected at the end: a gradient that never came was sent as zero, which is right; what came after
-its place was sent travels in a message of its own, and is added. The last message carries, for every parameter, on how
-many ranks that happened, so all ranks send those together.
+A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one, and are numbered from end
+to end: there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards open windows,
+in which stretches of them travel; ``finish`` sends the rest. Sums that this rank does not need go when they are sent.
+The messages of a communicator and their sizes follow from the plan alone, never from what has arrived on a rank. Two
+things may therefore go wrong on a rank, and both are corrected at the end: a gradient that never came was sent as zero,
+which is right; what came after its place was sent travels in a message of its own, and is added. The last message
+carries, for every parameter, on how many ranks that happened, so all ranks send those together.
 
 The first rounds have no plan and send all at the end; they record before which window each gradient came. Ranks take
 the latest of these, order the buffers by it and make the plan. A round in which something came too late makes the next
@@ -96,7 +96,8 @@ class GradientReducer:
         return (parameter for flat in self.flats for parameter in flat.parameters)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient, [numel], from :meth:`finish` until the next round."""
+        """Return the reduced gradient, [numel], from :meth:`finish` until :meth:`release`; zeros, if this rank does not
+        need it."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].value(index)
 
@@ -104,6 +105,16 @@ class GradientReducer:
         """Return the same memory as :meth:`value`, in the parameter's shape and layout."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].place(index)
+
+    def let_go(self, parameter: nn.Parameter) -> None:
+        """Hold the reduced gradient of a parameter no more."""
+        flat, index = self._places[id(parameter)]
+        self.flats[flat].let_go(index)
+
+    def release(self) -> None:
+        """Hold no gradient any more."""
+        for flat in self.flats:
+            flat.release()
 
     def ready(self, parameter: nn.Parameter) -> None:
         """Take note that the gradient of a parameter is there. Otherwise it is looked for at the end."""
@@ -132,21 +143,22 @@ class GradientReducer:
         """Give the round up, on every rank. Gradients that parameters still have stay with them."""
         self._backwards.clear()
         self._wait()
+        self.release()
         self._is_over = True
 
     def _move(self, parameter: nn.Parameter) -> None:
-        """Move the gradient that a parameter has to its place in the buffer."""
-        number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self.place(parameter)
+        """Take over the gradient that a parameter has."""
+        number, gradient = self._numbers[id(parameter)], self._gradient_of(parameter)
+        at, index = self._places[id(parameter)]
+        flat = self.flats[at]
         if gradient is None:
-            place.zero_()
             return
-        if gradient.dtype == place.dtype:
-            if gradient.data_ptr() != place.data_ptr():
-                place.copy_(gradient)
-            self._replace(parameter, place)
+        if gradient.dtype == flat.dtype:
+            if not flat.holds(index, gradient):
+                self._replace(parameter, flat.take(index, gradient))
         else:
             # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
-            place.copy_(gradient)
+            flat.place(index).copy_(gradient)
         self._lent.add(number)
         self._there.add(number)
 
@@ -157,6 +169,8 @@ class GradientReducer:
         self.begin_if_over()
         self._note_backward()
         self._wait()
+        self._release_sent()
+        self._num_open += 1
         self._layers.append(label)
         # By name: where a rank has gone past a layer that others have run, it is where they are all the same.
         if label in self._windows[self._opened :]:
@@ -185,6 +199,8 @@ class GradientReducer:
 
     def close(self) -> None:
         """End the window of a layer's backward: start what travels beside the work that follows."""
+        self._num_open = max(0, self._num_open - 1)
+        self._release_sent()
         part = 2 * self._opened - 1
         if not self._is_over and part == self._next_part < len(self._parts):
             self._start_until(part + 1)
@@ -214,6 +230,8 @@ class GradientReducer:
             self._fill(parcel, at_end=True)
             self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
         self._wait()
+        self._num_open = 0
+        self._release_sent()
         if self._all_used:
             late = marks[len(self._numbers) :]
             _refuse([tuple(each.shape) for each in self.parameters if late[self._numbers[id(each)]]])
@@ -244,7 +262,6 @@ class GradientReducer:
     def _begin(self) -> None:
         if self._new_plan is not None:
             # Not before: until now the reduced gradients of the last round may have been read.
-            self._take_out()
             self.plan, self._new_plan = self._new_plan, None
             for index, flat in enumerate(self.flats):
                 flat.arrange(flat.in_order(self._ready_of), self.plan.is_in_levels(index))
@@ -252,7 +269,9 @@ class GradientReducer:
             self._parts = self.plan.parts
             self._windows, self._new_windows = self._new_windows, ()
         self._is_over = False
-        self._sent = [0] * len(self.flats)
+        self.release()
+        self._sent, self._released = ([0] * len(self.flats) for _ in range(2))
+        self._num_open = 0
         self._opened = 0
         self._layers: list[str] = []
         self._next_part = 0
@@ -268,6 +287,14 @@ class GradientReducer:
             for flat, each in enumerate(self.flats)
             for index, parameter in enumerate(each.parameters)
         }
+
+    def _release_sent(self) -> None:
+        """Give back what was sent and is not needed here, where nothing is under way."""
+        if self._num_open or self._under_way:
+            return
+        for at, flat in enumerate(self.flats):
+            flat.release_sent(self._released[at], self._sent[at])
+        self._released = list(self._sent)
 
     def _wait(self) -> None:
         for wait in self._under_way:
@@ -293,24 +320,21 @@ class GradientReducer:
                 # A hook or a script has put another in its stead, or none; or it is of another type.
                 self._there.discard(number)
                 self._move(parameter)
-            if number not in self._there:
-                if not at_end and not self._is_in_place(parameter):
-                    flat.value(index).zero_()
-                    continue
+            if number not in self._there and at_end:
                 self._move(parameter)
-            self._replace(parameter, None)
+            if number in self._there:
+                self._replace(parameter, None)
+            else:
+                flat.let_go(index)
+            # Zeros are made by this thread, and not by whoever sends them.
+            flat.value(index)
         self._sent[parcel.flat] = parcel.stop
 
     def _is_in_place(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter's gradient is in the buffer, from an earlier round."""
+        """Return whether a parameter's gradient is still the one that is held."""
+        flat, index = self._places[id(parameter)]
         gradient = self._gradient_of(parameter)
-        return gradient is not None and gradient.data_ptr() == self.value(parameter).data_ptr()
-
-    def _take_out(self) -> None:
-        """Take gradients of an earlier round out of the buffer, because others will use their places."""
-        for parameter in self.parameters:
-            if self._is_in_place(parameter):
-                self._replace(parameter, self.place(parameter).clone())
+        return gradient is not None and self.flats[flat].holds(index, gradient)
 
     def _send_again(self, numbers: Sequence[int]) -> None:
         parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}

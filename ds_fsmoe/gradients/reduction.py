@@ -124,7 +124,7 @@ class Reduction:
         self._by_rule = block.deterministic
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
-        self._door = Stages1And2(engine, accumulate) if with_zero else Stage0(engine, accumulate)
+        self._door = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
         self._beside = make_beside(engine.device) if beside else None
         self.reducer = GradientReducer(
             _flats(self._door, groups, block.gradient_partition, mode, self._beside),
@@ -145,7 +145,8 @@ class Reduction:
             self._layers[0].fsmoe.running.instruments.append(self._end_dense_part)
         self.look_at_plans()
         self._door.take(self.reducer)
-        log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
+        if engine.zero_optimization_partition_gradients() and engine.gradient_accumulation_steps() > 1:
+            log_on_rank_0(_memory_of(self.reducer.flats, self.sums_each, accumulate))
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
         """Send from now on as much in each window as a plan of layers has foreseen. What was tried with those is kept
@@ -310,13 +311,16 @@ class Reduction:
             layer.fsmoe.attach(None)
 
 
-def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:
+def _memory_of(flats: Sequence[FlatGradients], sums_each: bool, accumulate: str) -> str:
+    """Say which micro-batches are summed over ranks at stage 2, and why."""
     size = sum(each.numel * each.element_bytes for each in flats) / 1e6
-    sentence = f"gradients that travel early lie in buffers of {size:.4g} MB on this rank, and nowhere else"
-    if is_partitioned:
+    if not sums_each:
+        return f'ZeRO 2: micro-batches are added up first, as "accumulate" says, in {size:.4g} MB of gradients on each rank'
+    sentence = "ZeRO 2: every micro-batch is summed over ranks, so that a rank keeps its own part of the gradients"
+    if accumulate == "auto":
         sentence += (
-            "; DeepSpeed's stage 2 by itself keeps a rank's own part of them and a bucket. Where that memory is "
-            'wanted: "gradient_partition": {"mode": "off"}'
+            f'; adding up first takes all {size:.4g} MB of them: "gradient_partition": {{"accumulate": "before_sum"}}, '
+            "or by itself where a GPU has room"
         )
     return sentence
 
@@ -380,10 +384,10 @@ def _flats(
     for (name, dtype), parameters in experts.items():
         group, nodes = communicators[name]
         of_kind = EXPERT_GRAD, parameters, dtype, group, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, beside=beside, nodes=nodes, owners=owners))
+        made.append(FlatGradients(*of_kind, 0, beside, nodes, owners, door.is_needed, door.most))
     of_all, nodes = among(everyone, "dp")
     for place, (dtype, parameters) in enumerate(dense.items(), 1):
         extra = 2 * count if place == len(dense) and not asked.all_used else 0
         of_kind = GRAD, parameters, dtype, of_all, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, extra, beside, nodes, owners))
+        made.append(FlatGradients(*of_kind, extra, beside, nodes, owners, door.is_needed, door.most))
     return made

@@ -42,10 +42,17 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.gradients.adding_up import refuse_before_stage_2, sums_every_micro_batch
-from ds_fsmoe.gradients.flat_buffers import Scaling
+from ds_fsmoe.gradients.adding_up import (
+    STEPS_WATCHED,
+    holds_all,
+    may_add_up_later,
+    refuse_before_stage_2,
+    sums_every_micro_batch,
+)
+from ds_fsmoe.gradients.flat_buffers import PIECE_NUMEL, Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.ways import Stretch
+from ds_fsmoe.gradients.ways import MOST_NUMEL, Stretch
+from ds_fsmoe.log import log_on_rank_0
 
 
 class Stage0:
@@ -100,6 +107,11 @@ class Stage0:
 
     owners = None
     """Every rank updates all parameters."""
+    most = MOST_NUMEL
+    """The elements of a message: DeepSpeed makes one of all, too."""
+
+    def is_needed(self, parameter: nn.Parameter) -> bool:
+        return True
 
     def scaling(self) -> Scaling:
         """Divide as ``DeepSpeedEngine.allreduce_bucket`` does, for experts too: by the data-parallel size."""
@@ -125,7 +137,9 @@ class Stage0:
 
         def gradients_for_reduction() -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
             reducer.finish()
-            return self._write_back(reducer)
+            found = self._write_back(reducer)
+            reducer.release()
+            return found
 
         self._engine._get_gradients_for_reduction = gradients_for_reduction
 
@@ -165,19 +179,21 @@ def _as_deepspeed_has_it(parameter: nn.Parameter) -> Any:
 class Stages1And2:
     """Handles gradients with ZeRO: its hooks announce them, and its buckets are filled with reduced ones.
 
-    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. Here it
-    has room for all gradients anyway, so micro-batches can be added up in it first, and the sum over ranks taken once.
+    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. Where
+    there is room for all gradients, micro-batches can be added up first, and the sum over ranks taken once.
 
     Args:
         engine: the engine, with its optimizer.
         accumulate: the option of that name.
+        by_rule: whether nothing may depend on what is measured.
     """
 
-    def __init__(self, engine: Any, accumulate: str = "auto") -> None:
+    def __init__(self, engine: Any, accumulate: str = "auto", by_rule: bool = False) -> None:
         self._engine = engine
         self.optimizer: DeepSpeedZeroOptimizer = engine.optimizer
         self.sums_each = sums_every_micro_batch(engine, accumulate)
         """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
+        self._may_add_up_later = not by_rule and may_add_up_later(engine, accumulate)
         self.device = engine.device
         self._group_of = {
             id(parameter): index for index, group in enumerate(self.optimizer.bit16_groups) for parameter in group
@@ -237,6 +253,19 @@ class Stages1And2:
             for parameter, offset in zip(parameters, offsets, strict=True)
         }
 
+    @property
+    def most(self) -> int:
+        """The elements of a message: an owner of all of it receives as many from every other rank."""
+        optimizer = self.optimizer
+        return max(PIECE_NUMEL, optimizer.reduce_bucket_size // dist.get_world_size(optimizer.dp_process_group))
+
+    def is_needed(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank updates any of a parameter, or ZeRO reads all of it."""
+        optimizer = self.optimizer
+        return (
+            self.owners(parameter) is None or optimizer.is_param_in_current_partition[optimizer.get_param_id(parameter)]
+        )
+
     def scaling(self) -> Scaling:
         """Divide as ``average_tensor`` does, for experts too: by the data-parallel size, ahead of the sum."""
         size = dist.get_world_size(self.optimizer.dp_process_group)
@@ -254,15 +283,12 @@ class Stages1And2:
             if parameter not in reducer or optimizer._coalesce_grad_reduction:
                 stock_process(parameter, i)
                 return
-            optimizer.setup_buckets()
             if optimizer.use_grad_accum_attribute:
                 optimizer._fill_param_grad_accum_attribute(parameter)
             if not getattr(parameter, "ds_grad_is_ready", True):
                 return
             if self.is_sending():
                 reducer.ready(parameter)
-            elif optimizer.partition_gradients:
-                self._keep(reducer, parameter)
 
         def average_tensor(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
             if not self._is_reduced:
@@ -271,15 +297,20 @@ class Stages1And2:
             bucket = optimizer.ipg_buckets[communication_data_type]
             if not bucket.params:
                 return
-            parameters = (optimizer.bit16_groups[i][at] for i, at, _ in bucket.params)
-            reduced = torch.cat([reducer.value(each) for each in parameters])
-            tensor.copy_(reduced)
-            optimizer._add_full_reduction_to_compact_grad_partition(reduced, communication_data_type)
+            at = 0
+            for parameter in (optimizer.bit16_groups[i][number] for i, number, _ in bucket.params):
+                # What it was given may be narrower than the sum.
+                if self._given_type(parameter) != communication_data_type:
+                    tensor[at : at + parameter.numel()] = reducer.value(parameter)
+                at += parameter.numel()
+                reducer.let_go(parameter)
+            optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
 
         def epilogue() -> None:
             if self.sums_each or self._engine.is_gradient_accumulation_boundary():
                 self._hand_over(reducer)
                 stock_epilogue()
+                self._look_for_room(reducer)
                 return
             # At its end ZeRO forgets gradients, and what it has been given itself is to be summed all the same.
             kept = [(each, self.gradient_of(each)) for each in reducer.parameters]
@@ -304,16 +335,6 @@ class Stages1And2:
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
 
-    def _keep(self, reducer: GradientReducer, parameter: nn.Parameter) -> None:
-        """Take a gradient that is not to be summed yet to its place, where later micro-batches add to it, and of which
-        there is no other copy."""
-        # A plan that is due may have other places; gradients that are there would have to be copied for it.
-        reducer.begin_if_over()
-        gradient, place = self.gradient_of(parameter), reducer.place(parameter)
-        if gradient is not None and gradient.dtype == place.dtype and gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
-            self.replace(parameter, place)
-
     def _hand_over(self, reducer: GradientReducer) -> None:
         """Pass everything that has a gradient on some rank through ZeRO's buckets, in one order on all ranks."""
         optimizer = self.optimizer
@@ -325,14 +346,37 @@ class Stages1And2:
             if id(parameter) in present:
                 self._give(parameter, reducer.place(parameter))
                 optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+                if self._given_type(parameter) == self.wire_type(parameter):
+                    # It is in the bucket by now.
+                    reducer.let_go(parameter)
         optimizer.reduce_ipg_grads()
         self._is_reduced = False
+        reducer.release()
+
+    def _look_for_room(self, reducer: GradientReducer) -> None:
+        """Add micro-batches up from the next step on if all gradients have room; two steps have shown what there is."""
+        engine = self._engine
+        if not self._may_add_up_later or engine.global_steps < STEPS_WATCHED:
+            return
+        if not engine.is_gradient_accumulation_boundary():
+            return
+        self._may_add_up_later = False
+        size = sum(each.numel * each.element_bytes for each in reducer.flats)
+        self.sums_each = not holds_all(engine, size)
+        log_on_rank_0(
+            f"ZeRO 2: gradients of {size / 1e6:.4g} MB {'do not fit' if self.sums_each else 'fit'} into what the GPU has "
+            f"left, so micro-batches are {'summed over ranks one by one' if self.sums_each else 'added up first'}"
+        )
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
-        """Give ZeRO what it takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
-        uses_own = self.optimizer.use_grad_accum_attribute
-        dtype = self.optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
+        """Give ZeRO what it takes for the gradient; where types differ the numbers come from :meth:`take`'s
+        ``average_tensor``."""
+        dtype = self._given_type(parameter)
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
+
+    def _given_type(self, parameter: nn.Parameter) -> torch.dtype:
+        uses_own = self.optimizer.use_grad_accum_attribute
+        return self.optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
 
     def give_back(self) -> None:
         for name in _METHODS:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of sums and of updated parameters that no number of a usual run depends on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.gradients import updated_parameters
+from ds_fsmoe.gradients.arriving import ArrivingParameter
+from tests.gradient_cases import LOOPS, Run, training
+from tests.ranks import run_on_ranks
+from tests.test_gradient_reducer import Bench
+from tests.test_gradients_against_stock import BY_RULE, check, with_stock
+
+LAYERS = ("c", "b", "a")
+
+
+def parcels_of_layers(rank: int, world_size: int) -> list[list[Any]]:
+    """What is sent inside each layer: in a round that all ranks go through, and in one in which the last skips "c"."""
+    bench = Bench("both")
+    found = []
+    for skipped in (None, None, None, "c"):
+        of_layers: dict[str, Any] = {}
+        for number, label in enumerate(LAYERS):
+            for at in (5 - 2 * number, 4 - 2 * number):
+                bench.parameters[at].grad = bench.gradient(at, rank)
+                bench.reducer.ready(bench.parameters[at])
+            if label == skipped and rank == world_size - 1:
+                continue
+            of_layers[label] = bench.reducer.open(label)
+            for parcel in of_layers[label]:
+                for task in bench.reducer.tasks(parcel):
+                    bench.reducer.send(parcel, task)
+            bench.reducer.close()
+        found.append([of_layers, bench.finish([list(range(6))] * world_size)])
+    return found
+
+
+def test_a_rank_that_skips_a_layer_sends_the_same_inside_the_others(tmp_path: Path) -> None:
+    first, last = run_on_ranks(parcels_of_layers, 2, tmp_path)
+    for *_, (whole, no_errors), (of_layers, wrong) in (first, last):
+        assert whole["b"]
+        assert of_layers["b"] == whole["b"]
+        assert of_layers["a"] == whole["a"]
+        assert not no_errors
+        assert not wrong
+    assert "c" in first[-1][0]
+    assert "c" not in last[-1][0]
+
+
+def slowly(log: list[str]) -> Any:
+    """The exchange of messages, slowed down."""
+    exchange = updated_parameters.exchange_sized
+
+    def slow(*args: Any) -> torch.Tensor:
+        log.append("begun")
+        time.sleep(0.2)
+        result = exchange(*args)
+        log.append("ended")
+        return result
+
+    return slow
+
+
+def classes_in_layers(rank: int, world_size: int) -> tuple[list[set[str]], list[float], list[float]]:
+    """Of which classes the parameters of MoE layers are when these begin, with messages that take long; the losses, and
+    those of a gather at the end of the step."""
+    seen: list[set[str]] = []
+    gathered = (("gradient_partition.gather_parameters", "at_end"),)
+    with training(Run(1, block=BY_RULE + gathered), rank) as script:
+        for _ in range(3):
+            LOOPS["plain"](script)
+        wanted = [each.item() for each in script.seen.numbers["losses"]]
+    exchange, updated_parameters.exchange_sized = updated_parameters.exchange_sized, slowly([])
+    try:
+        with training(Run(1, block=BY_RULE), rank) as script:
+
+            def look(layer: nn.Module, *_: Any) -> None:
+                seen.append({type(each).__name__ for each in layer.parameters()})
+
+            script.engine.fsmoe.running.checks.append(look)
+            for _ in range(3):
+                LOOPS["plain"](script)
+                assert any(type(each) is ArrivingParameter for each in script.model.parameters())
+            losses = [each.item() for each in script.seen.numbers["losses"]]
+    finally:
+        updated_parameters.exchange_sized = exchange
+    return seen, losses, wanted
+
+
+def test_a_layer_begins_when_its_parameters_have_come(tmp_path: Path) -> None:
+    for seen, losses, wanted in run_on_ranks(classes_in_layers, 2, tmp_path):
+        assert len(seen) == 9
+        assert set.union(*seen) == {"Parameter"}
+        assert losses == wanted
+
+
+def steps_and_messages(rank: int, world_size: int) -> list[str]:
+    """Two steps with nothing read between them: both forwards come first."""
+    log: list[str] = []
+    exchange, updated_parameters.exchange_sized = updated_parameters.exchange_sized, slowly(log)
+    try:
+        with training(Run(1, block=BY_RULE), rank) as script:
+            updated = script.engine.fsmoe.updated
+            step = updated._step
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                log.append("step")
+                return step(*args, **kwargs)
+
+            updated._step = noted
+            for loss in [script.forward() for _ in range(2)]:
+                script.engine.backward(loss)
+                # As where experts are on one rank alone, and others are used in some steps only.
+                for each in script.model.parameters():
+                    each.__class__ = nn.Parameter
+                script.engine.step()
+            dist.barrier()
+    finally:
+        updated_parameters.exchange_sized = exchange
+    return log
+
+
+def test_a_step_begins_when_the_parameters_of_the_last_one_have_come(tmp_path: Path) -> None:
+    for log in run_on_ranks(steps_and_messages, 2, tmp_path):
+        steps = [at for at, event in enumerate(log) if event == "step"]
+        assert len(steps) == 2
+        before = log[: steps[1]]
+        assert before.count("begun") == before.count("ended") > 0
+
+
+def test_a_division_ahead_of_the_sum_is_stocks(tmp_path: Path) -> None:
+    check(with_stock(Run(0, mode="fixed_chunk", config=(("gradient_predivide_factor", 3.0),), steps=2)), 2, tmp_path)
