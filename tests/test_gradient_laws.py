@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import time
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
 from tests.test_gradient_reducer import Bench
 from tests.test_gradients_against_stock import BY_RULE, check, with_stock
+from tests.waiting import pause
 
 LAYERS = ("c", "b", "a")
 
@@ -60,7 +61,7 @@ def slowly(log: list[str]) -> Any:
 
     def slow(*args: Any) -> torch.Tensor:
         log.append("begun")
-        time.sleep(0.2)
+        pause(random.Random(0), 0.2)
         result = exchange(*args)
         log.append("ended")
         return result

@@ -7,7 +7,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from torch.nn import functional as F
 
 from tests.live_memory import LiveMemory
 from tests.memory_cases import BUCKET, PERSISTENCE, PREFETCH, config_of
-from tests.ranks import run_on_ranks
-from tests.samples import sampled
 
 MOST = 1.03
 """Of stock's peak."""

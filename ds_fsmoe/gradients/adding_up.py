@@ -54,6 +54,19 @@ def holds_all(engine: Any, needed_bytes: int) -> bool:
     return all(on_every_rank(room is not None and needed_bytes * _MARGIN <= room, engine.optimizer.dp_process_group))
 
 
+def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
+    """Say which micro-batches are summed over ranks at stage 2, and why; ``size``: all gradients of a rank in MB."""
+    if not sums_each:
+        return f'ZeRO 2: micro-batches are added up first, as "accumulate" says, in {size:.4g} MB of gradients'
+    sentence = "ZeRO 2: every micro-batch is summed over ranks, so that a rank keeps its own part of the gradients"
+    if accumulate == "auto":
+        sentence += (
+            f'; adding up first takes all {size:.4g} MB of them: "gradient_partition": {{"accumulate": "before_sum"}}, '
+            "or by itself where a GPU has room"
+        )
+    return sentence
+
+
 def _room(device: torch.device) -> float | None:
     """Return the bytes of a GPU that nobody has needed at the peak; ``None``: its memory is not known."""
     if device.type != "cuda":

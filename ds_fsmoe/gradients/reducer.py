@@ -25,6 +25,7 @@ from torch import nn
 
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
+from ds_fsmoe.gradients.waiting_gradients import WaitingGradients
 from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice
 
 MakePlan = Callable[[Sequence[BufferReadiness]], GradientPlan]
@@ -43,6 +44,7 @@ class GradientReducer:
         replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
         all_used: whether every parameter is known to get its gradient once in each round, early enough: then nothing
             is ever sent again, ranks need not tell each other, and ``extra`` is empty.
+        waiting: bounds what may wait; ``None``: the plan alone says what is sent when.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class GradientReducer:
         replace: Callable[[nn.Parameter, torch.Tensor | None], None],
         looks: int = 1,
         all_used: bool = False,
+        waiting: WaitingGradients | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self._gradient_of = gradient_of
@@ -64,6 +67,7 @@ class GradientReducer:
         self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
         self._replace = replace
         self._all_used = all_used
+        self._waiting = waiting
         num_extra = 0 if all_used else 2 * len(self._numbers)
         if len(self.flats[-1].extra) != num_extra:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
@@ -83,6 +87,8 @@ class GradientReducer:
         """Autograd's numbers of the backwards that have begun and not ended."""
         self._new_plan: GradientPlan | None = None
         self._new_windows: tuple[str, ...] = ()
+        self._is_new = True
+        """Whether nothing has been seen yet that a plan could be made from."""
         self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
         self._locate()
         self._begin()
@@ -121,7 +127,7 @@ class GradientReducer:
         self.begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
-        self._came_at[self._numbers[id(parameter)]] = self._opened
+        self._came_at[self._numbers[id(parameter)]] = self._num_passed
         # What comes behind the stretch stays with the parameter: it is late.
         if self._sent[flat] <= self.flats[flat].starts[index]:
             self._move(parameter)
@@ -268,7 +274,9 @@ class GradientReducer:
             self._locate()
             self._parts = self.plan.parts
             self._windows, self._new_windows = self._new_windows, ()
-        self._is_over = False
+        elif self._is_new:
+            self._send_as_the_model_is()
+        self._is_new = self._is_over = False
         self.release()
         self._sent, self._released = ([0] * len(self.flats) for _ in range(2))
         self._num_open = 0
@@ -280,6 +288,13 @@ class GradientReducer:
         self._lent: set[int] = set()
         self._came_at: dict[int, int] = {}
         self._under_way: list[Callable[[], None]] = []
+
+    def _send_as_the_model_is(self) -> None:
+        """Send what would wait for too long, until there is a plan, in the order of the model."""
+        # Where a gradient has to be early enough, nothing is guessed.
+        if self._waiting is not None and not self._all_used:
+            self._windows, self._parts = self._waiting.guessed(self.flats)
+            self._locate()
 
     def _locate(self) -> None:
         self._places = {
@@ -352,9 +367,9 @@ class GradientReducer:
             return
         # What was late once stays late: ranks may take turns.
         for number in range(len(self._numbers)):
-            came_at = self._came_at.get(number, self._opened)
+            came_at = self._came_at.get(number, self._num_passed)
             self._ready_at[number] = max(self._ready_at[number], came_at)
-        if not self._windows:
+        if self.plan is None or not self._windows:
             self._passed.append(self._layers)
         self._looks_left -= 1
         if self._looks_left:
@@ -364,7 +379,17 @@ class GradientReducer:
         seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
         # Where not every backward passes the same layers, there is no telling when a window opens.
         self._new_windows = self._seen_windows = seen.pop() if len(seen) == 1 else ()
-        self._new_plan = self._make_plan(self._supplies(len(self._new_windows)))
+        self._new_plan = self._planned(self._make_plan)
+
+    def _planned(self, make_plan: MakePlan) -> GradientPlan:
+        supplies = self._supplies(len(self._new_windows))
+        plan = make_plan(supplies)
+        return plan if self._waiting is None else self._waiting.bounded(plan, supplies)
+
+    @property
+    def _num_passed(self) -> int:
+        """The number of layers whose backward has begun; by name, if that is known."""
+        return len(self._layers) if self.plan is None else self._opened
 
     def look_again(self, rounds: int) -> None:
         """Observe so many more rounds from now on."""
@@ -374,11 +399,12 @@ class GradientReducer:
         """Send by another plan from the next round on, if enough has been observed to make one; not a settled one."""
         if self._seen_windows:
             self._new_windows = self._seen_windows
-            self._new_plan = make_plan(self._supplies(len(self._new_windows)))
+            self._new_plan = self._planned(make_plan)
 
     def forget_plan(self) -> None:
         """Send all at the end from the next round on, until there is another plan."""
         self.plan, self._new_plan, self._parts, self._windows, self._passed = None, None, (), (), []
+        self._is_new = True
 
     @property
     def coming_plan(self) -> GradientPlan | None:

@@ -25,11 +25,14 @@ from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.gradients.adding_up import words_of_stage_2
 from ds_fsmoe.gradients.beside import Beside, make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_are_ours
+from ds_fsmoe.gradients.stage_0 import Stage0
+from ds_fsmoe.gradients.waiting_gradients import waiting_gradients
+from ds_fsmoe.gradients.zero_stages import Stages1And2, partitions_are_ours
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
@@ -134,6 +137,7 @@ class Reduction:
             self._door.replace,
             looks=1 if self._by_rule else LOOKS,
             all_used=block.gradient_partition.all_used,
+            waiting=waiting_gradients(engine, self._door.most_waiting, layers),
         )
         self.foreseen: tuple[WindowBytes, ...] | None = None
         """The bytes that are sent in each window, as the plan of layers has it; ``None``: idle times say how many."""
@@ -146,7 +150,8 @@ class Reduction:
         self.look_at_plans()
         self._door.take(self.reducer)
         if engine.zero_optimization_partition_gradients() and engine.gradient_accumulation_steps() > 1:
-            log_on_rank_0(_memory_of(self.reducer.flats, self.sums_each, accumulate))
+            size = sum(each.numel * each.element_bytes for each in self.reducer.flats) / 1e6
+            log_on_rank_0(words_of_stage_2(size, self.sums_each, accumulate))
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
         """Send from now on as much in each window as a plan of layers has foreseen. What was tried with those is kept
@@ -309,20 +314,6 @@ class Reduction:
             self._beside.close()
         for layer in self._layers:
             layer.fsmoe.attach(None)
-
-
-def _memory_of(flats: Sequence[FlatGradients], sums_each: bool, accumulate: str) -> str:
-    """Say which micro-batches are summed over ranks at stage 2, and why."""
-    size = sum(each.numel * each.element_bytes for each in flats) / 1e6
-    if not sums_each:
-        return f'ZeRO 2: micro-batches are added up first, as "accumulate" says, in {size:.4g} MB of gradients on each rank'
-    sentence = "ZeRO 2: every micro-batch is summed over ranks, so that a rank keeps its own part of the gradients"
-    if accumulate == "auto":
-        sentence += (
-            f'; adding up first takes all {size:.4g} MB of them: "gradient_partition": {{"accumulate": "before_sum"}}, '
-            "or by itself where a GPU has room"
-        )
-    return sentence
 
 
 def _total(slices: Sequence[tuple[str, float]]) -> float:
