@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
 from tests.test_gradient_reducer import Bench
 from tests.test_gradients_against_stock import BY_RULE, check, with_stock
-from tests.waiting import pause
+from tests.waiting import linger
 
 LAYERS = ("c", "b", "a")
 
@@ -61,7 +60,7 @@ def slowly(log: list[str]) -> Any:
 
     def slow(*args: Any) -> torch.Tensor:
         log.append("begun")
-        pause(random.Random(0), 0.2)
+        linger(0.2)
         result = exchange(*args)
         log.append("ended")
         return result
