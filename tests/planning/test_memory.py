@@ -15,7 +15,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.memory import GB, choices_of, largest_batch, memory_of
 from ds_fsmoe.planning.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
 from ds_fsmoe.planning.memory_parameters import Parameters
-from ds_fsmoe.planning.memory_states import MASTERS, OPTIMIZER, OUR_GRADIENTS, PARAMETERS, in_partition, states_of
+from ds_fsmoe.planning.memory_states import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, in_partition, states_of
 from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.training import Training
 
@@ -73,17 +73,23 @@ def test_experts_are_cut_over_their_replicas_and_all_else_over_all_ranks() -> No
         assert rest[OPTIMIZER] == pytest.approx(2 * 4 * updated)
         has_masters = dtype == "bf16" or zero in (1, 2)
         assert rest.get(MASTERS, 0) == pytest.approx(4 * updated if has_masters else 0)
-        assert rest.get(OUR_GRADIENTS, 0) == pytest.approx(a * (dense + experts) if zero < 3 else 0)
+        assert rest.get(GRADIENTS, 0) == pytest.approx(a * updated if zero == 3 else 0)
 
 
-def test_experts_that_nobody_shares_are_not_in_our_buffers() -> None:
-    alone = replace(EIGHT, ep=8, world=8)
-    blocks = (replace(SPARSE, experts=replace(EXPERTS, E=8)),)
-    parameters = Parameters.of(replace(TINY, blocks=blocks), blocks, alone)
-    rest = states_of(parameters, alone, Training(1, 16, 1, "fp32")).rest
-    assert rest[OUR_GRADIENTS] == 4 * parameters.num_dense
-    off = states_of(parameters, alone, Training(1, 16, 1, "fp32", early_gradients=False)).rest
-    assert OUR_GRADIENTS not in off or off[OUR_GRADIENTS] == 0
+def test_at_stage_2_a_rank_keeps_its_own_part_of_gradients_and_what_waits_in_a_bucket() -> None:
+    blocks = TINY.blocks * 6
+    parameters = Parameters.of(replace(TINY, blocks=blocks), blocks, EIGHT)
+    dense, experts = parameters.num_dense, parameters.num_experts
+
+    def in_the_last_backward(zero: int) -> float:
+        training = Training(1, 16, zero, "fp32", reduce_bucket=64)
+        return states_of(parameters, EIGHT, training).behind[0][GRADIENTS]
+
+    # When the experts of the first block have their gradients, the rest of it and the embedding have none.
+    come = dense + experts - parameters.dense_of_block[0] - parameters.num_embedding
+    assert in_the_last_backward(1) == pytest.approx(4 * come)
+    own = (dense / 8 + experts / 4) / (dense + experts)
+    assert in_the_last_backward(2) == pytest.approx(4 * (64 + (come - 64) * own))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -222,7 +228,7 @@ def test_a_plan_says_what_a_rank_needs_and_which_batch_fits(capsys, tmp_path) ->
     assert cli.main([*asked, *more]) == 0
     text = capsys.readouterr().out
     assert "memory of a rank: ZeRO 1, bf16, adam, checkpointed" in text
-    assert "gradient buffers of ds_fsmoe" in text
+    assert "DeepSpeed's buckets" in text
     memory = json.loads(file.read_text())["memory"]
     assert sum(memory["items_bytes"].values()) == pytest.approx(memory["peak_bytes"], abs=10)
     assert f"largest micro-batch in 40 GB: {memory['largest_samples']}" in text
