@@ -63,6 +63,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def in_this_thread(self) -> LiveMemory:
+        """Count in the thread that enters what is returned, too."""
         return self
 
     def in_every_thread(self) -> Observer:
