@@ -42,9 +42,9 @@ def _somebody_keeps_for_autograd() -> bool:
 class GraphCall:
     """Calls the module once for each cut, as ``module(...)``, so that hooks run.
 
-    A backward cut that was a cut of the forward uses the graph of that call. For any other, and where no graph was
-    kept, the module is called again on the rows of the cut, under the forward's random numbers: hooks run another time,
-    as under activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
+    Where graphs are kept a backward cut uses that of the forward's cut, and has to be one of them. Otherwise the module
+    is called again on the rows of the cut, under the forward's random numbers: hooks run another time, as under
+    activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
     cannot draw the same numbers: an expert with dropout needs equal cuts in both phases. A module that changes buffers
     does so for each cut of the forward. Modules that refuse ``torch.autograd.grad`` (reentrant checkpointing inside an
     expert) are not supported.
@@ -123,7 +123,13 @@ class GraphCall:
         """[N, c, M] to the same shape, may be the same memory; adds to the weights' gradients."""
         retains = self._keeps_graph and torch._C._autograd._get_current_graph_task_keep_graph()
         if self._keeps_graph:
-            run = self._runs[start, stop] if retains else self._runs.pop((start, stop))
+            run = self._runs.get((start, stop)) if retains else self._runs.pop((start, stop), None)
+            if run is None:
+                known = ", ".join(f"[{first}, {last})" for first, last in self._runs)
+                raise ValueError(
+                    f"slots [{start}, {stop}): graphs are kept of {known} alone; other cuts of the backward have to be "
+                    "announced (same_cuts=False)"
+                )
         else:
             run = self._record_again(start, stop)
         if weights is not None:  # only rows have any: N is 1
