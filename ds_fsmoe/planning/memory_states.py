@@ -166,13 +166,11 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     if g > a:  # in fp32, group by group: those that we send get theirs at the end
         soon = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
 
-    block = max(
-        has_experts * of_experts + has_dense * of_dense
-        for of_experts, of_dense in zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
-    )
+    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+    block = max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
 
     def there(elements: int, all_elements: int) -> Account:
-        # Of those that we send, at stage 2 a bucket waits, and those of a block; of the others a rank keeps its own part.
+        # Of those that we send, at stage 2 a bucket and a block wait; of the others a rank keeps its own part.
         sent = all_elements - elements
         waiting = sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
         kept = a * (waiting + (sent - waiting) * held / (dense + experts))
