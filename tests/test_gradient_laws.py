@@ -149,3 +149,23 @@ def test_a_step_begins_when_the_parameters_of_the_last_one_have_come(tmp_path: P
 
 def test_a_division_ahead_of_the_sum_is_stocks(tmp_path: Path) -> None:
     check(with_stock(Run(0, mode="fixed_chunk", config=(("gradient_predivide_factor", 3.0),), steps=2)), 2, tmp_path)
+
+
+def before_there_is_a_plan(rank: int, world_size: int) -> tuple[list[str], list[str], int, int]:
+    """At stage 2, in the first backward: the layers that are expected, those that come, how many elements are sent
+    beside what follows them, and how many gradients came too late for that."""
+    with training(Run(2), rank) as script:
+        reducer = script.engine.fsmoe.reduction.reducer
+        expected, parts = list(reducer._windows), reducer._parts
+        LOOPS["plain"](script)
+        assert reducer.plan is None
+        sent = sum(each.stop - each.first for parcels in parts for each in parcels)
+        return expected, reducer._passed[0], sent, reducer.sent_again
+
+
+def test_at_stage_2_gradients_leave_in_the_first_backward_too(tmp_path: Path) -> None:
+    for expected, passed, sent, late in run_on_ranks(before_there_is_a_plan, 2, tmp_path):
+        assert expected == passed
+        assert len(passed) == 3
+        assert sent > 1009  # the elements of DeepSpeed's bucket here
+        assert late == 0
