@@ -29,6 +29,8 @@ STEP = "inside the optimizer step"
 
 MOST_SENT = 500_000_000
 """The elements of a message of gradients without ZeRO, at the most."""
+FEWEST_SENT = 1 << 16
+"""With ZeRO 1 and 2, where ``reduce_bucket_size`` over the ranks is less."""
 SUB_GROUP = 1_000_000_000
 """``zero_optimization.sub_group_size``, in elements: stage 3 updates as many at a time."""
 
@@ -174,10 +176,12 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         sent = all_elements - elements
         waiting = sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
         kept = a * (waiting + (sent - waiting) * held / (dense + experts))
+        # A message, what an owner of all of it gets from every rank, and the sum.
+        buckets = max(bucket, a * (dp + 2) * min(sent, max(FEWEST_SENT, training.reduce_bucket // dp)))
         if training.zero == 1:
-            return {BUCKETS: bucket, GRADIENTS: a * elements + kept}
+            return {BUCKETS: buckets, GRADIENTS: a * elements + kept}
         # When the first bucket is full the copies get their memory, all of it.
-        return {BUCKETS: bucket, GRADIENTS: kept + (soon if elements > training.reduce_bucket else 0.0)}
+        return {BUCKETS: buckets, GRADIENTS: kept + (soon if elements > training.reduce_bucket else 0.0)}
 
     lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
     early, late = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
