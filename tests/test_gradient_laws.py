@@ -130,10 +130,10 @@ def steps_and_messages(rank: int, world_size: int) -> list[str]:
 
             updated._step, updated.wait = noted, waiting
             for loss in [script.forward() for _ in range(2)]:
-                script.engine.backward(loss)
-                # Of those that nobody reads: experts that get no token, what is used in some steps only.
+                # As if nobody read them: experts that get no token, what is used in some steps only.
                 for each in script.model.parameters():
                     each.__class__ = nn.Parameter
+                script.engine.backward(loss)
                 script.engine.step()
     finally:
         updated_parameters.exchange_sized = exchange
