@@ -62,6 +62,10 @@ class LiveMemory(TorchDispatchMode):
         self._note(result, str(func), is_made=True)
         return result
 
+    def in_this_thread(self) -> LiveMemory:
+        """Count in the thread that enters what is returned, too."""
+        return self
+
     def in_every_thread(self) -> Observer:
         """An observer of lanes that has their threads counted too."""
         return _Everywhere(self)

@@ -118,6 +118,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/way_back.py": "knows DeepSpeed's engines from models",
     "engine/run_record.py": "finds the layers of DeepSpeed's own engine",
     "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
+    "gradients/stage_0.py": "has in itself the method of DeepSpeed's engine that it replaces",
     "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's optimizers that it replaces",
     "gradients/updated_parameters.py": "takes the gather of updated parameters over from DeepSpeed's optimizers",
     "gradients/norm.py": "clips where DeepSpeed's optimizers would clip by another norm",

@@ -15,11 +15,13 @@ from tests.samples import sampled
 from tests.test_gradients_against_stock import BY_RULE, STAGES
 
 
-def beside_the_buffers(reducer: Any) -> int:
+def held_besides(reducer: Any) -> int:
     """Bytes of gradients that parameters hold elsewhere."""
-    ranges = [(flat._buffer.data_ptr(), flat._buffer.data_ptr() + flat._buffer.nbytes) for flat in reducer.flats]
-    gradients = [found for each in reducer.parameters if (found := reducer._gradient_of(each)) is not None]
-    return sum(each.nbytes for each in gradients if not any(first <= each.data_ptr() < stop for first, stop in ranges))
+    return sum(
+        found.nbytes
+        for each in reducer.parameters
+        if (found := reducer._gradient_of(each)) is not None and not reducer._is_in_place(each)
+    )
 
 
 def held_twice(rank: int, world_size: int, runs: list[Run]) -> list[tuple[int, int]]:
@@ -34,9 +36,9 @@ def held_twice(rank: int, world_size: int, runs: list[Run]) -> list[tuple[int, i
             def looked_at(run: Run = run, reducer: Any = reducer, finish: Any = finish) -> Any:
                 nonlocal most, total
                 # Of another type than the wire's, a gradient stays with its parameter until its slice leaves.
-                before = beside_the_buffers(reducer) if run.dtype == "fp32" else 0
+                before = held_besides(reducer) if run.dtype == "fp32" else 0
                 present = finish()
-                most = max(most, before, beside_the_buffers(reducer))
+                most = max(most, before, held_besides(reducer))
                 total = sum(flat.numel * flat.element_bytes for flat in reducer.flats)
                 return present
 

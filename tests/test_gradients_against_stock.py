@@ -37,6 +37,9 @@ NO_CLIPPING = (("gradient_clipping", 0.0),)
 AFTER_SUM = (("gradient_partition.accumulate", "after_sum"),)
 """At stage 2 every micro-batch is summed over ranks, as in stock."""
 
+BEFORE_SUM = (("gradient_partition.accumulate", "before_sum"),)
+"""And here micro-batches are added up first, in room for all gradients."""
+
 Pair = tuple[Run, Run]
 """What is run, and what it is held against: stock, if that has no mode."""
 
@@ -213,7 +216,7 @@ def adding_up_pairs(is_all: bool) -> list[Pair]:
         ),
     ]
     runs = [each for run in runs for each in in_modes(run, *MODES)] if is_all else runs
-    pairs = [(replace(run, block=BY_RULE), replace(run, mode="", stage=1, config=())) for run in runs]
+    pairs = [(replace(run, block=BY_RULE + BEFORE_SUM), replace(run, mode="", stage=1, config=())) for run in runs]
     return [(replace(run, config=NO_CLIPPING + run.config), replace(other, config=NO_CLIPPING)) for run, other in pairs]
 
 
@@ -229,6 +232,7 @@ def sums_of_a_step(rank: int, world_size: int) -> dict[str, int]:
     found = {}
     for name, run in {
         "auto": Run(2, accumulation=3, block=BY_RULE, steps=3),
+        "before_sum": Run(2, accumulation=3, block=BY_RULE + BEFORE_SUM, steps=3),
         "after_sum": Run(2, accumulation=3, block=BY_RULE + AFTER_SUM, steps=3),
         "stage 1": Run(1, accumulation=3, block=BY_RULE, steps=3),
         "in another type": Run(
@@ -239,16 +243,16 @@ def sums_of_a_step(rank: int, world_size: int) -> dict[str, int]:
     return found
 
 
-def test_stage_2_sums_over_ranks_once_a_step_where_it_can(tmp_path: Path) -> None:
+def test_stage_2_sums_over_ranks_once_a_step_where_it_is_told_to(tmp_path: Path) -> None:
     for found in run_on_ranks(sums_of_a_step, 2, tmp_path):
-        assert found == {"auto": 3, "after_sum": 9, "stage 1": 3, "in another type": 9}
+        assert found == {"auto": 9, "before_sum": 3, "after_sum": 9, "stage 1": 3, "in another type": 9}
 
 
 def refused_to_add_up(rank: int, world_size: int) -> list[str]:
     """What is said where micro-batches cannot be added up as asked for."""
     from ds_fsmoe.config.reading import ConfigError
 
-    before = (*BY_RULE, ("gradient_partition.accumulate", "before_sum"))
+    before = BY_RULE + BEFORE_SUM
     found = []
     for run in (
         Run(1, block=BY_RULE + AFTER_SUM),

@@ -19,7 +19,16 @@ from ds_fsmoe.execution.node_links import NodeLinks, regular
 from ds_fsmoe.gradients import ways
 from ds_fsmoe.gradients.beside import BesideThreads
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.gradients.ways import AllReduce, AllReduceByNodes, ReduceScatter, ReduceScatterByNodes, Stretch, Way
+from ds_fsmoe.gradients.ways import (
+    AllReduce,
+    AllReduceByNodes,
+    Elements,
+    Range,
+    ReduceScatter,
+    ReduceScatterByNodes,
+    Stretch,
+    Way,
+)
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.gradient_cases import Run, train
 from tests.ranks import run_on_ranks
@@ -39,6 +48,22 @@ def links(rank: int, world_size: int, per_node: int) -> NodeLinks:
     assert nodes is not None
     between = make_parts("test_inter", tuple(zip(*nodes, strict=True)))
     return NodeLinks(nodes, rank, between, make_parts("test_intra", nodes))
+
+
+class OneTensor(Elements):
+    """Elements that lie in one tensor."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def packed(self, ranges: Sequence[Range]) -> torch.Tensor:
+        return torch.cat([self.values[first:stop] for first, stop in ranges] or [self.values[:0]])
+
+    def put(self, ranges: Sequence[Range], sums: torch.Tensor) -> None:
+        at = 0
+        for first, stop in ranges:
+            self.values[first:stop] = sums[at : at + stop - first]
+            at += stop - first
 
 
 def drawn_stretches(rng: random.Random, numel: int, num_ranks: int) -> list[Stretch]:
@@ -63,15 +88,17 @@ def sums(rank: int, world_size: int, per_node: int) -> int:
         assert group is not None
         every: list[tuple[Way, bool]] = [
             (AllReduce(group), False),
+            (AllReduce(group, most=7), False),
             (AllReduceByNodes(nodes), False),
             (ReduceScatter(group, stretches), True),
+            (ReduceScatter(group, stretches, most=7), True),
             (ReduceScatterByNodes(nodes, stretches), True),
         ]
         for way, to_owners in every:
             if cut[0] == cut[1] and not to_owners:
                 continue
             buffer = of_ranks[rank].clone()
-            for step in way.steps(buffer, *cut).values():
+            for step in way.steps(OneTensor(buffer), *cut).values():
                 step()
             wanted = of_ranks.sum(dim=0)
             for each in stretches:
@@ -136,7 +163,7 @@ def crossing(rank: int, world_size: int, per_node: int, numel: int) -> list[floa
 
         ways.exchange_sized, dist.all_reduce = noted_exchange, noted_reduce
         try:
-            for step in way.steps(torch.zeros(numel), 0, numel).values():
+            for step in way.steps(OneTensor(torch.zeros(numel)), 0, numel).values():
                 step()
         finally:
             ways.exchange_sized, dist.all_reduce = exchange, all_reduce
@@ -159,7 +186,7 @@ def test_what_one_rank_owns_is_added_up_for_all_and_what_several_nodes_own_is_no
     def tasks(*owners: int) -> tuple[str, ...]:
         stretches = [Stretch(10 * at, 10 * at + 10, owner) for at, owner in enumerate(owners)]
         way = ReduceScatterByNodes(NodeLinks(((0, 1), (2, 3)), 0), stretches)
-        return tuple(way.steps(torch.zeros(10 * len(owners)), 0, 10 * len(owners)))
+        return tuple(way.steps(OneTensor(torch.zeros(10 * len(owners))), 0, 10 * len(owners)))
 
     assert tasks(3) == (GRAD_SCATTER, GRAD, GRAD_GATHER)
     assert tasks(3, 3, 3, 1) == (GRAD_SCATTER, GRAD, GRAD_GATHER)

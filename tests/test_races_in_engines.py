@@ -132,6 +132,12 @@ def test_engines_keep_every_rule(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_gradients_beside_dense_parts_keep_every_rule_at_both_stages(tmp_path: Path) -> None:
+    runs = [(2, Run(stage, mode="dense_only", steps=3, block=degrees(2, 2))) for stage in (1, 2)]
+    (wrong,) = run_on_ranks(problems, 1, tmp_path, runs)
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_engines_keep_every_rule_in_all_runs(part: int, tmp_path: Path) -> None:

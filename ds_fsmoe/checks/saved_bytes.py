@@ -61,15 +61,18 @@ def saved_bytes(
     if isinstance(experts, StackedExperts):
         return _of_stacked(experts, sizes, recompute)
     forms = experts.written_now()
-    needs_rows = [form is None or recompute or any(up.weight.requires_grad for up in form.up) for form in forms]
+    keeps_graphs = sizes.same_cuts and not recompute
+    needs_rows = [
+        not keeps_graphs if form is None else recompute or any(up.weight.requires_grad for up in form.up)
+        for form in forms
+    ]
     rows = sizes.num_ranks * len(forms) * sizes.capacity * sizes.width * sizes.dtype.itemsize if any(needs_rows) else 0
     hidden = 0
     if not recompute:
         a_row = sum(_hidden_bytes_of_a_row(form, sizes, device) for form in forms if form is not None)
         hidden = sizes.num_ranks * sizes.capacity * a_row
     num_through_autograd = sum(form is None for form in forms)
-    rest = sizes.num_chunks * num_through_autograd * RandomState.now(device).nbytes
-    keeps_graphs = sizes.same_cuts and not recompute
+    rest = 0 if keeps_graphs else sizes.num_chunks * num_through_autograd * RandomState.now(device).nbytes
     return SavedBytes(rows, hidden, rest, num_through_autograd if keeps_graphs else 0)
 
 

@@ -73,7 +73,6 @@ def print_memory(
                     "zero": each.zero,
                     "ep": each.ep,
                     "esp": each.esp,
-                    "early_gradients": each.early_gradients,
                     "peak_bytes": round(each.memory.total),
                     "largest_samples": each.largest_batch,
                 }
@@ -128,17 +127,17 @@ def _print_items(memory: Memory, training: Training) -> None:
 
 def _print_choices(choices: list[Choice], training: Training, groups: Groups) -> None:
     print(f"\non the same {groups.world} ranks, GB of a rank (<: as asked)")
-    asked = training.zero, groups.ep, groups.esp, training.early_gradients
+    asked = training.zero, groups.ep, groups.esp
     heads = ("ZeRO", "ep", "esp", "GB", "largest B", "fullest", "")
     rows = [
         (
-            f"{each.zero}" + ("" if each.early_gradients else " (gradients off)"),
+            each.zero,
             each.ep,
             each.esp,
             f"{each.memory.total / GB:.1f}",
             "" if each.largest_batch is None else each.largest_batch or "0",
             each.memory.peak.name,
-            "<" * ((each.zero, each.ep, each.esp, each.early_gradients) == asked),
+            "<" * ((each.zero, each.ep, each.esp) == asked),
         )
         for each in choices
     ]

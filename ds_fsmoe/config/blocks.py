@@ -109,9 +109,9 @@ class GradientPartitionBlock(Block):
     )
     accumulate: Annotated[Literal["auto", "before_sum", "after_sum"], NullIsAuto()] = Field(
         "auto",
-        description="at ZeRO 2 with gradient accumulation: add micro-batches up on each rank and sum over ranks once a "
-        "step, or sum each as DeepSpeed does; auto: the former where gradients are added up in the type and place that "
-        "they are computed in",
+        description="at ZeRO 2 with gradient accumulation: add micro-batches up on each rank, in room for all "
+        "gradients, and sum over ranks once a step, or sum each as DeepSpeed does; auto: the latter, and the former "
+        "once a GPU is known to have the room",
     )
     all_used: bool = Field(
         False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"

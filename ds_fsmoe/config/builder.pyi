@@ -82,9 +82,9 @@ class Config(Written):
                 levels: 2: add up inside each node, then between nodes; auto: whichever is measured to be faster
                 gather_parameters: when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end
                     of the step; auto: the former where gradients are ours to reduce
-                accumulate: at ZeRO 2 with gradient accumulation: add micro-batches up on each rank and sum over ranks
-                    once a step, or sum each as DeepSpeed does; auto: the former where gradients are added up in the
-                    type and place that they are computed in
+                accumulate: at ZeRO 2 with gradient accumulation: add micro-batches up on each rank, in room for all
+                    gradients, and sum over ranks once a step, or sum each as DeepSpeed does; auto: the latter, and the
+                    former once a GPU is known to have the room
                 all_used: every parameter gets its gradient once in every backward: ranks need not look for late ones
             """
 

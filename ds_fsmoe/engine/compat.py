@@ -221,6 +221,7 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size": ("mpu",),
     "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size": ("mpu",),
     # clip_grad_norm_ looks it up among its module's globals.
+    "torch._C._autograd:_get_current_graph_task_keep_graph": None,
     "torch.nn.utils.clip_grad:_get_total_norm": ("tensors", "norm_type", "error_if_nonfinite", "foreach"),
 }
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts gradients end to end in one buffer, so that any stretch of them can travel as one message."""
+"""Numbers gradients from end to end, so that any stretch of them can travel as one message; each lies by itself."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +17,11 @@ from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients.beside import Beside
 from ds_fsmoe.gradients.ways import (
+    MOST_NUMEL,
     AllReduce,
     AllReduceByNodes,
+    Elements,
+    Range,
     ReduceScatter,
     ReduceScatterByNodes,
     Steps,
@@ -44,12 +48,13 @@ class Scaling:
     after: Callable[[torch.Tensor], object] | None = None
 
 
-class FlatGradients:
-    """Holds the gradients that travel over one group in one type.
+class FlatGradients(Elements):
+    """Holds the gradients that travel over one group in one type, from their coming until whoever needs the sums has
+    them.
 
     Args:
         kind: the planner's GRAD or EXPERT_GRAD.
-        parameters: the parameters in the order of their gradients in the buffer; all on one device.
+        parameters: the parameters in the order of their gradients; all on one device.
         dtype: the type on the wire.
         group: the ranks that are summed over, for this traffic alone.
         scaling: what is done before and after the sum.
@@ -58,6 +63,8 @@ class FlatGradients:
         nodes: the ranks node by node, where they can be added up in two levels.
         owners: tells who needs which elements; ``None``: everybody all of them. What a rank does not own is not the
             sum then.
+        is_needed: tells whether this rank needs any of a parameter's sum; what it does not need goes when it is sent.
+        most: the elements of a message in one level, at the most.
     """
 
     def __init__(
@@ -72,6 +79,8 @@ class FlatGradients:
         beside: Beside | None = None,
         nodes: NodeLinks | None = None,
         owners: Owners | None = None,
+        is_needed: Callable[[nn.Parameter], bool] = lambda _: True,
+        most: int = MOST_NUMEL,
     ) -> None:
         self.kind = kind
         self._beside = beside
@@ -79,31 +88,21 @@ class FlatGradients:
         self._owners = owners
         self.group = group
         self._scaling = scaling
+        self.dtype, self.device = dtype, device
         self.numel = sum(each.numel() for each in parameters)
-        self._in_one_message = nodes is None and owners is None
-        together = torch.zeros(self.numel + extra, dtype=dtype, device=device)
-        self._buffer = together if self._in_one_message else together[: self.numel].clone()
-        self.extra = together[self.numel :] if self._in_one_message else together[self.numel :].clone()
+        self.extra = torch.zeros(extra, dtype=dtype, device=device)
+        self._is_needed = is_needed
+        self._most = most
         self._given = tuple(parameters)
         self.arrange(parameters)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type on the wire."""
-        return self._buffer.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the buffer."""
-        return self._buffer.device
-
-    @property
     def element_bytes(self) -> int:
         """The bytes of one gradient element on the wire."""
-        return self._buffer.element_size()
+        return self.dtype.itemsize
 
     def arrange(self, parameters: Sequence[nn.Parameter], in_levels: bool = False) -> None:
-        """Put gradients in another order. The contents of the buffer are lost.
+        """Put gradients in another order; none are held then.
 
         Args:
             parameters: the same ones in that order.
@@ -119,6 +118,26 @@ class FlatGradients:
         self.way = self.way_in(in_levels)
         """The way in which stretches are added up."""
         self._steps: dict[tuple[int, int], Steps] = {}
+        self.release()
+
+    def release(self) -> None:
+        """Hold no gradient any more."""
+        self._held: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._addresses: set[int] = set()
+
+    def release_sent(self, first: int, stop: int) -> None:
+        """Give back gradients that nobody needs here, and that end in [first, stop)."""
+        for index in range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop)):
+            ends = self.starts[index] + self.parameters[index].numel()
+            if first < ends <= stop and not self._is_needed(self.parameters[index]):
+                self.let_go(index)
+
+    def let_go(self, index: int) -> None:
+        """Hold a parameter's gradient no more."""
+        held = self._held[index]
+        if held is not None:
+            self._addresses.discard(held.data_ptr())
+            self._held[index] = None
 
     @cached_property
     def _owned(self) -> dict[int, Sequence[tuple[int, int]]] | None:
@@ -131,13 +150,15 @@ class FlatGradients:
         """Return how stretches would be added up in one level or, where that can be, in two."""
         nodes = self.nodes if in_levels else None
         if self._owned is None:
-            return AllReduce(self.group) if nodes is None else AllReduceByNodes(nodes)
+            return AllReduce(self.group, self._most) if nodes is None else AllReduceByNodes(nodes)
         stretches, at = [], 0
         for parameter in self.parameters:
             for numel, owner in self._owned[id(parameter)]:
                 stretches.append(Stretch(at, at + numel, owner))
                 at += numel
-        return ReduceScatter(self.group, stretches) if nodes is None else ReduceScatterByNodes(nodes, stretches)
+        if nodes is not None:
+            return ReduceScatterByNodes(nodes, stretches)
+        return ReduceScatter(self.group, stretches, self._most)
 
     def reducing(self, task: str, way: Way | None = None) -> Callable[[int], Callable[[], object]]:
         """Return what makes ready to measure a task: of a stretch of so many elements, at present or in another way."""
@@ -175,23 +196,88 @@ class FlatGradients:
                 before += each.numel()
         return [each for _, _, each in sorted(placed, key=lambda place: place[:2])]
 
+    def take(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Hold a gradient of the wire's type from now on; return the tensor that has it, which is the same one unless
+        it shares memory or is laid out in another way than the parameter."""
+        parameter = self.parameters[index]
+        is_alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+        is_alone = is_alone and gradient.data_ptr() not in self._addresses
+        if parameter.is_contiguous():
+            is_laid_out = gradient.is_contiguous()
+        else:
+            is_laid_out = gradient.stride() == torch.empty_like(parameter, device="meta").stride()
+        if is_alone and is_laid_out:
+            self.let_go(index)
+            self._held[index] = gradient.detach().as_strided((gradient.numel(),), (1,))
+            self._addresses.add(gradient.data_ptr())
+            return gradient
+        place = self.place(index)
+        place.copy_(gradient)
+        return place
+
+    def holds(self, index: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is the one that is held."""
+        held = self._held[index]
+        return held is not None and held.data_ptr() == gradient.data_ptr()
+
     def value(self, index: int) -> torch.Tensor:
-        """Return the gradient of a parameter in the buffer: [numel]."""
-        start = self.starts[index]
-        return self._buffer[start : start + self.parameters[index].numel()]
+        """Return the gradient of a parameter, [numel]; zeros, if none is held."""
+        held = self._held[index]
+        if held is None:
+            held = torch.zeros(self.parameters[index].numel(), dtype=self.dtype, device=self.device)
+            self._held[index] = held
+            self._addresses.add(held.data_ptr())
+        return held
 
     def place(self, index: int) -> torch.Tensor:
-        """Return the gradient in the shape of the parameter and its layout in memory."""
+        """Return the same memory in the shape of the parameter and its layout."""
         return _laid_out(self.value(index), self.parameters[index])
+
+    def packed(self, ranges: Sequence[Range]) -> torch.Tensor:
+        """See :class:`~ds_fsmoe.gradients.ways.Elements`."""
+        views = [view for each in ranges for view in self._views(*each)]
+        message = torch.cat(views) if views else self.extra[:0].clone()
+        if self._scaling.before is not None:
+            self._scaling.before(message[: self._num_gradients(ranges)])
+        return message
+
+    def put(self, ranges: Sequence[Range], sums: torch.Tensor) -> None:
+        """See :class:`~ds_fsmoe.gradients.ways.Elements`."""
+        if self._scaling.after is not None:
+            self._scaling.after(sums[: self._num_gradients(ranges)])
+        at = 0
+        for view in (view for each in ranges for view in self._views(*each)):
+            view.copy_(sums[at : at + len(view)])
+            at += len(view)
+
+    def _num_gradients(self, ranges: Sequence[Range]) -> int:
+        """Return how many elements of ranges are gradients; what is extra comes behind them."""
+        return sum(min(stop, self.numel) - min(first, self.numel) for first, stop in ranges)
+
+    def _views(self, first: int, stop: int) -> list[torch.Tensor]:
+        """Return elements [first, stop); those that are extra follow the gradients."""
+        found = []
+        for index in range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop)):
+            start, value = self.starts[index], self.value(index)
+            if first < start + len(value):
+                found.append(value[max(0, first - start) : stop - start])
+        if stop > self.numel:
+            found.append(self.extra[max(0, first - self.numel) : stop - self.numel])
+        return found
 
     def add(self, index: int, late: torch.Tensor | None) -> None:
         """Reduce what arrived of a gradient after its place was sent, ``None`` for nothing, and add it there."""
-        place = self.value(index)
-        message = torch.zeros_like(place)
+        message = torch.zeros(self.parameters[index].numel(), dtype=self.dtype, device=self.device)
         if late is not None:
             _laid_out(message, self.parameters[index]).copy_(late)
-        self._reduce(message)
-        place.add_(message)
+        if self._scaling.before is not None:
+            self._scaling.before(message)
+        with waiting("gradients that came late"):
+            dist.all_reduce(message, group=self.group)
+        if self._scaling.after is not None:
+            self._scaling.after(message)
+        if self._is_needed(self.parameters[index]):
+            self.value(index).add_(message)
 
     def tasks(self, first: int, stop: int) -> tuple[str, ...]:
         """Return the kinds of tasks that reduce elements [first, stop), in their order; the same on every rank."""
@@ -199,58 +285,34 @@ class FlatGradients:
 
     def send(self, first: int, stop: int, task: str) -> None:
         """Do one of the tasks that reduce elements [first, stop), in the calling thread and on its current stream."""
-        steps = self._prepared(first, stop)
-        kinds = tuple(steps)
-        kind = GRAD if task == self.kind else task
-        if kind == kinds[0]:
-            self._scale(self._buffer[first:stop])
-        steps[kind]()
-        if kind == kinds[-1]:
-            self._finish(self._buffer[first:stop])
+        self._prepared(first, stop)[GRAD if task == self.kind else task]()
 
     def _prepared(self, first: int, stop: int) -> Steps:
         """Return what its tasks do; a stretch of the plan is the same in every round."""
         if (first, stop) not in self._steps:
-            self._steps[first, stop] = self.way.steps(self._buffer, first, stop)
+            self._steps[first, stop] = self.way.steps(self, first, stop)
         return self._steps[first, stop]
-
-    def _reduce(self, gradients: torch.Tensor) -> None:
-        self._scale(gradients)
-        with waiting("gradients that came late"):
-            dist.all_reduce(gradients, group=self.group)
-        self._finish(gradients)
 
     def start(self, first: int, stop: int, with_extra: bool = False) -> Callable[[], None]:
         """Begin to reduce elements [first, stop); return a function that waits for the end, for the same thread.
 
         Args:
             first, stop: the range of the gradients.
-            with_extra: whether the extra elements follow them in the same message.
+            with_extra: whether the extra elements follow them, in the same message if all ranks get all sums.
         """
-        gradients = self._buffer[first:stop]
-        self._scale(gradients)
         waits: list[Callable[[], object]] = []
-
-        def all_reduce(message: torch.Tensor) -> None:
-            with waiting("the reduction of gradients"):
-                work = dist.all_reduce(message, group=self.group, async_op=self._beside is not None)
-            waits.extend([] if work is None else [work.wait])
-
-        if self._in_one_message:
-            all_reduce(self._buffer[first:] if with_extra else gradients)
-        else:
-            for piece in self._pieces(first, stop):
-                self._run(self._prepared(*piece), waits)
-            if with_extra and len(self.extra):
-                # Behind what ranks of this group are sending, on the same lane.
-                extra = AllReduce(self.group).steps(self.extra, 0, len(self.extra))
-                self._run(extra, waits)
+        extra = len(self.extra) if with_extra else 0
+        in_one_message = isinstance(self.way, AllReduce)
+        for piece in self._pieces(first, stop + extra * in_one_message):
+            self._run(self._prepared(*piece), waits)
+        if extra and not in_one_message:
+            # Behind what ranks of this group are sending, on the same lane.
+            self._run(AllReduce(self.group).steps(self, self.numel, self.numel + extra), waits)
 
         def wait() -> None:
             with waiting("the reduction of gradients"):
                 for each in waits:
                     each()
-            self._finish(gradients)
 
         return wait
 
@@ -259,7 +321,7 @@ class FlatGradients:
         if self._beside is not None:
             waits.append(self._beside.start(steps))
             return
-        with waiting("the reduction of gradients"):
+        with waiting("the reduction of gradients"), torch.no_grad():
             for step in steps.values():
                 step()
 
@@ -270,14 +332,6 @@ class FlatGradients:
             return [(first, stop)] if stop > first else []
         each = -(-(stop - first) // count // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
         return [(at, min(stop, at + each)) for at in range(first, stop, each)]
-
-    def _scale(self, gradients: torch.Tensor) -> None:
-        if self._scaling.before is not None:
-            self._scaling.before(gradients)
-
-    def _finish(self, gradients: torch.Tensor) -> None:
-        if self._scaling.after is not None:
-            self._scaling.after(gradients)
 
 
 def _laid_out(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -134,6 +134,8 @@ class TimedWindow:
 
     def open(self, label: str) -> tuple[GradientSlice, ...]:
         """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
+        # What is still under way is waited for.
+        self._idle.over()
         parcels = self._reducer.open(label)
         # A graph that is older than the plan still has this window, and gradients travel in it by now.
         self._is_timed = self._reducer.is_sending() and self._reducer.plan is None

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces gradients while the backward is still under way: in windows, by one plan that all ranks share.
 
-A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and move into flat
-buffers: from then on there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards
-open windows, in which stretches of the buffers travel; ``finish`` sends the rest. The messages of a communicator and
-their sizes follow from the plan alone, never from what has arrived on a rank. Two things may therefore go wrong on a
-rank, and both are corrected at the end: a gradient that never came was sent as zero, which is right; what came after
-its place was sent travels in a message of its own, and is added. The last message carries, for every parameter, on how
-many ranks that happened, so all ranks send those together.
+A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one, and are numbered from end
+to end: there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards open windows,
+in which stretches of them travel; ``finish`` sends the rest. Sums that this rank does not need go when they are sent.
+The messages of a communicator and their sizes follow from the plan alone, never from what has arrived on a rank. Two
+things may therefore go wrong on a rank, and both are corrected at the end: a gradient that never came was sent as zero,
+which is right; what came after its place was sent travels in a message of its own, and is added. The last message
+carries, for every parameter, on how many ranks that happened, so all ranks send those together.
 
 The first rounds have no plan and send all at the end; they record before which window each gradient came. Ranks take
 the latest of these, order the buffers by it and make the plan. A round in which something came too late makes the next
@@ -23,14 +23,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice
+from ds_fsmoe.gradients.planned_rounds import MakePlan, PlannedRounds
+from ds_fsmoe.gradients.waiting_gradients import WaitingGradients
+from ds_fsmoe.planning.gradient_plan import GradientSlice
 
-MakePlan = Callable[[Sequence[BufferReadiness]], GradientPlan]
 
-
-class GradientReducer:
+class GradientReducer(PlannedRounds):
     """Owns the buffers and the state of a round.
 
     Args:
@@ -43,6 +42,7 @@ class GradientReducer:
         replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
         all_used: whether every parameter is known to get its gradient once in each round, early enough: then nothing
             is ever sent again, ranks need not tell each other, and ``extra`` is empty.
+        waiting: bounds what may wait; ``None``: the plan alone says what is sent when.
     """
 
     def __init__(
@@ -54,36 +54,22 @@ class GradientReducer:
         replace: Callable[[nn.Parameter, torch.Tensor | None], None],
         looks: int = 1,
         all_used: bool = False,
+        waiting: WaitingGradients | None = None,
     ) -> None:
-        self.flats = tuple(flats)
+        super().__init__(flats, make_plan, looks, waiting)
         self._gradient_of = gradient_of
         self.is_sending = is_sending
-        self._make_plan = make_plan
-        self.plan: GradientPlan | None = None
-        # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
-        self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
         self._replace = replace
         self._all_used = all_used
         num_extra = 0 if all_used else 2 * len(self._numbers)
         if len(self.flats[-1].extra) != num_extra:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
-        self._ready_at = [0] * len(self._numbers)
-        self._looks_left = looks
-        self._passed: list[list[str]] = []
-        """The layers, in the order of the windows they opened, for each observed round."""
-        self._windows: tuple[str, ...] = ()
-        """The layers that the plan counts on."""
-        self._seen_windows: tuple[str, ...] = ()
-        """The layers that the observed rounds passed."""
         self.on_finish: Callable[[], None] | None = None
         """Called at the end of each backward, before the rest is sent."""
         self.rounds, self.sent_again = 0, 0
         """The number of finished rounds, and of gradients that had to travel twice in all of them."""
         self._backwards: set[int] = set()
         """Autograd's numbers of the backwards that have begun and not ended."""
-        self._new_plan: GradientPlan | None = None
-        self._new_windows: tuple[str, ...] = ()
-        self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
         self._locate()
         self._begin()
 
@@ -96,7 +82,8 @@ class GradientReducer:
         return (parameter for flat in self.flats for parameter in flat.parameters)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient, [numel], from :meth:`finish` until the next round."""
+        """Return the reduced gradient, [numel], from :meth:`finish` until :meth:`release`; zeros, if this rank does not
+        need it."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].value(index)
 
@@ -105,12 +92,22 @@ class GradientReducer:
         flat, index = self._places[id(parameter)]
         return self.flats[flat].place(index)
 
+    def let_go(self, parameter: nn.Parameter) -> None:
+        """Hold the reduced gradient of a parameter no more."""
+        flat, index = self._places[id(parameter)]
+        self.flats[flat].let_go(index)
+
+    def release(self) -> None:
+        """Hold no gradient any more."""
+        for flat in self.flats:
+            flat.release()
+
     def ready(self, parameter: nn.Parameter) -> None:
         """Take note that the gradient of a parameter is there. Otherwise it is looked for at the end."""
         self.begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
-        self._came_at[self._numbers[id(parameter)]] = self._opened
+        self._came_at[self._numbers[id(parameter)]] = self._num_passed
         # What comes behind the stretch stays with the parameter: it is late.
         if self._sent[flat] <= self.flats[flat].starts[index]:
             self._move(parameter)
@@ -132,21 +129,22 @@ class GradientReducer:
         """Give the round up, on every rank. Gradients that parameters still have stay with them."""
         self._backwards.clear()
         self._wait()
+        self.release()
         self._is_over = True
 
     def _move(self, parameter: nn.Parameter) -> None:
-        """Move the gradient that a parameter has to its place in the buffer."""
-        number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self.place(parameter)
+        """Take over the gradient that a parameter has."""
+        number, gradient = self._numbers[id(parameter)], self._gradient_of(parameter)
+        at, index = self._places[id(parameter)]
+        flat = self.flats[at]
         if gradient is None:
-            place.zero_()
             return
-        if gradient.dtype == place.dtype:
-            if gradient.data_ptr() != place.data_ptr():
-                place.copy_(gradient)
-            self._replace(parameter, place)
+        if gradient.dtype == flat.dtype:
+            if not flat.holds(index, gradient):
+                self._replace(parameter, flat.take(index, gradient))
         else:
             # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
-            place.copy_(gradient)
+            flat.place(index).copy_(gradient)
         self._lent.add(number)
         self._there.add(number)
 
@@ -157,6 +155,8 @@ class GradientReducer:
         self.begin_if_over()
         self._note_backward()
         self._wait()
+        self._release_sent()
+        self._num_open += 1
         self._layers.append(label)
         # By name: where a rank has gone past a layer that others have run, it is where they are all the same.
         if label in self._windows[self._opened :]:
@@ -185,6 +185,8 @@ class GradientReducer:
 
     def close(self) -> None:
         """End the window of a layer's backward: start what travels beside the work that follows."""
+        self._num_open = max(0, self._num_open - 1)
+        self._release_sent()
         part = 2 * self._opened - 1
         if not self._is_over and part == self._next_part < len(self._parts):
             self._start_until(part + 1)
@@ -214,6 +216,8 @@ class GradientReducer:
             self._fill(parcel, at_end=True)
             self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
         self._wait()
+        self._num_open = 0
+        self._release_sent()
         if self._all_used:
             late = marks[len(self._numbers) :]
             _refuse([tuple(each.shape) for each in self.parameters if late[self._numbers[id(each)]]])
@@ -244,15 +248,18 @@ class GradientReducer:
     def _begin(self) -> None:
         if self._new_plan is not None:
             # Not before: until now the reduced gradients of the last round may have been read.
-            self._take_out()
             self.plan, self._new_plan = self._new_plan, None
             for index, flat in enumerate(self.flats):
                 flat.arrange(flat.in_order(self._ready_of), self.plan.is_in_levels(index))
             self._locate()
             self._parts = self.plan.parts
             self._windows, self._new_windows = self._new_windows, ()
-        self._is_over = False
-        self._sent = [0] * len(self.flats)
+        elif self._is_new:
+            self._send_as_the_model_is()
+        self._is_new = self._is_over = False
+        self.release()
+        self._sent, self._released = ([0] * len(self.flats) for _ in range(2))
+        self._num_open = 0
         self._opened = 0
         self._layers: list[str] = []
         self._next_part = 0
@@ -262,12 +269,27 @@ class GradientReducer:
         self._came_at: dict[int, int] = {}
         self._under_way: list[Callable[[], None]] = []
 
+    def _send_as_the_model_is(self) -> None:
+        """Send what would wait for too long, until there is a plan, in the order of the model."""
+        # Where a gradient has to be early enough, nothing is guessed.
+        if self._waiting is not None and not self._all_used:
+            self._windows, self._parts = self._waiting.guessed(self.flats)
+            self._locate()
+
     def _locate(self) -> None:
         self._places = {
             id(parameter): (flat, index)
             for flat, each in enumerate(self.flats)
             for index, parameter in enumerate(each.parameters)
         }
+
+    def _release_sent(self) -> None:
+        """Give back what was sent and is not needed here, where nothing is under way."""
+        if self._num_open or self._under_way:
+            return
+        for at, flat in enumerate(self.flats):
+            flat.release_sent(self._released[at], self._sent[at])
+        self._released = list(self._sent)
 
     def _wait(self) -> None:
         for wait in self._under_way:
@@ -293,24 +315,21 @@ class GradientReducer:
                 # A hook or a script has put another in its stead, or none; or it is of another type.
                 self._there.discard(number)
                 self._move(parameter)
-            if number not in self._there:
-                if not at_end and not self._is_in_place(parameter):
-                    flat.value(index).zero_()
-                    continue
+            if number not in self._there and at_end:
                 self._move(parameter)
-            self._replace(parameter, None)
+            if number in self._there:
+                self._replace(parameter, None)
+            else:
+                flat.let_go(index)
+            # Zeros are made by this thread, and not by whoever sends them.
+            flat.value(index)
         self._sent[parcel.flat] = parcel.stop
 
     def _is_in_place(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter's gradient is in the buffer, from an earlier round."""
+        """Return whether a parameter's gradient is still the one that is held."""
+        flat, index = self._places[id(parameter)]
         gradient = self._gradient_of(parameter)
-        return gradient is not None and gradient.data_ptr() == self.value(parameter).data_ptr()
-
-    def _take_out(self) -> None:
-        """Take gradients of an earlier round out of the buffer, because others will use their places."""
-        for parameter in self.parameters:
-            if self._is_in_place(parameter):
-                self._replace(parameter, self.place(parameter).clone())
+        return gradient is not None and self.flats[flat].holds(index, gradient)
 
     def _send_again(self, numbers: Sequence[int]) -> None:
         parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}
@@ -320,76 +339,6 @@ class GradientReducer:
             self.flats[flat].add(index, self._gradient_of(parameter))
             self._replace(parameter, None)
         self.sent_again += len(numbers)
-
-    def _look(self, was_late: bool) -> None:
-        """Record what came when, if this round was an observed one; after the last one agree on it, and plan."""
-        if not self._looks_left:
-            self._looks_left = int(was_late)
-            return
-        # What was late once stays late: ranks may take turns.
-        for number in range(len(self._numbers)):
-            came_at = self._came_at.get(number, self._opened)
-            self._ready_at[number] = max(self._ready_at[number], came_at)
-        if not self._windows:
-            self._passed.append(self._layers)
-        self._looks_left -= 1
-        if self._looks_left:
-            return
-        facts = on_every_rank((self._passed, self._ready_at), self.flats[-1].group)
-        self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
-        seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
-        # Where not every backward passes the same layers, there is no telling when a window opens.
-        self._new_windows = self._seen_windows = seen.pop() if len(seen) == 1 else ()
-        self._new_plan = self._make_plan(self._supplies(len(self._new_windows)))
-
-    def look_again(self, rounds: int) -> None:
-        """Observe so many more rounds from now on."""
-        self._looks_left = rounds
-
-    def try_plan(self, make_plan: MakePlan) -> None:
-        """Send by another plan from the next round on, if enough has been observed to make one; not a settled one."""
-        if self._seen_windows:
-            self._new_windows = self._seen_windows
-            self._new_plan = make_plan(self._supplies(len(self._new_windows)))
-
-    def forget_plan(self) -> None:
-        """Send all at the end from the next round on, until there is another plan."""
-        self.plan, self._new_plan, self._parts, self._windows, self._passed = None, None, (), (), []
-
-    @property
-    def coming_plan(self) -> GradientPlan | None:
-        """The plan of the next round: the one in force, unless another waits for that round to begin."""
-        return self.plan if self._new_plan is None else self._new_plan
-
-    def memory(self) -> dict[str, list]:
-        """Return what the coming plan rests on, as plain data: the layers whose windows it counts on, and how many
-        windows had opened when each gradient came."""
-        windows = self._new_windows if self._new_plan else self._windows
-        return {"windows": list(windows), "ready_at": list(self._ready_at)}
-
-    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
-        """Send by a plan from another run, of the same model on as many ranks; between two rounds.
-
-        Args:
-            plan: the plan to use.
-            windows, ready_at: its :meth:`memory`.
-
-        Raises:
-            ValueError: the plan is for other buffers or parameters.
-        """
-        sizes = tuple(flat.numel for flat in self.flats)
-        if plan.sizes != sizes or len(ready_at) != len(self._numbers):
-            raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
-        self._looks_left, self._ready_at = 0, list(ready_at)
-        self._new_plan = plan
-        self._new_windows = self._seen_windows = tuple(windows)
-        self._begin()
-
-    def _supplies(self, num_windows: int) -> list[BufferReadiness]:
-        return [flat.readiness(self._ready_of, num_windows) for flat in self.flats]
-
-    def _ready_of(self, parameter: nn.Parameter) -> int:
-        return self._ready_at[self._numbers[id(parameter)]]
 
 
 def _refuse(late: Sequence[tuple[int, ...]]) -> None:

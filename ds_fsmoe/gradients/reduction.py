@@ -25,11 +25,14 @@ from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.gradients.adding_up import words_of_stage_2
 from ds_fsmoe.gradients.beside import Beside, make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_are_ours
+from ds_fsmoe.gradients.stage_0 import Stage0
+from ds_fsmoe.gradients.waiting_gradients import waiting_gradients
+from ds_fsmoe.gradients.zero_stages import Stages1And2, partitions_are_ours
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
@@ -126,7 +129,7 @@ class Reduction:
         self._by_rule, self._has_details = block.deterministic, block.autotune.details
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
-        self._door = Stages1And2(engine, accumulate) if with_zero else Stage0(engine, accumulate)
+        self._door = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
         self._beside = make_beside(engine.device) if beside else None
         self.reducer = GradientReducer(
             _flats(self._door, groups, block.gradient_partition, mode, self._beside),
@@ -136,6 +139,7 @@ class Reduction:
             self._door.replace,
             looks=1 if self._by_rule else LOOKS,
             all_used=block.gradient_partition.all_used,
+            waiting=waiting_gradients(engine, self._door.most_waiting, layers),
         )
         self.foreseen: tuple[WindowBytes, ...] | None = None
         """The bytes that are sent in each window, as the plan of layers has it; ``None``: idle times say how many."""
@@ -147,7 +151,9 @@ class Reduction:
             self._layers[0].fsmoe.running.instruments.append(self._end_dense_part)
         self.look_at_plans()
         self._door.take(self.reducer)
-        log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
+        if engine.zero_optimization_partition_gradients() and engine.gradient_accumulation_steps() > 1:
+            size = sum(each.numel * each.element_bytes for each in self.reducer.flats) / 1e6
+            log_on_rank_0(words_of_stage_2(size, self.sums_each, accumulate))
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
         """Send from now on as much in each window as a plan of layers has foreseen. What was tried with those is kept
@@ -323,17 +329,6 @@ class Reduction:
             layer.fsmoe.attach(None)
 
 
-def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:
-    size = sum(each.numel * each.element_bytes for each in flats) / 1e6
-    sentence = f"gradients that travel early lie in buffers of {size:.4g} MB on this rank, and nowhere else"
-    if is_partitioned:
-        sentence += (
-            "; DeepSpeed's stage 2 by itself keeps a rank's own part of them and a bucket. Where that memory is "
-            'wanted: "gradient_partition": {"mode": "off"}'
-        )
-    return sentence
-
-
 def _total(slices: Sequence[tuple[str, float]]) -> float:
     """Return the bytes of several slices."""
     return sum(size_bytes for _, size_bytes in slices)
@@ -391,10 +386,10 @@ def _flats(
     for (name, dtype), parameters in experts.items():
         group, nodes = communicators[name]
         of_kind = EXPERT_GRAD, parameters, dtype, group, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, beside=beside, nodes=nodes, owners=owners))
+        made.append(FlatGradients(*of_kind, 0, beside, nodes, owners, door.is_needed, door.most))
     of_all, nodes = among(everyone, "dp")
     for place, (dtype, parameters) in enumerate(dense.items(), 1):
         extra = 2 * count if place == len(dense) and not asked.all_used else 0
         of_kind = GRAD, parameters, dtype, of_all, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, extra, beside, nodes, owners))
+        made.append(FlatGradients(*of_kind, extra, beside, nodes, owners, door.is_needed, door.most))
     return made

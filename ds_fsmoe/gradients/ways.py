@@ -26,6 +26,8 @@ from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 
 Steps = dict[str, Callable[[], None]]
 
+MOST_NUMEL = 1 << 62
+
 
 class Stretch(NamedTuple):
     """Elements [first, stop) of a buffer that one rank owns."""
@@ -35,8 +37,24 @@ class Stretch(NamedTuple):
     owner: int
 
 
+Range = tuple[int, int]
+"""Elements [first, stop)."""
+
+
+class Elements(ABC):
+    """Elements that are added up over ranks, numbered from end to end wherever each lies."""
+
+    @abstractmethod
+    def packed(self, ranges: Sequence[Range]) -> torch.Tensor:
+        """Return a new tensor with the elements of ranges, one behind the other, made ready for the sum."""
+
+    @abstractmethod
+    def put(self, ranges: Sequence[Range], sums: torch.Tensor) -> None:
+        """Write sums where :meth:`packed` has read."""
+
+
 class Way(ABC):
-    """A way to add up stretches of one buffer, in place."""
+    """A way to add up stretches of one buffer."""
 
     words: str
     """The words by which logs and measurements call it."""
@@ -47,7 +65,7 @@ class Way(ABC):
         return self.words
 
     @abstractmethod
-    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
         """Return kind of task -> what it does to elements [first, stop), in the order of the tasks; the same kinds on
         every rank. Each is collective."""
 
@@ -61,14 +79,19 @@ class AllReduce(Way):
     """Adds up in one collective among all ranks."""
 
     group: dist.ProcessGroup
+    most: int = MOST_NUMEL
+    """The elements of a message, at the most."""
     words = "all-reduce"
     most_kinds = (GRAD,)
 
-    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
 
         def reduce() -> None:
-            dist.all_reduce(buffer[first:stop], group=self.group)
+            for piece in _cut(first, stop, self.most):
+                message = buffer.packed([piece])
+                dist.all_reduce(message, group=self.group)
+                buffer.put([piece], message)
 
         return {GRAD: reduce}
 
@@ -85,17 +108,17 @@ class AllReduceByNodes(Way):
     words = "all-reduce in two levels"
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
-    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
-        nodes, whole = self.nodes, buffer[first:stop]
-        per_node = nodes.per_node
-        each = -(-len(whole) // per_node)
+        nodes, per_node = self.nodes, self.nodes.per_node
+        each = -(-(stop - first) // per_node)
         # A rank's part must be as long as each other's for the gather; what is missing at the end is filled up.
-        fits = each * per_node == len(whole)
+        missing = each * per_node - (stop - first)
         part: list[torch.Tensor] = []
 
         def scatter() -> None:
-            padded = whole if fits else torch.cat([whole, whole.new_zeros(each * per_node - len(whole))])
+            whole = buffer.packed([(first, stop)])
+            padded = torch.cat([whole, whole.new_zeros(missing)]) if missing else whole
             part[:] = (_summed(padded, [each] * per_node, nodes.place, nodes.inside),)
 
         def between() -> None:
@@ -104,10 +127,9 @@ class AllReduceByNodes(Way):
 
         def gather() -> None:
             _is_used_here(part[0])
-            gathered = whole if fits else whole.new_empty(each * per_node)
+            gathered = part[0].new_empty(each * per_node)
             all_gather(gathered, part.pop(), group=nodes.inside)
-            if not fits:
-                whole.copy_(gathered[: len(whole)])
+            buffer.put([(first, stop)], gathered[: stop - first])
 
         return {GRAD_SCATTER: scatter, GRAD: between, GRAD_GATHER: gather}
 
@@ -154,23 +176,27 @@ class ReduceScatter(Way):
     Args:
         group: the ranks.
         stretches: who owns what of the buffer, in its order and without gaps.
+        most: the elements of a message, at the most.
     """
 
     words = "reduce-scatter"
     most_kinds = (GRAD,)
 
-    def __init__(self, group: dist.ProcessGroup, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, group: dist.ProcessGroup, stretches: Sequence[Stretch], most: int = MOST_NUMEL) -> None:
         self._group = group
+        self._most = most
         self._owned = _Owned(stretches)
 
-    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
-        group, stretches = self._group, self._owned.within(first, stop)
+        group = self._group
+        order = [(owner,) for owner in range(group.size())]
+        pieces = [self._owned.within(*piece) for piece in _cut(first, stop, self._most)]
 
         def scatter() -> None:
-            order = [(owner,) for owner in range(group.size())]
-            packed, counts = _packed(buffer, stretches, order)
-            _put(buffer, stretches, group.rank(), _summed(packed, counts, group.rank(), group))
+            for stretches in pieces:
+                packed, counts = _packed(buffer, stretches, order)
+                buffer.put(_of(stretches, group.rank()), _summed(packed, counts, group.rank(), group))
 
         return {GRAD: scatter}
 
@@ -208,7 +234,7 @@ class ReduceScatterByNodes(Way):
         )
         return most * nodes.num_nodes * nodes.per_node <= 2 * (nodes.num_nodes - 1) * (stop - first)
 
-    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
         if not self.pays(first, stop):
             return self._for_all.steps(buffer, first, stop)
@@ -224,7 +250,8 @@ class ReduceScatterByNodes(Way):
             _is_used_here(of_place[0])
             owners = [ranks[nodes.place] for ranks in nodes.ranks]
             counts = [sum(each.stop - each.first for each in stretches if each.owner == owner) for owner in owners]
-            _put(buffer, stretches, nodes.rank, _summed(of_place.pop(), counts, nodes.node, nodes.between))
+            sums = _summed(of_place.pop(), counts, nodes.node, nodes.between)
+            buffer.put(_of(stretches, nodes.rank), sums)
 
         return {GRAD_SCATTER: scatter, GRAD: between}
 
@@ -237,17 +264,23 @@ class ReduceScatterByNodes(Way):
         return _summing_equally(part, nodes.node, nodes.between)
 
 
+def _cut(first: int, stop: int, most: int) -> list[Range]:
+    """Return the ranges of the messages; the same on every rank. Nothing is one message of nothing."""
+    return [(at, min(stop, at + most)) for at in range(first, stop, most)] or [(first, stop)]
+
+
+def _of(stretches: Sequence[Stretch], owner: int) -> list[Range]:
+    """Return what one rank owns."""
+    return [(each.first, each.stop) for each in stretches if each.owner == owner]
+
+
 def _packed(
-    buffer: torch.Tensor, stretches: Sequence[Stretch], order: Sequence[tuple[int, ...]]
+    buffer: Elements, stretches: Sequence[Stretch], order: Sequence[tuple[int, ...]]
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the elements of each set of owners, one set behind the other and owner by owner, and how many they are."""
-    pieces = [
-        [buffer[each.first : each.stop] for owner in owners for each in stretches if each.owner == owner]
-        for owners in order
-    ]
-    together = [piece for of_set in pieces for piece in of_set]
-    counts = [sum(map(len, of_set)) for of_set in pieces]
-    return (torch.cat(together) if together else buffer[:0]), counts
+    of_sets = [[each for owner in owners for each in _of(stretches, owner)] for owners in order]
+    counts = [sum(stop - first for first, stop in of_set) for of_set in of_sets]
+    return buffer.packed([each for of_set in of_sets for each in of_set]), counts
 
 
 def _summed(x: torch.Tensor, counts: Sequence[int], index: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -267,11 +300,3 @@ def _is_used_here(x: torch.Tensor) -> None:
     """Tell a GPU's allocator that a tensor of another lane's stream is read in this one, too."""
     if x.is_cuda:
         x.record_stream(torch.cuda.current_stream(x.device))
-
-
-def _put(buffer: torch.Tensor, stretches: Sequence[Stretch], owner: int, values: torch.Tensor) -> None:
-    at = 0
-    for each in stretches:
-        if each.owner == owner:
-            buffer[each.first : each.stop] = values[at : at + each.stop - each.first]
-            at += each.stop - each.first

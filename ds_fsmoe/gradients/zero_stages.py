@@ -38,146 +38,40 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.gradients.adding_up import refuse_before_stage_2, sums_every_micro_batch
-from ds_fsmoe.gradients.flat_buffers import Scaling
+from ds_fsmoe.gradients.adding_up import (
+    STEPS_WATCHED,
+    holds_all,
+    may_add_up_later,
+    sums_every_micro_batch,
+)
+from ds_fsmoe.gradients.flat_buffers import PIECE_NUMEL, Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
+from ds_fsmoe.gradients.stage_0 import shared_by_stages
 from ds_fsmoe.gradients.ways import Stretch
-
-
-class Stage0:
-    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters when the backward is over.
-
-    Args:
-        engine: the engine, with its optimizer.
-        accumulate: the option of that name.
-    """
-
-    sums_each = False
-    """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
-
-    def __init__(self, engine: Any, accumulate: str = "auto") -> None:
-        refuse_before_stage_2(accumulate)
-        self._engine = engine
-        self.device = engine.device
-        self._handles: list[Any] = []
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients we reduce, in module order. Sparse ones, and those that stages share,
-        are left to DeepSpeed."""
-        sparse = {
-            id(module.weight)
-            for module in self._engine.module.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        }
-        left = sparse | shared_by_stages(self._engine)
-        return [
-            each
-            for each in self._engine.module.parameters()
-            if each.requires_grad and each.numel() and id(each) not in left
-        ]
-
-    def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
-        return self._engine.communication_data_type
-
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            # Made so by a function, and not by a module that says so beforehand.
-            parameter.grad = parameter.grad.to_dense()
-        return parameter.grad
-
-    def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        parameter.grad = gradient
-
-    def is_sending(self) -> bool:
-        engine = self._engine
-        # Who asks for the reduction later may want to see to the gradients before.
-        reduces = engine.pipeline_parallelism or engine.enable_backward_allreduce
-        return reduces and not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary()
-
-    owners = None
-    """Every rank updates all parameters."""
-
-    def scaling(self) -> Scaling:
-        """Divide as ``DeepSpeedEngine.allreduce_bucket`` does, for experts too: by the data-parallel size."""
-        engine = self._engine
-        size = dist.get_world_size(stock_groups._get_sequence_data_parallel_group())
-        if not engine.gradient_average:
-            return Scaling()
-        if not engine.postscale_gradients():
-            return Scaling(before=lambda message: message.mul_(1.0 / size))
-        first = engine.gradient_predivide_factor()
-        return Scaling(
-            before=None if first == 1.0 else lambda message: message.mul_(1.0 / first),
-            after=None if first == size else lambda message: message.mul_(first / size),
-        )
-
-    def take(self, reducer: GradientReducer) -> None:
-        def on_gradient(parameter: nn.Parameter) -> None:
-            if self.is_sending():
-                reducer.ready(parameter)
-
-        for parameter in reducer.parameters:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
-
-        def gradients_for_reduction() -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-            reducer.finish()
-            return self._write_back(reducer)
-
-        self._engine._get_gradients_for_reduction = gradients_for_reduction
-
-    def _write_back(self, reducer: GradientReducer) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Put reduced gradients where DeepSpeed looks for them; return what it still has to reduce."""
-        dense: list[torch.Tensor] = []
-        experts: dict[str, list[torch.Tensor]] = {name: [] for name in self._engine.expert_data_parallel_group}
-        for parameter in self._engine.module.parameters():
-            if not parameter.requires_grad or not parameter.numel():
-                continue
-            if parameter in reducer:
-                # Where it was reduced, if its type is the parameter's; one that is missing is zero there.
-                parameter.grad = reducer.place(parameter).to(parameter.dtype)
-                continue
-            if parameter.grad is None:
-                # A gradient that is missing is zero, as DeepSpeed has it.
-                parameter.grad = torch.zeros_like(parameter)
-            if is_moe_param(parameter):
-                experts[parameter.group_name].append(parameter.grad.data)
-            else:
-                dense.append(_as_deepspeed_has_it(parameter))
-        return dense, experts
-
-    def give_back(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        vars(self._engine).pop("_get_gradients_for_reduction", None)
-
-
-def _as_deepspeed_has_it(parameter: nn.Parameter) -> Any:
-    from deepspeed.runtime.sparse_tensor import SparseTensor
-
-    return SparseTensor(parameter.grad) if parameter.grad.is_sparse else parameter.grad.data
+from ds_fsmoe.log import log_on_rank_0
 
 
 class Stages1And2:
     """Handles gradients with ZeRO: its hooks announce them, and its buckets are filled with reduced ones.
 
-    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. Here it
-    has room for all gradients anyway, so micro-batches can be added up in it first, and the sum over ranks taken once.
+    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. Where
+    there is room for all gradients, micro-batches can be added up first, and the sum over ranks taken once.
 
     Args:
         engine: the engine, with its optimizer.
         accumulate: the option of that name.
+        by_rule: whether nothing may depend on what is measured.
     """
 
-    def __init__(self, engine: Any, accumulate: str = "auto") -> None:
+    def __init__(self, engine: Any, accumulate: str = "auto", by_rule: bool = False) -> None:
         self._engine = engine
         self.optimizer: DeepSpeedZeroOptimizer = engine.optimizer
         self.sums_each = sums_every_micro_batch(engine, accumulate)
         """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
+        self._may_add_up_later = not by_rule and may_add_up_later(engine, accumulate)
         self.device = engine.device
         self._group_of = {
             id(parameter): index for index, group in enumerate(self.optimizer.bit16_groups) for parameter in group
@@ -237,6 +131,24 @@ class Stages1And2:
             for parameter, offset in zip(parameters, offsets, strict=True)
         }
 
+    @property
+    def most(self) -> int:
+        """The elements of a message: an owner of all of it receives as many from every other rank."""
+        optimizer = self.optimizer
+        return max(PIECE_NUMEL, optimizer.reduce_bucket_size // dist.get_world_size(optimizer.dp_process_group))
+
+    @property
+    def most_waiting(self) -> int | None:
+        """The elements that may wait to be sent: stage 2 has a bucket of them."""
+        return self.optimizer.reduce_bucket_size if self.optimizer.partition_gradients else None
+
+    def is_needed(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank updates any of a parameter, or ZeRO reads all of it."""
+        optimizer = self.optimizer
+        return (
+            self.owners(parameter) is None or optimizer.is_param_in_current_partition[optimizer.get_param_id(parameter)]
+        )
+
     def scaling(self) -> Scaling:
         """Divide as ``average_tensor`` does, for experts too: by the data-parallel size, ahead of the sum."""
         size = dist.get_world_size(self.optimizer.dp_process_group)
@@ -254,15 +166,12 @@ class Stages1And2:
             if parameter not in reducer or optimizer._coalesce_grad_reduction:
                 stock_process(parameter, i)
                 return
-            optimizer.setup_buckets()
             if optimizer.use_grad_accum_attribute:
                 optimizer._fill_param_grad_accum_attribute(parameter)
             if not getattr(parameter, "ds_grad_is_ready", True):
                 return
             if self.is_sending():
                 reducer.ready(parameter)
-            elif optimizer.partition_gradients:
-                self._keep(reducer, parameter)
 
         def average_tensor(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
             if not self._is_reduced:
@@ -271,15 +180,20 @@ class Stages1And2:
             bucket = optimizer.ipg_buckets[communication_data_type]
             if not bucket.params:
                 return
-            parameters = (optimizer.bit16_groups[i][at] for i, at, _ in bucket.params)
-            reduced = torch.cat([reducer.value(each) for each in parameters])
-            tensor.copy_(reduced)
-            optimizer._add_full_reduction_to_compact_grad_partition(reduced, communication_data_type)
+            at = 0
+            for parameter in (optimizer.bit16_groups[i][number] for i, number, _ in bucket.params):
+                # What it was given may be narrower than the sum.
+                if self._given_type(parameter) != communication_data_type:
+                    tensor[at : at + parameter.numel()] = reducer.value(parameter)
+                at += parameter.numel()
+                reducer.let_go(parameter)
+            optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
 
         def epilogue() -> None:
             if self.sums_each or self._engine.is_gradient_accumulation_boundary():
                 self._hand_over(reducer)
                 stock_epilogue()
+                self._look_for_room(reducer)
                 return
             # At its end ZeRO forgets gradients, and what it has been given itself is to be summed all the same.
             kept = [(each, self.gradient_of(each)) for each in reducer.parameters]
@@ -304,16 +218,6 @@ class Stages1And2:
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
 
-    def _keep(self, reducer: GradientReducer, parameter: nn.Parameter) -> None:
-        """Take a gradient that is not to be summed yet to its place, where later micro-batches add to it, and of which
-        there is no other copy."""
-        # A plan that is due may have other places; gradients that are there would have to be copied for it.
-        reducer.begin_if_over()
-        gradient, place = self.gradient_of(parameter), reducer.place(parameter)
-        if gradient is not None and gradient.dtype == place.dtype and gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
-            self.replace(parameter, place)
-
     def _hand_over(self, reducer: GradientReducer) -> None:
         """Pass everything that has a gradient on some rank through ZeRO's buckets, in one order on all ranks."""
         optimizer = self.optimizer
@@ -325,28 +229,43 @@ class Stages1And2:
             if id(parameter) in present:
                 self._give(parameter, reducer.place(parameter))
                 optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+                if self._given_type(parameter) == self.wire_type(parameter):
+                    # It is in the bucket by now.
+                    reducer.let_go(parameter)
         optimizer.reduce_ipg_grads()
         self._is_reduced = False
+        reducer.release()
+
+    def _look_for_room(self, reducer: GradientReducer) -> None:
+        """Add micro-batches up from the next step on if all gradients have room; two steps have shown what there is."""
+        engine = self._engine
+        if not self._may_add_up_later or engine.global_steps < STEPS_WATCHED:
+            return
+        if not engine.is_gradient_accumulation_boundary():
+            return
+        self._may_add_up_later = False
+        size = sum(each.numel * each.element_bytes for each in reducer.flats)
+        self.sums_each = not holds_all(engine, size)
+        fits, are = ("do not fit", "summed one by one") if self.sums_each else ("fit", "added up first")
+        log_on_rank_0(
+            f"ZeRO 2: gradients of {size / 1e6:.4g} MB {fits} into what GPUs have left, so micro-batches are {are}"
+        )
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
-        """Give ZeRO what it takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
-        uses_own = self.optimizer.use_grad_accum_attribute
-        dtype = self.optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
+        """Give ZeRO what it takes for the gradient; where types differ the numbers come from :meth:`take`'s
+        ``average_tensor``."""
+        dtype = self._given_type(parameter)
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
+
+    def _given_type(self, parameter: nn.Parameter) -> torch.dtype:
+        uses_own = self.optimizer.use_grad_accum_attribute
+        return self.optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
 
     def give_back(self) -> None:
         for name in _METHODS:
             vars(self.optimizer).pop(name, None)
         vars(self._engine).pop("_flush_coalesced_reduction_zero12", None)
         self.optimizer.overlap_comm = self._overlap_comm
-
-
-def shared_by_stages(engine: Any) -> set[int]:
-    """Return the ids of the parameters that several stages of a pipeline share. DeepSpeed sums their gradients over
-    these stages when all micro batches are through, and over the ranks of a stage after that."""
-    if not engine.pipeline_parallelism:
-        return set()
-    return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
 
 
 def cut_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:

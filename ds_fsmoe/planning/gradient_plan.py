@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.chunks import micro_op_ends, num_micro_ops
 from ds_fsmoe.planning.gradients import Mode
@@ -200,6 +200,37 @@ def plan_by_bytes(supplies: Sequence[BufferReadiness], windows: Sequence[WindowB
         moe.append(take(wanted.moe, window))
         dense.append(take(wanted.dense, window))
     return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in supplies))
+
+
+def never_above(plan: GradientPlan, supplies: Sequence[BufferReadiness], most: int) -> GradientPlan:
+    """Return a plan that sends, beside what follows each layer, all that exists of a buffer where more than ``most``
+    elements of it would wait: a rank need not hold what others update for longer.
+
+    Args:
+        plan: what is sent in any case, and when at the latest.
+        supplies: the supplies of the buffers.
+        most: the elements of a buffer.
+    """
+    sent = [0] * len(supplies)
+
+    def left(parcels: Sequence[GradientSlice]) -> list[GradientSlice]:
+        found = []
+        for each in parcels:
+            if each.stop > sent[each.flat]:
+                found.append(replace(each, first=sent[each.flat]))
+                sent[each.flat] = each.stop
+        return found
+
+    moe, dense = [], []
+    for window in range(plan.num_windows):
+        moe.append(tuple(left(plan.moe[window])))
+        beside = left(plan.dense[window])
+        for index, supply in enumerate(supplies):
+            stop = supply.end(supply.ready[window])
+            if stop - sent[index] > most:
+                beside += left([GradientSlice(supply.kind, index, sent[index], stop)])
+        dense.append(tuple(beside))
+    return replace(plan, moe=tuple(moe), dense=tuple(dense))
 
 
 def plan_micro_ops(

@@ -193,26 +193,24 @@ class Choice:
     zero: int
     ep: int
     esp: int
-    early_gradients: bool
     memory: Memory
     largest_batch: int | None
     """``None``: the memory of a GPU is not known."""
 
 
 def choices_of(architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None) -> list[Choice]:
-    """Return what changes with the stage of ZeRO, with how experts are spread and cut, and at stage 2 with buffers of
-    gradients, all on the same ranks."""
+    """Return what changes with the stage of ZeRO and with how experts are spread and cut, on the same ranks."""
     found = []
-    for zero, early in ((0, True), (1, True), (2, True), (2, False), (3, True)):
+    for zero in (0, 1, 2, 3):
         for ep, esp in _layouts(architecture, groups):
             other = replace(groups, ep=ep, esp=esp)
             try:
-                asked = replace(training, zero=zero, early_gradients=early and training.early_gradients)
+                asked = replace(training, zero=zero)
                 memory = memory_of(architecture, other, asked)
             except ValueError:  # one that is refused
                 continue
             most = None if memory_gb is None else largest_batch(architecture, other, asked, memory_gb)
-            found.append(Choice(zero, ep, esp, early, memory, most))
+            found.append(Choice(zero, ep, esp, memory, most))
     return found
 
 

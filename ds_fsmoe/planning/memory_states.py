@@ -22,11 +22,15 @@ PARAMETERS = "parameters"
 MASTERS = "master weights"
 OPTIMIZER = "optimizer states"
 GRADIENTS = "gradients"
-OUR_GRADIENTS = "gradient buffers of ds_fsmoe"
+MESSAGE = "messages of gradients"
 BUCKETS = "DeepSpeed's buckets"
 GATHERED = "gathered parameters"
 STEP = "inside the optimizer step"
 
+MOST_SENT = 500_000_000
+"""The elements of a message of gradients without ZeRO, at the most."""
+FEWEST_SENT = 1 << 16
+"""With ZeRO 1 and 2, where ``reduce_bucket_size`` over the ranks is less."""
 SUB_GROUP = 1_000_000_000
 """``zero_optimization.sub_group_size``, in elements: stage 3 updates as many at a time."""
 
@@ -74,17 +78,14 @@ def _are_ours(dp: int, training: Training) -> bool:
     return training.early_gradients and dp > 1 and training.zero < 3 and not is_bf16_optimizer
 
 
-def _ours(parameters: Parameters, dp: int, edp: int, training: Training) -> tuple[Account, bool, bool]:
-    """Return our buffers, and of dense gradients and of experts' whether they lie there."""
-    dense = _are_ours(dp, training)
-    experts = dense and edp > 1
-    elements = dense * parameters.num_dense + experts * parameters.num_experts
-    return {OUR_GRADIENTS: elements * training.number_bytes}, dense, experts
-
-
 def _coming(parameters: Parameters, has_dense: bool, has_experts: bool) -> tuple[list[int], list[int]]:
-    """Return for each block how many elements have gradients that do not lie in our buffers: when its backward begins,
-    and when its experts have theirs. A backward makes those of the head first."""
+    """Return for each block how many elements have gradients, but for those that we send: when its backward begins, and
+    when its experts have theirs. A backward makes those of the head first.
+
+    Args:
+        parameters: the parameters.
+        has_dense, has_experts: whether we send those of dense parameters, and of experts.
+    """
     blocks = list(zip(parameters.experts_of_block, parameters.dense_of_block, strict=True))
     before, behind = [], []
     there = (not has_dense) * parameters.num_head
@@ -107,9 +108,7 @@ def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.moments * MASTER * everything}
     if a < MASTER:
         rest[MASTERS] = MASTER * everything
-    buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
-    rest = plus(rest, buffers)
-    after = {GRADIENTS: a * ((not has_experts) * experts + (not has_dense) * dense)}
+    after = {GRADIENTS: a * everything}
     largest = max((*parameters.dense, *parameters.experts))
     if a == MASTER:
         steps = [plus(after, {STEP: _temporary(training, largest)})]
@@ -119,8 +118,9 @@ def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     else:
         # FP16_UnfusedOptimizer: all gradients in fp32, tensor by tensor.
         steps = [plus(after, {STEP: MASTER * everything + _temporary(training, largest)})]
-    before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, has_dense, has_experts))
-    return States(rest, {}, before, behind, after, tuple(steps), stay=not has_experts)
+    before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, False, False))
+    message: Account = {MESSAGE: a * min(MOST_SENT, dense) * _are_ours(dp, training)}
+    return States(rest, {}, before, behind, plus(after, message), tuple(steps), stay=True)
 
 
 def in_partition(sizes: Sequence[int], parts: int, part: int) -> int:
@@ -156,28 +156,39 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         after = {GRADIENTS: a * (dense + experts)}
         steps = [plus(after, {STEP: _temporary(training, each)}) for each in parts]
         return States(rest, {}, before, behind, after, tuple(steps), stay=True)
-    buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
-    rest = plus(rest, buffers)
+    has_dense = _are_ours(dp, training)
+    has_experts = has_dense and edp > 1
+    ours = has_dense * dense + has_experts * experts
     whole = max(in_partition(parameters.dense, dp, part) for part in range(dp))
     whole += max(in_partition(parameters.experts, edp, part) for part in range(edp))
     copied = g * held if g > a else a * whole
     bucket = a * training.reduce_bucket
-    largest = max((*parameters.dense, *parameters.experts))
     left = (not has_experts) * experts + (not has_dense) * dense
     soon = copied
-    if g > a:  # in fp32, group by group: those that are in our buffers get theirs at the end
+    if g > a:  # in fp32, group by group: those that we send get theirs at the end
         soon = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
 
-    def there(elements: int) -> Account:
-        if training.zero == 1:
-            return {BUCKETS: bucket, GRADIENTS: a * elements}
-        # When the first bucket is full the copies get their memory, all of it.
-        return {BUCKETS: bucket, GRADIENTS: soon if elements > training.reduce_bucket else 0.0}
+    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+    block = max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
 
-    early, late = (tuple(map(there, each)) for each in _coming(parameters, has_dense, has_experts))
+    def there(elements: int, all_elements: int) -> Account:
+        # Of those that we send, at stage 2 a bucket and a block wait; of the others a rank keeps its own part.
+        sent = all_elements - elements
+        waiting = sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
+        kept = a * (waiting + (sent - waiting) * held / (dense + experts))
+        # A message, what an owner of all of it gets from every rank, and the sum.
+        buckets = max(bucket, a * (dp + 2) * min(sent, max(FEWEST_SENT, training.reduce_bucket // dp)))
+        if training.zero == 1:
+            return {BUCKETS: buckets, GRADIENTS: a * elements + kept}
+        # When the first bucket is full the copies get their memory, all of it.
+        return {BUCKETS: buckets, GRADIENTS: kept + (soon if elements > training.reduce_bucket else 0.0)}
+
+    lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
+    early, late = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
     left = max(0, left - training.reduce_bucket) if training.zero == 1 else 0
-    passing = min(largest if largest > training.reduce_bucket else training.reduce_bucket, dense + experts)
-    full: Account = {BUCKETS: bucket + (has_dense * a * passing), GRADIENTS: copied + a * left}
+    # What a rank has of sums is copied into its part then; at stage 1 all may be there just before.
+    own = a * ours * whole / (dense + experts)
+    full: Account = {BUCKETS: bucket, GRADIENTS: copied + a * left + max(own, (training.zero == 1) * a * ours - copied)}
     steps = []
     for place, part in enumerate(parts):
         is_last = place == len(parts) - 1

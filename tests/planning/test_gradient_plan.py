@@ -13,6 +13,7 @@ from ds_fsmoe.planning.gradient_plan import (
     GradientPlan,
     GradientSlice,
     WindowBytes,
+    never_above,
     plan_by_bytes,
     plan_by_rule,
 )
@@ -180,3 +181,22 @@ def test_a_mode_without_a_rule_is_refused() -> None:
     for mode in ("off", "auto", "lina"):
         with pytest.raises(ValueError, match="adaptive, fixed_chunk, dense_only"):
             plan_by_rule([BufferReadiness(GRAD, 4, (10,), 10)], mode, 1)
+
+
+@UNHURRIED
+@given(supplies(), window_bytes(), st.integers(0, 3000))
+def test_no_more_waits_behind_a_layer_than_it_may_and_what_was_planned_is_sent_no_later(
+    given_supplies: list[BufferReadiness], windows: list[WindowBytes], most: int
+) -> None:
+    plan = plan_by_bytes(given_supplies, windows)
+    bounded = never_above(plan, given_supplies, most)
+    check(bounded, given_supplies)
+    sent, planned = ([0] * len(given_supplies) for _ in range(2))
+    for window in range(plan.num_windows):
+        for found, at in ((bounded, sent), (plan, planned)):
+            for each in (*found.moe[window], *found.dense[window]):
+                at[each.flat] = each.stop
+        for supply, of_bounded, of_plan in zip(given_supplies, sent, planned, strict=True):
+            assert supply.end(supply.ready[window]) - of_bounded <= most
+            assert of_bounded >= of_plan
+    assert never_above(plan, given_supplies, 10**9) == plan

@@ -26,9 +26,9 @@ from ds_fsmoe.planning.memory_activations import attention_keeps, block_keeps, h
 from ds_fsmoe.planning.memory_parameters import Parameters
 from ds_fsmoe.planning.memory_states import (
     GATHERED,
+    GRADIENTS,
     MASTERS,
     OPTIMIZER,
-    OUR_GRADIENTS,
     PARAMETERS,
     STEP,
     in_partition,
@@ -43,7 +43,7 @@ DENSE = Block(ATTENTION, dense_H=33, num_norms=70)
 EXPERTS = Experts(E=6, K=2, H=11)
 SPARSE = Block(ATTENTION, EXPERTS, num_norms=70)
 TINY = Architecture("tiny", "this test", M=35, vocab=101, is_tied=False, max_length=64, blocks=(DENSE, SPARSE, SPARSE))
-STATES = (PARAMETERS, MASTERS, OPTIMIZER, OUR_GRADIENTS)
+STATES = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
 EIGHT = Groups(world=8, gpus_per_node=4, ep=2)
 
 
@@ -92,17 +92,25 @@ def test_experts_are_cut_over_their_replicas_and_all_else_over_all_ranks() -> No
         assert rest[OPTIMIZER] == pytest.approx(2 * 4 * updated)
         has_masters = dtype == "bf16" or zero in (1, 2)
         assert rest.get(MASTERS, 0) == pytest.approx(4 * updated if has_masters else 0)
-        assert rest.get(OUR_GRADIENTS, 0) == pytest.approx(a * (dense + experts) if zero < 3 else 0)
+        assert rest.get(GRADIENTS, 0) == pytest.approx(a * updated if zero == 3 else 0)
 
 
-def test_experts_that_nobody_shares_are_not_in_our_buffers() -> None:
-    alone = replace(EIGHT, ep=8, world=8)
-    blocks = (replace(SPARSE, experts=replace(EXPERTS, E=8)),)
-    parameters = Parameters.of(replace(TINY, blocks=blocks), blocks, alone)
-    rest = states_of(parameters, alone, Training(1, 16, 1, "fp32")).rest
-    assert rest[OUR_GRADIENTS] == 4 * parameters.num_dense
-    off = states_of(parameters, alone, Training(1, 16, 1, "fp32", early_gradients=False)).rest
-    assert OUR_GRADIENTS not in off or off[OUR_GRADIENTS] == 0
+def test_at_stage_2_a_rank_keeps_its_own_part_of_gradients_and_what_waits_in_a_bucket() -> None:
+    blocks = TINY.blocks * 6
+    parameters = Parameters.of(replace(TINY, blocks=blocks), blocks, EIGHT)
+    dense, experts = parameters.num_dense, parameters.num_experts
+
+    def in_the_last_backward(zero: int) -> float:
+        training = Training(1, 16, zero, "fp32", reduce_bucket=64)
+        return states_of(parameters, EIGHT, training).behind[0][GRADIENTS]
+
+    # When the experts of the first block have their gradients, the rest of it and the embedding have none.
+    come = dense + experts - parameters.dense_of_block[0] - parameters.num_embedding
+    assert in_the_last_backward(1) == pytest.approx(4 * come)
+    own = (dense / 8 + experts / 4) / (dense + experts)
+    waiting = 64 + max(map(sum, zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)))
+    assert waiting < come
+    assert in_the_last_backward(2) == pytest.approx(4 * (waiting + (come - waiting) * own))
 
 
 def test_scores_are_kept_by_eager_attention_alone() -> None:
@@ -225,7 +233,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
             memory_of(TINY, EIGHT, replace(training, samples=each)).total for each in (samples, samples + 1)
         )
         assert takes < one_more
-        assert largest_batch(TINY, EIGHT, training, takes / GB) == samples
+        assert largest_batch(TINY, EIGHT, training, (takes + 1) / GB) == samples
         assert largest_batch(TINY, EIGHT, training, (one_more - 1) / GB) == samples
 
 
@@ -317,7 +325,7 @@ def test_a_plan_says_what_a_rank_needs_and_which_batch_fits(capsys, tmp_path) ->
     assert cli.main([*asked, *more]) == 0
     text = capsys.readouterr().out
     assert "memory of a rank: ZeRO 1, bf16, adam, checkpointed" in text
-    assert "gradient buffers of ds_fsmoe" in text
+    assert "DeepSpeed's buckets" in text
     memory = json.loads(file.read_text())["memory"]
     assert sum(memory["items_bytes"].values()) == pytest.approx(memory["peak_bytes"], abs=10)
     assert f"largest micro-batch in 40 GB: {memory['largest_samples']}" in text

@@ -7,7 +7,8 @@ reached X; otherwise the device may do the two in either order, or at once, what
 
 The rules:
 
-1. a read comes after the last writes, a write after all uses of the memory;
+1. a read comes after the last writes, a write after all uses of the same bytes (of a tensor with gaps, from its first
+   byte to its last);
 2. memory that was freed goes to the next one who asks on the stream it was made on, of whatever size; all uses of it
    elsewhere have to be ordered before that;
 3. memory is read only when it was written (it is filled with NaN, which shows in the results);
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -141,6 +142,38 @@ class Event:
         return float(end.time - self.time)
 
 
+class Extent(NamedTuple):
+    """Bytes [first, stop) of a storage."""
+
+    address: int
+    """Of the storage."""
+    first: int
+    stop: int
+
+    def meets(self, other: Extent) -> bool:
+        """Whether two have a byte in common."""
+        return self.address == other.address and self.first < other.stop and other.first < self.stop
+
+    def is_within(self, other: Extent) -> bool:
+        """Whether the other one has all bytes of this one."""
+        return self.address == other.address and other.first <= self.first and self.stop <= other.stop
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """From the first byte of a tensor to its last; none of an empty one."""
+    first, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+    reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    stop = first + reach * size if tensor.numel() else first
+    return Extent(tensor.untyped_storage()._cdata, first, stop)
+
+
+class Use(NamedTuple):
+    """What an operation has used."""
+
+    operation: Operation
+    extent: Extent
+
+
 @dataclass(eq=False)
 class Block:
     """Memory of one storage."""
@@ -149,8 +182,8 @@ class Block:
     """The stream that was current when it was made: the allocator knows no other."""
     born: str
     num_bytes: int
-    uses: list[Operation] = field(default_factory=list)
-    writes: list[Operation] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    writes: list[Use] = field(default_factory=list)
     recorded: set[Stream] = field(default_factory=set)
     """Streams that ``record_stream`` has named: what they were given by the time of the free is waited for."""
 
@@ -243,7 +276,8 @@ class Gpu:
         if not storage.nbytes():
             return
         for block in home.freed:
-            unseen = [use for use in block.uses if use.stream not in block.recorded and not home.has_seen(use)]
+            used = {use.operation for use in block.uses}
+            unseen = [each for each in used if each.stream not in block.recorded and not home.has_seen(each)]
             if unseen:
                 self._break("reuse", self.task, block, unseen)
         home.freed.clear()
@@ -253,8 +287,8 @@ class Gpu:
         if block is not None and block.num_bytes:
             block.home.freed.append(block)
 
-    def do(self, what: str, read: Iterable[int], written: Iterable[int], stream: Stream | None = None) -> None:
-        """An operation on storages, by their addresses (rule 1)."""
+    def do(self, what: str, read: Iterable[Extent], written: Iterable[Extent], stream: Stream | None = None) -> None:
+        """An operation on memory (rule 1)."""
         stream = stream or self.current
         self.touch(what, stream.device_index)
         self.num_operations += 1
@@ -263,23 +297,26 @@ class Gpu:
         if self.keeps_order:
             seen = sorted((each.name, count) for each, count in stream.known().items())
             self.order.append((stream.name, operation.what, *seen))
-        written = [address for address in written if address in self.blocks]
-        for address in {*read, *written}:
-            block = self.blocks.get(address)
-            if block is None:
+        written = set(written)
+        for extent in {*read, *written}:
+            block = self.blocks.get(extent.address)
+            if block is None or extent.first == extent.stop:
                 continue
-            is_written = address in written
-            unseen = [use for use in (block.uses if is_written else block.writes) if not stream.has_seen(use)]
+            is_written = extent in written
+            before = [use.operation for use in (block.uses if is_written else block.writes) if use.extent.meets(extent)]
+            # An operation reads what it writes, and is done with it by then.
+            unseen = [each for each in before if each is not operation and not stream.has_seen(each)]
             if unseen:
                 self._break("order", operation.what, block, unseen, stream)
-            block.uses = [use for use in block.uses if not self._covers(operation, use)] + [operation]
+            use = Use(operation, extent)
+            block.uses = [each for each in block.uses if not self._covers(use, each)] + [use]
             if is_written:
-                block.writes = [operation]
+                block.writes = [each for each in block.writes if not each.extent.is_within(extent)] + [use]
 
     @staticmethod
-    def _covers(later: Operation, earlier: Operation) -> bool:
-        """Whether whoever has seen the later one has seen the earlier one."""
-        return later.stream.has_seen(earlier)
+    def _covers(later: Use, earlier: Use) -> bool:
+        """Whether whoever has to see the earlier one has to see the later one, and has seen both then."""
+        return earlier.extent.is_within(later.extent) and later.operation.stream.has_seen(earlier.operation)
 
     def _break(
         self,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_fsmoe.execution.lanes import Lanes
-from tests.pretended_gpu.gpu import Event, Gpu, Stream
+from tests.pretended_gpu.gpu import Event, Gpu, Stream, extent_of
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _READ_BY_HOST = (
@@ -71,7 +71,7 @@ class _Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs, there)
         known = {_address(each) for each in given}
-        written = {_address(each) for each in _tensors(_written_by(func, args, kwargs))}
+        written = [extent_of(each) for each in _tensors(_written_by(func, args, kwargs))]
         name = func._schema.name.removeprefix("aten::")
         self._check(name, args, kwargs, there, given)
         result = func(*args, **kwargs)
@@ -85,7 +85,7 @@ class _Operations(TorchDispatchMode):
             for each in made:
                 each.fill_(_unlikely(each.dtype))
         elif made or written:
-            self.gpu.do(name, known, {*written, *map(_address, made)})
+            self.gpu.do(name, map(extent_of, given), [*written, *map(extent_of, made)])
         return result
 
     def _check(
@@ -112,7 +112,7 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = _tensors(_written_by(func, args, kwargs)) or there
         _as_if_all_had_the_same(name, args)
-        gpu.do(name, map(_address, there), map(_address, outputs), stream)
+        gpu.do(name, map(extent_of, there), map(extent_of, outputs), stream)
         self.last = stream
         return result
 
@@ -288,7 +288,7 @@ def _copied(tensor: torch.Tensor, operations: _Operations, to_gpu: bool) -> torc
         copy = tensor.clone()
     if to_gpu:
         operations.gpu.allocate(copy.untyped_storage())
-        operations.gpu.do("copy to the device", (), [_address(copy)])
+        operations.gpu.do("copy to the device", (), [extent_of(copy)])
     return copy
 
 

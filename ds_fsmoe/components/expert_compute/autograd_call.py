@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute.call_context import RandomState, buffers_kept
@@ -22,10 +22,15 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Run:
-    """A recorded call: leaf and result."""
+    """A recorded call."""
 
-    x_NcM: torch.Tensor
-    y_NcM: torch.Tensor
+    leaf: torch.Tensor
+    """Stands for the rows in the graph. It is empty: the graph has what it needs of them."""
+    edge: GradientEdge | None
+    """Where the gradient of the result goes in; ``None``: the result depends on nothing."""
+    dtype: torch.dtype
+    """Of the result."""
+    y_NcM: torch.Tensor | None
 
 
 def _somebody_keeps_for_autograd() -> bool:
@@ -37,15 +42,16 @@ def _somebody_keeps_for_autograd() -> bool:
 class GraphCall:
     """Calls the module once for each cut, as ``module(...)``, so that hooks run.
 
-    A backward cut that was a cut of the forward uses the graph of that call. For any other, and where no graph was
-    kept, the module is called again on the rows of the cut, under the forward's random numbers: hooks run another time,
-    as under activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
+    Where graphs are kept a backward cut uses that of the forward's cut, and has to be one of them. Otherwise the module
+    is called again on the rows of the cut, under the forward's random numbers: hooks run another time, as under
+    activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
     cannot draw the same numbers: an expert with dropout needs equal cuts in both phases. A module that changes buffers
     does so for each cut of the forward. Modules that refuse ``torch.autograd.grad`` (reentrant checkpointing inside an
     expert) are not supported.
 
-    Kept are the rows (the caller's memory) and, with a graph, what autograd saves; where the rows are strided (N > 1),
-    that is often a copy of them.
+    Kept is, with a graph, what autograd saves; where the rows are strided (N > 1), that is often a copy of them. Where
+    a backward retains its own graph, this one stays, too. Without a graph the rows are kept, which are the caller's
+    memory.
 
     Args:
         expert: any row-wise module; of a tuple only the first counts, as in stock.
@@ -54,6 +60,7 @@ class GraphCall:
         keeps_graph: whether to keep graphs, or the rows alone.
         keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
         contiguous: make the module's rows contiguous first.
+        keeps_results: whether the backward may be given weights of rows, of which results have gradients.
         where: the beginning of messages about the module.
     """
 
@@ -68,6 +75,7 @@ class GraphCall:
         keeps_graph: bool,
         keep_expert_dim: bool,
         contiguous: bool,
+        keeps_results: bool = False,
         where: str = "",
     ) -> None:
         self._expert = expert
@@ -85,6 +93,7 @@ class GraphCall:
         self._keeps_graph = keeps_graph and needs_backward and not _somebody_keeps_for_autograd()
         self._keep_expert_dim = keep_expert_dim
         self._contiguous = contiguous
+        self._keeps_results = keeps_results
         self._where = where
         self.cuts = SavedActivations()
         self._runs: dict[tuple[int, int], _Run] = {}
@@ -101,32 +110,44 @@ class GraphCall:
         Raises:
             ValueError: the module returns another shape.
         """
+        if self._keeps_graph:
+            self._runs[start, stop], y_NcM = self._record(x_NcM)
+            return y_NcM
         if self._needs_backward:
             self.cuts.put(start, stop, (x_NcM,))
             self._random[start, stop] = RandomState.now(x_NcM.device)
-        if self._keeps_graph:
-            run = self._runs[start, stop] = self._record(x_NcM)
-            return run.y_NcM.detach()
         with torch.no_grad():
             return self._call(x_NcM)
 
     def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape, may be the same memory; adds to the weights' gradients."""
-        run = self._runs.pop((start, stop), None) or self._record_again(start, stop)
+        retains = self._keeps_graph and torch._C._autograd._get_current_graph_task_keep_graph()
+        if self._keeps_graph:
+            run = self._runs.get((start, stop)) if retains else self._runs.pop((start, stop), None)
+            if run is None:
+                known = ", ".join(f"[{first}, {last})" for first, last in self._runs)
+                raise ValueError(
+                    f"slots [{start}, {stop}): graphs are kept of {known} alone; other cuts of the backward have to be "
+                    "announced (same_cuts=False)"
+                )
+        else:
+            run = self._record_again(start, stop)
         if weights is not None:  # only rows have any: N is 1
-            weights.add_products(dy_NcM[0], run.y_NcM.detach()[0])
+            assert run.y_NcM is not None
+            weights.add_products(dy_NcM[0], run.y_NcM[0])
             dy_NcM = weights.apply(dy_NcM[0]).unsqueeze(0)
-        if not run.y_NcM.requires_grad:
-            return torch.zeros_like(run.x_NcM)
+        if run.edge is None:
+            return torch.zeros_like(dy_NcM, dtype=run.leaf.dtype)
         # The parameters themselves as well: a module may hold one elsewhere than where modules look for it.
-        inputs = (run.x_NcM, *(self._aliases[id(each)] for each in self._wanted), *self._wanted)
+        inputs = (run.leaf, *(self._aliases[id(each)] for each in self._wanted), *self._wanted)
+        of_result = (dy_NcM.to(run.dtype),)
         dx_NcM, *gradients = torch.autograd.grad(
-            run.y_NcM, inputs, dy_NcM.to(run.y_NcM.dtype), allow_unused=True, materialize_grads=False
+            (run.edge,), inputs, of_result, retain_graph=retains, allow_unused=True, materialize_grads=False
         )
         for parameter, gradient in zip((*self._wanted, *self._wanted), gradients, strict=True):
             if gradient is not None:
                 self._sums.add(parameter, gradient)
-        return torch.zeros_like(run.x_NcM) if dx_NcM is None else dx_NcM
+        return torch.zeros_like(dy_NcM, dtype=run.leaf.dtype) if dx_NcM is None else dx_NcM
 
     def backward_dx(
         self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None
@@ -137,13 +158,18 @@ class GraphCall:
     def backward_dw(self, start: int, stop: int) -> None:
         """Nothing is left to do."""
 
-    def _record(self, x_NcM: torch.Tensor) -> _Run:
+    def _record(self, x_NcM: torch.Tensor) -> tuple[_Run, torch.Tensor]:
+        """Return the recorded call and the result."""
         # Whoever drops or moves what autograd keeps (checkpointing, offloading) does so with the rows: this graph is
         # walked inside a backward, where checkpointing would run the whole forward once more for it.
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            leaf_NcM = x_NcM.detach().requires_grad_()
+            leaf = x_NcM.detach().requires_grad_()
             # Not the leaf itself: autocast remembers the casts of leaves, as if they were weights.
-            return _Run(leaf_NcM, self._call(leaf_NcM.view_as(leaf_NcM)))
+            y_NcM = self._call(leaf.view_as(leaf))
+        edge = get_gradient_edge(y_NcM) if y_NcM.requires_grad else None
+        leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        result = y_NcM.detach()
+        return _Run(leaf, edge, y_NcM.dtype, result if self._keeps_results else None), result
 
     def _record_again(self, start: int, stop: int) -> _Run:
         (x_NcM,) = self.cuts.take(start, stop)
@@ -155,7 +181,7 @@ class GraphCall:
             )
         # Statistics over rows have been counted once.
         with state.replayed(), buffers_kept(self._expert):
-            return self._record(x_NcM)
+            return self._record(x_NcM)[0]
 
     def _call(self, x_NcM: torch.Tensor) -> torch.Tensor:
         x_NcM = x_NcM.contiguous() if self._contiguous else x_NcM

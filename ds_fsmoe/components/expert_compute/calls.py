@@ -316,7 +316,7 @@ class ExpertSet:
                     call = ManualCall(planned[index], sums, recompute=recompute, **alone)
                 else:
                     keeps_graph = needs_backward and is_same and not recompute
-                    call = self._graph_call(index, sums, keeps_graph=keeps_graph, **alone)
+                    call = self._graph_call(index, sums, keeps_graph=keeps_graph, keeps_results=True, **alone)
                 runs.append(RowRun(index, index + 1, call, is_single=True))
         return RowCall(runs, sums, AutocastState.now(self._device_types()), needs_backward, rows)
 
