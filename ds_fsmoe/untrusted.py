@@ -31,6 +31,7 @@ MOST_BYTES = 64 << 20
 MOST_RUN_BYTES = 1 << 30
 """The bytes of a file that grows with the steps of a run."""
 
+_MARGIN_BYTES = 1 << 20
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -63,8 +64,10 @@ def read_regular(path: Path, *, follow_links: bool = True, most_bytes: int = MOS
         UnicodeDecodeError: it is not UTF-8 text.
     """
     with open_regular(path, follow_links=follow_links) as file:
-        found = file.read(most_bytes + 1)
-    if len(found) > most_bytes:
+        size = os.fstat(file.fileno()).st_size
+        # As much more as may have been appended since; never more, and no memory for what is not there.
+        found = file.read(size + _MARGIN_BYTES) if size <= most_bytes else b""
+    if max(size, len(found)) > most_bytes:
         raise OSError(errno.EFBIG, f"is larger than {most_bytes >> 20} MiB", str(path))
     return found.decode("utf-8").replace("\r\n", "\n")
 
