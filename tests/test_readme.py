@@ -211,6 +211,8 @@ def parse_as_command(arguments: list[str]) -> None:
 # ---- what it says of errors
 
 NOT_OURS = (
+    "Bus error",
+    "No space left on device",
     "Connection closed by peer",
     "NCCL error",
     "fsmoe_reports/rank",
