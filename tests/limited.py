@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def _run(arguments: Sequence[str], said: Path) -> int:
 
 
 if __name__ == "__main__":
+    # Its engine of JavaScript reserves more addresses than a fork may have; no file reaches what it bundles.
+    sys.modules["vl_convert"] = types.SimpleNamespace(javascript_bundle=lambda: "")  # type: ignore[assignment]
     # Imported once, for all forks.
     import scipy.optimize  # noqa: F401
 

@@ -15,7 +15,7 @@ from ds_fsmoe.routes.parts import RoutingFileError
 from ds_fsmoe.routes.recorded import Recording
 from ds_fsmoe.routes.written import RoutedLayer
 
-MOST_LOADS_BYTES = 1 << 30
+MOST_LOADS_BYTES = 1 << 28
 """The bytes of all loads, where a recording has fewer."""
 
 
