@@ -50,7 +50,7 @@ def errors_of_placements(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_a_placement_that_cannot_be_read_is_a_config_error_on_all_ranks(tmp_path: Path) -> None:
     files_of_placements(tmp_path)
-    first, second = run_on_ranks(errors_of_placements, 2, tmp_path / "ranks", str(tmp_path))
+    first, second = run_on_ranks(errors_of_placements, 2, tmp_path / "job", str(tmp_path))
     assert first == second
     for name, text in zip(NAMES, first, strict=True):
         assert text.startswith(f"fsmoe.placement.file = {str(tmp_path / name)!r}: "), text
