@@ -181,8 +181,9 @@ class RoutingData:
         if problems:
             raise ConfigError(f"{BLOCK}.routing.replay = {str(path)!r}: {problems[0]}")
         assert recording is not None
-        for each in recording.problems:
-            log_on_rank_0(f"{BLOCK}.routing.replay: {each}", logging.WARNING)
+        if recording.problems:
+            more = f" (and {len(recording.problems) - 1} more files)" if len(recording.problems) > 1 else ""
+            log_on_rank_0(f"{BLOCK}.routing.replay: {recording.problems[0]}{more}", logging.WARNING)
         return recording
 
     def _check_recording(self, recording: Recording) -> None:
