@@ -60,13 +60,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning"),
     ),
     "checkpoint_files": (
-        "torch",
-        "numpy",
-        "safetensors",
-        "transformers",
-        "ds_fsmoe.files",
-        "ds_fsmoe.untrusted",
-        "ds_fsmoe.versions",
+        *("torch", "numpy", "safetensors", "transformers", "huggingface_hub"),
+        *("ds_fsmoe.files", "ds_fsmoe.untrusted", "ds_fsmoe.versions"),
     ),
     "layer": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config"),
