@@ -9,6 +9,7 @@ expects and goes on. In an installed package this folder is ``ds_fsmoe.ops.op_bu
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parent
 # The builders name their files relative to this folder: the repository in a checkout, ds_fsmoe/ops when installed.
 SOURCE_ROOT = FOLDER.parent
+# Checkouts that share a folder of builds have one each in it, and do not build over one another.
+SOURCE_TAG = hashlib.sha256(str(SOURCE_ROOT).encode()).hexdigest()[:8]
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -39,5 +42,5 @@ def builders(device_type: str) -> dict[str, FSMoEBuilder]:
     found = {}
     for file in pkgutil.iter_modules([str(FOLDER / device_type)]):
         builder = importlib.import_module(f"{__name__}.{device_type}.{file.name}").BUILDER()
-        found[builder.name] = builder
+        found[builder.NAME] = builder
     return found

@@ -21,7 +21,7 @@ import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from . import SOURCE_ROOT, locks, toolkit
+from . import SOURCE_ROOT, SOURCE_TAG, locks, toolkit
 
 if TYPE_CHECKING:
     from setuptools import Extension
@@ -41,7 +41,7 @@ class FSMoEBuilder(OpBuilder):
     NAME: ClassVar[str]
 
     def __init__(self) -> None:
-        super().__init__(name=self.NAME)
+        super().__init__(name=f"{self.NAME}_{SOURCE_TAG}")
 
     def sources(self) -> list[str]:
         """Source files, relative to the folder that holds ``csrc/``."""

@@ -31,7 +31,8 @@ def ops_are_built() -> bool:
     """As the build itself decides it: by dates of files. Imports no DeepSpeed, which takes seconds."""
     from ds_fsmoe.ops.loading import LIBRARIES, import_op_builder
 
-    builders, name = import_op_builder(), LIBRARIES["cpu"]
+    builders = import_op_builder()
+    name = f"{LIBRARIES['cpu']}_{builders.SOURCE_TAG}"
     folder = importlib.import_module(f"{builders.__name__}.locks").extensions_folder()
     library = folder / name / f"{name}.so"
     sources = [each for each in (builders.SOURCE_ROOT / "csrc").rglob("*") if each.is_file()]

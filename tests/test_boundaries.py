@@ -28,10 +28,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.engine", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
     ),
     "terminal": ("rich",),
-    "planning": ("numpy", "scipy", "ds_fsmoe.terminal"),
+    "planning": ("numpy", "scipy", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
     "planning/paper": ("numpy", "scipy", "ds_fsmoe.planning"),
-    "files": ("ds_fsmoe.planning",),
-    "routes": ("numpy", "ds_fsmoe.files"),
+    "files": ("ds_fsmoe.planning", "ds_fsmoe.untrusted"),
+    "routes": ("numpy", "ds_fsmoe.files", "ds_fsmoe.untrusted"),
     "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry"),
     "reporting": (
         *("altair", "jinja2", "numpy", "scipy", "vl_convert"),
@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "execution": ("torch", "numpy", "ds_fsmoe.distributed", "ds_fsmoe.planning"),
     "observing": (
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
-        *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.terminal"),
+        *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
     ),
     "telemetry": (
         *("torch", "ds_fsmoe.components", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
@@ -59,7 +59,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
         *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning"),
     ),
-    "checkpoint_files": ("torch", "numpy", "safetensors", "transformers", "ds_fsmoe.files", "ds_fsmoe.versions"),
+    "checkpoint_files": (
+        *("torch", "numpy", "safetensors", "transformers", "huggingface_hub"),
+        *("ds_fsmoe.files", "ds_fsmoe.untrusted", "ds_fsmoe.versions"),
+    ),
     "layer": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config"),
         *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files", "ds_fsmoe.log", "ds_fsmoe.observing"),
@@ -71,7 +74,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "measuring": (
         *("torch", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
-        *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
+        *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
+        "ds_fsmoe.versions",
     ),
     "tuning": (
         *("torch", "numpy", "ds_fsmoe.checks", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
@@ -86,13 +90,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "placement": (
         *("torch", "numpy", "ds_fsmoe.checkpoint", "ds_fsmoe.checkpoint_files", "ds_fsmoe.components"),
         *("ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.files", "ds_fsmoe.layer", "ds_fsmoe.log"),
-        *("ds_fsmoe.observing", "ds_fsmoe.planning"),
+        *("ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.untrusted"),
     ),
     "halves": ("torch", "greenlet", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log"),
     "engine": ("torch", "numpy", "packaging", "ds_fsmoe"),
     "commands": (
         *("numpy", "ds_fsmoe.engine.command_line", "ds_fsmoe.engine.compat", "ds_fsmoe.files", "ds_fsmoe.planning"),
-        *("ds_fsmoe.registry", "ds_fsmoe.reporting", "ds_fsmoe.routes", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
+        *("ds_fsmoe.registry", "ds_fsmoe.reporting", "ds_fsmoe.routes", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
+        "ds_fsmoe.versions",
     ),
 }
 TOP_LEVEL: dict[str, str] = {
@@ -103,6 +108,7 @@ TOP_LEVEL: dict[str, str] = {
     "log.py": "what is said in the log",
     "registry.py": "the shelf of parts",
     "run.py": "deepspeed --module ds_fsmoe.run",
+    "untrusted.py": "reads files that anybody may have written; the bounds of what they say",
     "versions.py": "read by setup.py too",
 }
 # The files that may import DeepSpeed, each with its reason.
@@ -157,7 +163,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
 WITHOUT_TORCH = (
     *("planning", "planning/paper", "config", "files", "reporting", "routes", "terminal"),
-    *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "versions.py"),
+    *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "untrusted.py", "versions.py"),
     *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
 )
 # Of the graph of rooms, files at the top level being rooms of their own. It may not grow.

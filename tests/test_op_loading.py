@@ -24,6 +24,7 @@ from tests.ranks import run_on_ranks  # noqa: E402
 from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+NAME = f"{loading.LIBRARIES['cpu']}_{loading.import_op_builder().SOURCE_TAG}"
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
@@ -46,7 +47,7 @@ def fresh_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leave_lock(extensions: Path, age_s: float) -> Path:
-    lock = extensions / loading.LIBRARIES["cpu"] / "lock"
+    lock = extensions / NAME / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     make_older(lock, age_s)
@@ -157,7 +158,7 @@ def test_ops_are_compiled_before_ranks_of_a_test_begin_and_once(tmp_path: Path, 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(built_ops.subprocess, "run", lambda *_, **__: events.append("compiled"))
     monkeypatch.setattr(ranks.multiprocessing, "get_context", start_ranks)
-    library = tmp_path / "fsmoe_cpu" / "fsmoe_cpu.so"
+    library = tmp_path / NAME / f"{NAME}.so"
     for date_s, expected in ((None, ["compiled", "ranks"]), (0, ["compiled", "ranks"]), (4e9, ["ranks"])):
         if date_s is not None:
             library.parent.mkdir(exist_ok=True)
@@ -244,12 +245,12 @@ def test_local_rank_0_builds_and_all_ranks_agree_on_the_outcome(tmp_path: Path) 
         assert outcomes["good"] == "compiled"
         locked = outcomes["lock on rank 1"]
         assert "on rank 1" in locked
-        assert str(tmp_path / "locked" / "fsmoe_cpu" / "lock") in locked
+        assert str(tmp_path / "locked" / NAME / "lock") in locked
         failed = outcomes["no compiler on rank 0"]
         assert "compiled ops (fsmoe_cpu)" in failed
         assert "on rank 0" in failed
         assert "'auto' or 'reference'" in failed
     assert (tmp_path / "broken0").exists()
     assert not (tmp_path / "broken1").exists(), "rank 1 tried to build, although rank 0 had not succeeded"
-    compiles = (tmp_path / "good/fsmoe_cpu/.ninja_log").read_text().count("python_module.o")
+    compiles = (tmp_path / "good" / NAME / ".ninja_log").read_text().count("python_module.o")
     assert compiles == 1

@@ -214,6 +214,34 @@ def test_the_source_checkout_finds_its_builders(tmp_path: Path) -> None:
     assert files[-1] == str(source / "csrc/cpu/slots.cpp")
 
 
+def test_a_second_checkout_builds_its_own_ops_whatever_checkout_is_installed(tmp_path: Path) -> None:
+    """An editable installation answers for the builders by a finder, whichever package has been imported."""
+    pytest.importorskip("deepspeed")
+    second = copy_of_the_repository(tmp_path / "second")
+    installed = f"""
+import importlib.machinery, importlib.util, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "ds_fsmoe.ops.op_builder":
+            folder = {str(REPOSITORY / "op_builder")!r}
+            return importlib.util.spec_from_file_location(
+                name, folder + "/__init__.py", submodule_search_locations=[folder]
+            )
+
+sys.meta_path.append(Finder)
+"""
+    script = installed + FIND_BUILDERS + "print(builder.lock_path().parent.name)\n"
+    names = set()
+    for checkout in (REPOSITORY, second):
+        *files, name = run_python(script, [checkout, SITE_PACKAGES], tmp_path)
+        assert files[0] == str(checkout / "ds_fsmoe/ops/loading.py")
+        assert files[-1] == str(checkout / "csrc/cpu/slots.cpp")
+        names.add(name)
+    assert len(names) == 2, "they would build over one another"
+
+
 @pytest.mark.slow
 def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

@@ -212,6 +212,8 @@ def parse_as_command(arguments: list[str]) -> None:
 
 NOT_OURS = (
     "cannot schedule new futures after shutdown",
+    "Bus error",
+    "No space left on device",
     "Connection closed by peer",
     "NCCL error",
     "fsmoe_reports/rank",

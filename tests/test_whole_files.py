@@ -19,12 +19,13 @@ from ds_fsmoe.cli import main
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.files import runs
 from ds_fsmoe.files.traces import rank_file, trace_of, write_trace
-from ds_fsmoe.files.whole_files import append_to, new_file, read_regular, write_whole
+from ds_fsmoe.files.whole_files import append_to, new_file, write_whole
 from ds_fsmoe.measuring.cache import MeasurementCache
 from ds_fsmoe.measuring.measurements import Measurements
 from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.untrusted import read_regular
 from tests.waiting import make_older
 
 FINGERPRINT = {"host": "here"}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.untrusted import read_regular
 from ds_fsmoe.versions import VERSION
 
 _T = TypeVar("_T")
@@ -32,7 +33,7 @@ def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | 
     if (problem := problem_of(path, path.parent)) is not None:
         raise CheckpointError(problem)
     try:
-        found = json.loads(path.read_text(), object_pairs_hook=_without_doubles)
+        found = json.loads(read_regular(path), object_pairs_hook=_without_doubles)
     except FileNotFoundError:  # removed since
         return None
     except (OSError, ValueError, RecursionError) as error:

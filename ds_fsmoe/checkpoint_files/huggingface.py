@@ -7,23 +7,31 @@ that published checkpoints of the family have: some keep each expert's matrices 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.tensor_files import Source, write_tensors
 from ds_fsmoe.checkpoint_files.whole import Whole
+from ds_fsmoe.untrusted import MOST_LAYERS, read_json
 
 CONFIG = "config.json"
 _LAYER = re.compile(r"^(?P<layer>.*?\.[0-9]+)\.")
 _ADAPTERS = "base_model.model."
+_IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+_MODULES, _MODULES_OF_TENSOR = 10_000, 20
+"""The modules that a model may have at the most: so many, and so many for each tensor of its checkpoint."""
 
 Convert = Callable[[str], torch.Tensor]
 
@@ -67,7 +75,7 @@ def write_pretrained(
         raise CheckpointError(
             f"{whole.place} has the adapters of a PEFT model: save them with save_pretrained, or merge them first"
         )
-    model = _empty_model(whole.place / CONFIG)
+    model = _empty_model(whole.place / CONFIG, len(names))
     left_out = {*(getattr(model, "all_tied_weights_keys", None) or {}), *(model._keys_to_ignore_on_save or ())}
     sources: dict[str, Source] = {}
     for _, group in groupby((each for each in _in_order(names) if each not in left_out), _layer_of):
@@ -112,21 +120,75 @@ def _converted(model: Any, names: list[str], read: Convert) -> dict[str, Source]
     }
 
 
-def _empty_model(path: Path) -> Any:
-    """Return the model of a config, without memory for its weights."""
+def _empty_model(path: Path, num_tensors: int) -> Any:
+    """Return the model of a config, without memory for its weights, and without a look at the network.
+
+    Args:
+        path: the config, which anybody may have written.
+        num_tensors: the tensors of its checkpoint: a model has not many more modules than these.
+
+    Raises:
+        CheckpointError: it cannot be built, has no experts that follow transformers' contract, or is far too large.
+    """
     if (problem := problem_of(path, path.parent)) is not None:
         raise CheckpointError(problem)
     try:
         import transformers
+        from huggingface_hub import constants
     except ImportError as error:
         raise CheckpointError(f"{path}: a Hugging Face model needs transformers: {error}") from error
+    was_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
     try:
-        said = json.loads(path.read_text("utf-8"))
+        said = _checked(read_json(path))
         config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
         kind = getattr(transformers, config.architectures[0])
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
             raise TypeError(f"architectures = {config.architectures}: not the name of a model")
-        with torch.device("meta"):
+        inner = (transformers.MODEL_MAPPING.get(type(each), None) for each in vars(config).values())
+        if not any(map(_has_experts, (kind, *inner))):
+            raise TypeError(f"architectures = {config.architectures}: its experts do not follow transformers' contract")
+        with torch.device("meta"), _at_most(_MODULES + _MODULES_OF_TENSOR * num_tensors):
             return kind(config)
     except Exception as error:  # a config of another version, or of code that is not transformers' own
         raise CheckpointError(f"{path}: transformers {transformers.__version__} cannot build it: {error}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def _checked(said: Any) -> Any:
+    """Return a config without the names of code to run, which may be on the Hub.
+
+    Raises:
+        ValueError: it has far too many layers.
+    """
+    if isinstance(said, list):
+        return [_checked(each) for each in said]
+    if not isinstance(said, dict):
+        return said
+    for name, value in said.items():
+        if ("layers" in name or "depth" in name) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{name} = {value}: must be at most {MOST_LAYERS}")
+    return {name: _checked(value) for name, value in said.items() if name not in _IMPLEMENTATIONS}
+
+
+def _has_experts(kind: Any) -> bool:
+    """Return whether the file of a class of models has experts that follow the contract of transformers 5."""
+    there = () if kind is None else vars(sys.modules[kind.__module__]).values()
+    return any(isinstance(each, type) and hasattr(each, "_apply_gate") for each in there)
+
+
+@contextmanager
+def _at_most(num_modules: int) -> Iterator[None]:
+    """Raise a ValueError as soon as more modules than so many are made."""
+    made = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(made) > num_modules:
+            raise ValueError(f"it has more than {num_modules} modules, far more than the checkpoint has tensors")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

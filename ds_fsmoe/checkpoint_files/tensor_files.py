@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.untrusted import read_json
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -79,7 +80,7 @@ def read_tensors(path: Path) -> dict[str, Source]:
     index = path / _INDEX
     if path.is_dir() and index.is_file():
         try:
-            wanted = set(json.loads(index.read_text())["weight_map"].values())
+            wanted = set(read_json(index)["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} cannot be read: {error!r}") from error
         missing = sorted(wanted - {each.name for each in files})
@@ -87,6 +88,8 @@ def read_tensors(path: Path) -> dict[str, Source]:
             raise CheckpointError(f"{path} lacks {', '.join(map(str, missing))}, which {_INDEX} names")
     found: dict[str, Source] = {}
     for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not a regular file")
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping

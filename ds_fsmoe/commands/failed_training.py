@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_fsmoe.files.whole_files import read_regular
+from ds_fsmoe.untrusted import read_regular
 
 _BEGIN = "Traceback (most recent call last):"
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")

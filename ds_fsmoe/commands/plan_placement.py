@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_fsmoe.terminal.tables import print_table
+from ds_fsmoe.untrusted import read_json
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.placement_costs import Prices
@@ -235,7 +235,7 @@ def _of_recording(path: Path) -> dict[str, np.ndarray]:
 
 
 def _mean_rows(recording: Recording, path: str) -> np.ndarray:
-    counts_RE = np.mean([recording.counts(path, step) for step in recording.steps], axis=0)
+    counts_RE = sum(recording.counts(path, step) for step in recording.steps) / max(1, len(recording.steps))
     # Ranks that share experts come one after another, group by group.
     groups = {
         rank: layer.ep_ranks for rank, facts in recording.ranks.items() for layer in facts.layers if layer.path == path
@@ -248,7 +248,7 @@ def _mean_rows(recording: Recording, path: str) -> np.ndarray:
 def _of_json(path: Path) -> dict[str, np.ndarray]:
     """Return layer -> [R, E] of ``{"layer": [[rows of rank 0 for each expert], ...]}``."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"--loads = {path}: cannot be read as JSON: {error}") from error
     wrong = 'must be {"layer": [[rows of rank 0 for each expert], ...]}, numbers of at least 0'
@@ -258,7 +258,7 @@ def _of_json(path: Path) -> dict[str, np.ndarray]:
     for layer, rows in said.items():
         try:
             rows_RE = np.array(rows)
-        except ValueError:  # ranks differ in experts
+        except (ValueError, OverflowError):  # ranks differ in experts
             rows_RE = np.empty(0)
         is_table = rows_RE.ndim == 2 and rows_RE.size > 0 and rows_RE.dtype.kind in "iuf"
         if not is_table or not (np.isfinite(rows_RE) & (rows_RE >= 0)).all():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.files.owners import OF_ROUTING, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.replay import ReplayError, choices_of
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
 from ds_fsmoe.routes.written import RankFacts, RoutedLayer
 from ds_fsmoe.telemetry.routing_recorder import RoutingRecorder
@@ -188,6 +190,9 @@ class RoutingData:
         if problems:
             raise ConfigError(f"{BLOCK}.routing.replay = {str(path)!r}: {problems[0]}")
         assert recording is not None
+        if recording.problems:
+            more = f" (and {len(recording.problems) - 1} more files)" if len(recording.problems) > 1 else ""
+            log_on_rank_0(f"{BLOCK}.routing.replay: {recording.problems[0]}{more}", logging.WARNING)
         return recording
 
     def _check_recording(self, recording: Recording) -> None:

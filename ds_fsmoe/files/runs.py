@@ -21,7 +21,8 @@ from typing import Any
 from ds_fsmoe.files import run_shapes
 from ds_fsmoe.files.hiding import command_of, config_of
 from ds_fsmoe.files.json_shapes import Shape, fits
-from ds_fsmoe.files.whole_files import append_to, read_regular, write_whole
+from ds_fsmoe.files.whole_files import append_to, write_whole
+from ds_fsmoe.untrusted import parsed, read_json, read_regular
 
 RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
 PLACEMENT = "placement.jsonl"
@@ -188,10 +189,10 @@ def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
     """Read an object from a file, without the fields that differ from what a run writes."""
     path = run.folder / name
     try:
-        value = json.loads(read_regular(path))
+        value = read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         run.problems.append(f"{name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
@@ -216,8 +217,8 @@ def _lines(run: Run, name: str, shape: Shape) -> list[dict[str, Any]]:
     rows, bad = [], 0
     for line in lines:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parsed(line)
+        except ValueError:
             row = None
         if fits(row, shape):
             rows.append(row)

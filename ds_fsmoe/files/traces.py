@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.files.json_shapes import Map, Shape, fits, is_number, is_text, is_whole
-from ds_fsmoe.files.whole_files import read_regular, write_whole
+from ds_fsmoe.files.whole_files import write_whole
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
 from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.untrusted import MOST_RUN_BYTES, read_json
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -197,8 +198,8 @@ def read_trace(path: Path) -> dict[str, Any]:
         ValueError: it is not such a file, or is incomplete.
     """
     try:
-        trace = json.loads(read_regular(path))
-    except (ValueError, RecursionError) as error:
+        trace = read_json(path, most_bytes=MOST_RUN_BYTES)
+    except ValueError as error:
         raise ValueError(f"{path}: not a whole trace: {error}") from error
     parts = trace if isinstance(trace, dict) else {}
     if not isinstance(parts.get("traceEvents"), list) or not fits(parts.get("otherData"), _ABOUT):

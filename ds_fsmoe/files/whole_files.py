@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles files with guessable names in folders that others can write to: follows no links and waits at no pipes.
+"""Writes files with guessable names in folders that others can write to: follows no links and waits at no pipes.
 
-A file appears whole or not at all, under a name where nobody could have put a link; only regular files are
-read.
+A file appears whole or not at all, under a name where nobody could have put a link. How such files are read says
+:mod:`ds_fsmoe.untrusted`.
 """
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 import secrets
@@ -18,9 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ds_fsmoe.untrusted import check_regular, no_file, opener
+
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _PART = ".part"
 # Nothing here takes so long to write: a part of that age was left behind by a process that was killed.
 _LEFT_BEHIND_S = 3600.0
@@ -55,7 +55,7 @@ def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO
     unfinished = path.with_name(f"{stem}{secrets.token_hex(8)}{_PART}")
     text = {} if "b" in mode else {"encoding": "utf-8", "errors": errors}
     try:
-        with open(unfinished, mode, opener=_opener(_NEW), **text) as file:
+        with open(unfinished, mode, opener=opener(_NEW), **text) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -80,7 +80,7 @@ def create(path: Path) -> IO[bytes]:
     Raises:
         OSError: it cannot be written, or there is something.
     """
-    return open(path, "xb", opener=_opener(_NEW))
+    return open(path, "xb", opener=opener(_NEW))
 
 
 def append_to(path: Path, text: str) -> None:
@@ -89,47 +89,13 @@ def append_to(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written, or is no regular file.
     """
-    with open(path, "a", encoding="utf-8", opener=_opener(_APPENDING)) as file:
-        _check_opened(path, file.fileno())
+    with open(path, "a", encoding="utf-8", opener=opener(_APPENDING)) as file:
+        check_regular(path, file.fileno())
         file.write(text)
-
-
-def read_regular(path: Path, *, follow_links: bool = True) -> str:
-    """Return the text of a regular file, in UTF-8; never read anything else, such as a pipe or a device.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-        UnicodeDecodeError: it is not UTF-8 text.
-    """
-    flags = _READING | (0 if follow_links else os.O_NOFOLLOW)
-    with open(path, encoding="utf-8", opener=_opener(flags)) as file:
-        _check_opened(path, file.fileno())
-        return file.read()
-
-
-def _opener(flags: int):
-    def opened(path: str, _: int) -> int:
-        try:
-            return os.open(path, flags, 0o666)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise OSError(errno.ELOOP, "is a link, and is not followed", str(path)) from None
-            raise
-
-    return opened
 
 
 def _check_place(path: Path) -> None:
     with suppress(FileNotFoundError):
         kind = path.lstat().st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
-            raise _no_file(path)
-
-
-def _check_opened(path: Path, number: int) -> None:
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        raise _no_file(path)
-
-
-def _no_file(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "is not a regular file", str(path))
+            raise no_file(path)

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_fsmoe.files.whole_files import read_regular, write_whole
+from ds_fsmoe.files.whole_files import write_whole
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.measurements import Measurements
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
 from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.untrusted import read_json
 
 _FORMAT = 2
 """The version of ``measured`` in a cluster file; a file with another number is from another version."""
@@ -125,13 +126,13 @@ def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
         UselessFileError: there is, and it is not to be trusted.
     """
     try:
-        data = json.loads(read_regular(path, follow_links=False))
+        data = read_json(path, follow_links=False)
         return _measurements(data["measured"], fingerprint)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UselessFileError(f"cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UselessFileError(f"is not a file of measurements: {type(error).__name__}: {error}") from error
 
 

@@ -28,13 +28,14 @@ import torch.distributed as dist
 from ds_fsmoe.distributed import waits
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.lanes import Lanes
-from ds_fsmoe.files.whole_files import new_file, read_regular
+from ds_fsmoe.files.whole_files import new_file
 from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.exit_hooks import TERMINATED_STATUS
 from ds_fsmoe.observing.other_ranks import OtherRanks, said
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
+from ds_fsmoe.untrusted import read_regular
 
 __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
 

@@ -172,18 +172,20 @@ def _loaded(mode: str, device_type: str) -> Ops:
 
 
 def import_op_builder() -> ModuleType:
-    """The package of op builders, from the installation or from the source checkout. Does not import DeepSpeed.
+    """The package of op builders that this package came with, installed or in a checkout. Does not import DeepSpeed.
 
-    It always goes by the name ``ds_fsmoe.ops.op_builder``. The top-level name ``op_builder`` is not used, since a
+    An editable installation of one checkout answers for the names of all: so the neighbour of this file comes first. It
+    always goes by the name ``ds_fsmoe.ops.op_builder``. The top-level name ``op_builder`` is not used, since a
     checkout of DeepSpeed on ``sys.path`` answers to it too.
 
     Raises:
         RuntimeError: the builders are not there.
     """
-    if _OP_BUILDER in sys.modules or importlib.util.find_spec(_OP_BUILDER) is not None:
-        return importlib.import_module(_OP_BUILDER)
     folder = Path(__file__).resolve().parents[2] / "op_builder"
-    if not (folder / "__init__.py").is_file():
+    is_checkout = not Path(__file__).with_name("op_builder").is_dir() and (folder / "__init__.py").is_file()
+    if _OP_BUILDER in sys.modules or (not is_checkout and importlib.util.find_spec(_OP_BUILDER) is not None):
+        return importlib.import_module(_OP_BUILDER)
+    if not is_checkout:
         raise RuntimeError(f"the op builders are missing: neither {_OP_BUILDER} nor {folder} exists")
     spec = importlib.util.spec_from_file_location(
         _OP_BUILDER, folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -32,6 +32,7 @@ from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.holdings import ExpertTensor, PlacementError, expert_tensors
 from ds_fsmoe.placement.moving import Mover, Seat, Swap
 from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
+from ds_fsmoe.untrusted import read_json
 
 FORMAT = 1
 """The version of the format of a placement's file."""
@@ -300,13 +301,13 @@ class Placements:
         told: tuple[dict[str, ExpertPlacement], str] = {}, ""
         if world_size_now() == 1 or dist.get_rank(self._group) == 0:
             try:
-                found = json.loads(Path(path).read_text())
+                found = read_json(Path(path))
                 if not isinstance(found, dict) or found.get("format") != FORMAT:
                     raise ValueError(f"is no placement of format {FORMAT}")
                 labels = {path: label for label, path in self._paths.items()}
                 layers = found["layers"]
                 told = self.read_data({labels.get(name, name): each for name, each in layers.items()}), ""
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except Exception as error:  # whatever the file says, the others have to hear of it
                 told = {}, f"{error}" or type(error).__name__
         wanted, problem = from_first_rank(told, self._group)
         if problem:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_LAYERS, MOST_PARAMETERS, MOST_POSITIONS, MOST_WIDTH
+
+_MOST = {"E": MOST_EXPERTS, "K": MOST_EXPERTS, "vocab": MOST_POSITIONS, "max_length": MOST_POSITIONS}
 KINDS = ("full", "sliding", "latent", "linear")
 """The kinds of attention that can be priced."""
 GEMMS = (2, 3)
@@ -124,7 +127,7 @@ class Experts:
     """Groups of experts, and how many of them a token chooses from; ``None``: all are one group."""
 
     def __post_init__(self) -> None:
-        _check_sizes(self, ("E", "K", "H"))
+        _check_sizes(self, ("E", "K", "H", *(("shared_H",) if self.shared_H else ())))
         if self.K > self.E:
             raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
         if self.gemms not in GEMMS:
@@ -177,6 +180,7 @@ class Block:
     def __post_init__(self) -> None:
         if (self.experts is None) == (self.dense_H < 1):
             raise ValueError(f"dense_H = {self.dense_H}: must be at least 1 without experts, and 0 with them")
+        _check_sizes(self, ("dense_H",) if self.dense_H else ())
         if self.dense_gemms not in GEMMS:
             raise ValueError(f"dense_gemms = {self.dense_gemms}: the choices are 2, 3")
 
@@ -217,8 +221,10 @@ class Architecture:
 
     def __post_init__(self) -> None:
         _check_sizes(self, ("M", "vocab", "max_length"))
-        if not self.blocks:
-            raise ValueError(f"{self.name}: must have at least one block")
+        if not 1 <= len(self.blocks) <= MOST_LAYERS:
+            raise ValueError(f"{self.name}: must have at least one block and at most {MOST_LAYERS}")
+        if self.num_parameters > MOST_PARAMETERS:
+            raise ValueError(f"{self.name}: {self.num_parameters:.3g} parameters: must be at most {MOST_PARAMETERS:g}")
 
     @cached_property
     def kinds(self) -> dict[Block, int]:
@@ -299,3 +305,5 @@ def _check_sizes(sizes: object, names: tuple[str, ...]) -> None:
         value = getattr(sizes, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1")
+        if value > _MOST.get(name, MOST_WIDTH):
+            raise ValueError(f"{name} = {value}: must be at most {_MOST.get(name, MOST_WIDTH)}")

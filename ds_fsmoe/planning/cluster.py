@@ -31,6 +31,7 @@ from ds_fsmoe.planning.cluster_schema import (
 )
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
+from ds_fsmoe.untrusted import MOST_RANKS, read_json
 
 _FOLDER = Path(__file__).parent / "clusters"
 _SCHEMA = "cluster.schema"
@@ -145,7 +146,7 @@ def read_file(name_or_path: str) -> tuple[Path, Any]:
                 f"the choices are {', '.join(names())}, or the path of a JSON file written like one of them"
             )
     try:
-        return path, json.loads(path.read_text(encoding="utf-8"))
+        return path, read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"cluster file {path}: cannot be read as JSON: {error}") from error
 
@@ -299,7 +300,8 @@ class _Reader:
         return value
 
     def count(self, path: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(path, f" = {json.dumps(value)}: must be a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
+            sentence = f"must be a whole number of at least 1 and at most {MOST_RANKS}"
+            self.refuse(path, f" = {json.dumps(value)[:40]}: {sentence}")
             return 2
         return value

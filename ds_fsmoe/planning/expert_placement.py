@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ds_fsmoe.untrusted import MOST_EXPERTS
+
 EMPTY = -1
 """Stands for no expert, in a spare place."""
 
@@ -267,6 +269,8 @@ class ExpertPlacement:
         places, *numbers = (found[name] for name in names)
         if not isinstance(places, list) or any(type(each) is not int for each in (*places, *numbers)):
             raise ValueError(f"a placement has whole numbers in {', '.join(names)}")
+        if max(numbers) > MOST_EXPERTS or not all(EMPTY <= each < MOST_EXPERTS for each in places):
+            raise ValueError(f"a placement has at most {MOST_EXPERTS} experts, and numbers of experts from {EMPTY} on")
         return cls(tuple(places), *numbers)
 
 

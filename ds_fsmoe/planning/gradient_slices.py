@@ -5,6 +5,7 @@ single tensors where no all-to-all waits, as Lina has it (ATC'23)."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,9 @@ import numpy as np
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.chunks import micro_op_ends, num_micro_ops
 from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
+
+MOST_SLICES = 100_000
+"""The slices of all gradients of a backward, at the most."""
 
 
 def of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chunk_bytes: int) -> Partition:
@@ -23,6 +27,8 @@ def of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chu
         chunk_bytes: the size of a slice; the last one of a piece has the rest.
     """
     moment_ms = 1e-6 * max((each.cost.ms(each.size_bytes) for each in pieces), default=0.0) or 1e-9
+
+    _check_number(sum(each.size_bytes for each in pieces), chunk_bytes)
 
     def cut(piece: QueuedGradient) -> list[int]:
         whole, rest = divmod(piece.size_bytes, chunk_bytes)
@@ -44,12 +50,23 @@ def by_priority(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chu
         chunk_bytes: the most bytes of a slice; those of one tensor are equal.
     """
 
+    _check_number(sum(each.size_bytes for each in pieces), chunk_bytes)
+
     def cut(piece: QueuedGradient) -> list[int]:
         tensors = piece.tensors_bytes or (piece.size_bytes,)
         ends = [(0, *micro_op_ends(each, num_micro_ops(each, chunk_bytes))) for each in tensors]
         return [stop - first for each in ends for first, stop in itertools.pairwise(each) if stop > first]
 
     return _one_by_one(pieces, windows, cut, lambda window, before_ms: before_ms < window.room_ms)
+
+
+def _check_number(size_bytes: float, chunk_bytes: int) -> None:
+    number = size_bytes // chunk_bytes
+    if number > MOST_SLICES:
+        raise ValueError(
+            f"gradient_partition.chunk_bytes = {chunk_bytes}: {size_bytes / 1e9:.0f} GB of gradients would travel in "
+            f"{number:.0f} slices: must be at least {math.ceil(size_bytes / MOST_SLICES)}"
+        )
 
 
 def _one_by_one(

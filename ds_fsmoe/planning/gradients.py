@@ -141,7 +141,8 @@ def partition(
     if num_steps is not None and num_steps < 1:
         raise ValueError(f"num_steps = {num_steps}: must be at least 1")
     if num_steps is None:
-        num_steps = max(1, len(pieces)) * max(16, min(256, 2048 // max(1, len(pieces))))
+        # Many layers have a step or a few each: time grows with steps times windows.
+        num_steps = max(len(pieces), min(4096, max(1, len(pieces)) * max(16, min(256, 2048 // max(1, len(pieces))))))
     queue = _Queue(pieces, num_steps)
     if not queue.pieces:
         return Partition(((),) * len(windows), (), 0.0)

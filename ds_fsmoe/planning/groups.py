@@ -7,12 +7,13 @@ and EDP over the remaining ranks. No size has to equal another, or the number of
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.untrusted import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Groups:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value}: must be a whole number of at least 1")
+            if value > MOST_RANKS:
+                raise ValueError(f"{name} = {value}: must be at most {MOST_RANKS}")
         if self.world % self.pp:
             raise ValueError(f"pp = {self.pp}: must divide the world size {self.world}")
         if self.stage % self.mp or (self.dp is not None and self.mp * self.dp != self.stage):
@@ -92,18 +95,17 @@ class Groups:
         }
         return {name: self._place(size, stride) for name, (size, stride) in strides.items()}
 
-    def _ranks(self, size: int, stride: int) -> Iterator[range]:
-        for block in range(0, self.world, size * stride):
-            for first in range(block, block + stride):
-                yield range(first, first + size * stride, stride)
-
     def _place(self, size: int, stride: int) -> Placement:
         if size == 1:
             return Placement(1, 1, ())
         # Looked up rank by rank: where nodes and groups do not line up, the worst group counts.
-        nodes = [Counter(rank // self.gpus_per_node for rank in ranks) for ranks in self._ranks(size, stride)]
-        per_node = max(max(each.values()) for each in nodes)
-        if all(len(each) == 1 for each in nodes):
+        ranks = np.arange(self.world).reshape(-1, size, stride).transpose(0, 2, 1).reshape(-1, size)
+        nodes = ranks // self.gpus_per_node
+        begins = np.ones(nodes.shape, dtype=bool)
+        begins[:, 1:] = nodes[:, 1:] != nodes[:, :-1]
+        per_node = int(np.diff(np.append(np.flatnonzero(begins), self.world)).max())
+        most_nodes = int(begins.sum(axis=1).max())
+        if most_nodes == 1:
             return Placement(size, per_node, (Lane.INTRA,))
         lanes = (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA)
-        return Placement(size, per_node, lanes, max(map(len, nodes)))
+        return Placement(size, per_node, lanes, most_nodes)

@@ -15,6 +15,7 @@ from typing import Any
 from ds_fsmoe.planning.architecture import Architecture, Block
 from ds_fsmoe.planning.hf_families import DENSE, FAMILIES, UNREAD, Family
 from ds_fsmoe.planning.hf_fields import Fields
+from ds_fsmoe.untrusted import MOST_LAYERS, read_json
 
 CONFIG = "config.json"
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -44,7 +45,7 @@ def read_hf_config(
         has = f"{path} has no {CONFIG}" if path.is_dir() else f"there is no file {path}"
         raise ValueError(f"{has}: the choices are a {CONFIG} or a folder that has one")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
@@ -54,9 +55,10 @@ def read_hf_config(
 
 
 def _architecture(data: dict[str, Any], name: str, source: str) -> Architecture:
-    model_type = data.get("model_type")
-    text = data.get("text_config")
-    if model_type not in _FAMILY_OF and isinstance(text, Mapping) and text.get("model_type") in _FAMILY_OF:
+    model_type, text = data.get("model_type"), data.get("text_config")
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"{source}: model_type = {json.dumps(model_type)[:60]}: must be the name of a family")
+    if model_type not in _FAMILY_OF and isinstance(text, Mapping) and text.get("model_type") in tuple(_FAMILY_OF):
         # A model of pictures and text: experts are in the one of text.
         outer = {key: data[key] for key in ("torch_dtype", "dtype") if key in data}
         return _architecture(outer | dict(text), name, f"{source}, its model of text alone")
@@ -64,7 +66,9 @@ def _architecture(data: dict[str, Any], name: str, source: str) -> Architecture:
     fields = Fields(data, source, family.defaults)
     M, vocab = fields.count("hidden_size"), fields.count("vocab_size")
     try:
-        made = [_block(family, fields, layer, M) for layer in range(fields.count("num_hidden_layers"))]
+        made = [
+            _block(family, fields, layer, M) for layer in range(fields.count("num_hidden_layers", most=MOST_LAYERS))
+        ]
     except ValueError as error:
         # What the parts of a block refuse names no file.
         raise error if str(error).startswith(source) else ValueError(f"{source}: {error}") from error
@@ -95,7 +99,7 @@ def _known(model_type: Any, source: str) -> Family:
         )
     if model_type in UNREAD:
         raise ValueError(f"{source}: model_type = {json.dumps(model_type)}: cannot be planned: {UNREAD[model_type]}")
-    if not isinstance(model_type, str) or model_type not in _FAMILY_OF:
+    if model_type not in _FAMILY_OF:
         near = difflib.get_close_matches(str(model_type), _FAMILY_OF, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ds_fsmoe.untrusted import MOST_POSITIONS
+
 
 class Fields:
     """The fields of one configuration, read with checks.
@@ -39,11 +41,13 @@ class Fields:
         """Return the name under which a field is written; where it is not, its first."""
         return next((each for each in names if each in self._data), names[0])
 
-    def count(self, *names: str, least: int = 1) -> int:
-        """Return a whole number of at least ``least``."""
+    def count(self, *names: str, least: int = 1, most: int = MOST_POSITIONS) -> int:
+        """Return a whole number of at least ``least`` and at most ``most``."""
         value = self.value(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(self.written(*names), f"must be a whole number of at least {least}")
+        if value > most:
+            raise self.wrong(self.written(*names), f"must be at most {most}")
         return value
 
     def optional(self, *names: str) -> int | None:

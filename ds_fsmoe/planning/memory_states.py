@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.memory_parameters import Parameters
 from ds_fsmoe.planning.training import MASTER, Training
@@ -123,16 +125,18 @@ def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     return States(rest, {}, before, behind, plus(after, message), tuple(steps), stay=True)
 
 
-def in_partition(sizes: Sequence[int], parts: int, part: int) -> int:
-    """Return the elements of all tensors that lie in one part of a group, those that only begin or end there whole:
-    as many gradients ZeRO 1 and 2 copy."""
+def most_in_partition(sizes: Sequence[int], parts: int) -> int:
+    """Return the elements of all tensors that lie in the fullest part of a group, those that only begin or end there
+    whole: as many gradients ZeRO 1 and 2 copy."""
+    if not sum(sizes):
+        return 0
     cut = -(-sum(sizes) // parts)
-    found, at = 0, 0
-    for size in sizes:
-        if at < (part + 1) * cut and at + size > part * cut:
-            found += size
-        at += size
-    return found
+    bounds = np.cumsum([0, *sizes])
+    begins = np.arange(parts) * cut
+    begins = begins[begins < bounds[-1]]
+    firsts = np.searchsorted(bounds[1:], begins, side="right")
+    behinds = np.searchsorted(bounds[:-1], begins + cut, side="left")
+    return int((bounds[behinds] - bounds[firsts]).max())
 
 
 def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
@@ -159,8 +163,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     has_dense = _are_ours(dp, training)
     has_experts = has_dense and edp > 1
     ours = has_dense * dense + has_experts * experts
-    whole = max(in_partition(parameters.dense, dp, part) for part in range(dp))
-    whole += max(in_partition(parameters.experts, edp, part) for part in range(edp))
+    whole = most_in_partition(parameters.dense, dp) + most_in_partition(parameters.experts, edp)
     copied = g * held if g > a else a * whole
     bucket = a * training.reduce_bucket
     left = (not has_experts) * experts + (not has_dense) * dense

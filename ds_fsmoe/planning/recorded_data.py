@@ -15,7 +15,9 @@ from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.recorded_costs import RecordedGroups, RecordedJob, RecordedKind, RecordedWay
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import ALLTOALLS, AllToAll
+from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS
 
+_MOST_DEGREE = 1024
 FORMAT = 1
 """The version of what :func:`job_as_data` returns."""
 
@@ -100,10 +102,15 @@ def job_from_data(data: Any) -> RecordedJob:
             slowed=Slowdowns({(Lane(lane), Lane(by)): float(factor) for lane, by, factor in data["slowed"]}),
             **{name: data[name] for name in _PLAIN},
         )
+        for name, most in (("max_degree", _MOST_DEGREE), ("micro_batches", MOST_POSITIONS)):
+            if not 1 <= data[name] <= most:
+                raise ValueError(f"{name} = {data[name]}: must be from 1 to {most}")
+        if len(job.labels) > MOST_LAYERS:
+            raise ValueError(f"{len(job.labels)} layers: must be at most {MOST_LAYERS}")
         known = {label for kind in job.kinds for label in kind.labels}
         if not known.issuperset(job.labels):
             raise ValueError(f"it says nothing of {', '.join(sorted(set(job.labels) - known))}")
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ValueError(f"it is not what a run writes: {type(error).__name__}: {error}") from error
     return job
 

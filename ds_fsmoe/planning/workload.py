@@ -47,6 +47,7 @@ from ds_fsmoe.planning.schedule import (
     SPREAD,
     Lane,
 )
+from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
 
 DENSE = "DENSE"
 """The kind of what is computed densely beside experts: layers without, shared experts, the head."""
@@ -88,6 +89,9 @@ class Shape:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value}: must be a whole number of at least 1")
+            most = {"E": MOST_EXPERTS, "B": MOST_POSITIONS, "L": MOST_POSITIONS}.get(name, MOST_WIDTH)
+            if value > most:
+                raise ValueError(f"{name} = {value}: must be at most {most}")
         factor = self.capacity_factor
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if factor is not None and not (is_number and 0 < factor < math.inf):

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_fsmoe.routes.parts import RoutingFileError
 from ds_fsmoe.routes.recorded import Recording
 from ds_fsmoe.routes.written import RoutedLayer
+
+MOST_LOADS_BYTES = 1 << 28
+"""The bytes of all loads, where a recording has fewer."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,16 @@ def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda don
     Args:
         recording: the recording.
         tell: told of (choices read, choices in all) from time to time.
+
+    Raises:
+        RoutingFileError: the loads would take far more memory than the recording has bytes, as no real one's do.
     """
+    size_bytes = 8 * len(recording.steps) * sum(each.num_experts for each in recording.layers)
+    if size_bytes > max(MOST_LOADS_BYTES, recording.num_bytes):
+        raise RoutingFileError(
+            f"{len(recording.steps)} steps of {len(recording.layers)} layers: their loads would take "
+            f"{size_bytes / 2**30:.1f} GiB, more than what was recorded"
+        )
     steps = {step: row for row, step in enumerate(recording.steps)}
     layers = {layer.path: number for number, layer in enumerate(recording.layers)}
     loads = [np.zeros((len(steps), layer.num_experts), dtype=np.int64) for layer in recording.layers]

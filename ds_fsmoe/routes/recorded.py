@@ -7,28 +7,23 @@ experts.
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
 from ds_fsmoe.files.whole_files import new_file
-from ds_fsmoe.routes.written import FORMAT, Choices, RankFacts, RoutedLayer, as_text, parts_of
+from ds_fsmoe.routes.parts import CutError, RoutingFileError, checked, facts_in, index_of
+from ds_fsmoe.routes.written import Choices, RankFacts, RoutedLayer, as_text, parts_of
+from ds_fsmoe.untrusted import open_regular
 
 MOST_PACKED_BYTES = 4 * 2**30
 """What a packed file may hold at the most; all of it is read."""
 _FACTS = "facts"
-
-
-class RoutingFileError(ValueError):
-    """Raised when there is no recorded routing, or not the one asked for. The message names path and choices."""
-
-
+_PACKED_FORMAT = 1
 Key = tuple[int, int, int, int]
 """(rank, step, micro-batch, number of the layer on that rank)."""
 
@@ -40,11 +35,17 @@ class Recording:
         ranks: what each rank has recorded.
         sources: reads the choices of a key.
         problems: what could not be read, in words.
+        num_bytes: the bytes of its files.
     """
 
     def __init__(
-        self, ranks: Mapping[int, RankFacts], sources: Mapping[Key, Callable[[], Choices]], problems: Iterable[str] = ()
+        self,
+        ranks: Mapping[int, RankFacts],
+        sources: Mapping[Key, Callable[[], Choices]],
+        problems: Iterable[str] = (),
+        num_bytes: int = 0,
     ) -> None:
+        self.num_bytes = num_bytes
         self.ranks = dict(sorted(ranks.items()))
         self.problems = tuple(problems)
         self._sources = sources
@@ -188,7 +189,7 @@ def write_packed(path: Path, recording: Recording, steps: Iterable[int] | None =
     """
     wanted = None if steps is None else set(steps)
     ranks = [asdict(each) for each in recording.ranks.values()]
-    arrays = {_FACTS: as_text({"format": FORMAT, "ranks": ranks})}
+    arrays = {_FACTS: as_text({"format": _PACKED_FORMAT, "ranks": ranks})}
     for key in recording:
         if wanted is None or key[1] in wanted:
             choices, name = recording.choices(*key), "/".join(map(str, key))
@@ -209,118 +210,66 @@ def _read_folder(folder: Path) -> Recording:
     ranks: dict[int, RankFacts] = {}
     sources: dict[Key, Callable[[], Choices]] = {}
     problems: list[str] = []
+    have_checksums = True
     for rank, _, path in parts_of(folder):
         try:
-            facts, found, problem = _index(path)
-        except Exception as error:  # NumPy reads headers as Python: damage makes errors of all kinds
-            problems.append(f"{path}: {type(error).__name__}: {error}")
+            found = index_of(path)
+            if found.facts.rank != rank:
+                raise ValueError(f"it is of rank {found.facts.rank}")
+        except CutError as error:
+            problems.append(f"{path}: {error}")
             continue
-        if problem:
-            problems.append(f"{path}: {problem}")
+        except Exception as error:  # NumPy reads headers as Python: damage makes errors of all kinds
+            raise RoutingFileError(f"{path}: {error}") from error
+        if found.problem:
+            problems.append(f"{path}: {found.problem}")
+        have_checksums &= found.has_checksums
         # A job that went on from a checkpoint may have done steps again: what it did last counts.
-        first = min((step for step, _, _ in found), default=None)
+        first = min((step for step, _, _ in found.sources), default=None)
         for key in [each for each in sources if first is not None and each[0] == rank and each[1] >= first]:
             del sources[key]
-        ranks[rank] = facts
-        sources |= {(rank, *key): source for key, source in found.items()}
+        ranks[rank] = found.facts
+        sources |= {(rank, *key): source for key, source in found.sources.items()}
     if not ranks:
         what = "; ".join(problems) or "it has no files rank_*.npy"
         raise RoutingFileError(f"{folder}: no recorded routing: {what}")
-    return Recording(ranks, sources, problems)
-
-
-def _index(path: Path) -> tuple[RankFacts, dict[tuple[int, int, int], Callable[[], Choices]], str]:
-    """Return what a part is about, where its choices are, and what is wrong with its end."""
-    found: dict[tuple[int, int, int], Callable[[], Choices]] = {}
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        (facts,) = _facts(np.load(file, allow_pickle=False))
-        while file.tell() < size:
-            begin = file.tell()
-            try:
-                step, micro_batch, layer, has_weights = map(int, np.load(file, allow_pickle=False))
-                places = [_skip(file, size) for _ in range(1 + has_weights)]
-            except Exception as error:
-                return facts, found, f"it ends at byte {begin} of {size}: {error}"
-            if not 0 <= layer < len(facts.layers) or step < 0 or micro_batch < 0:
-                return facts, found, f"layer {layer} of {len(facts.layers)} at byte {begin}"
-            found[step, micro_batch, layer] = _Reads(path, places)
-    return facts, found, ""
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """Reads choices that begin at these bytes of a file."""
-
-    path: Path
-    places: list[int]
-
-    def __call__(self) -> Choices:
-        try:
-            with self.path.open("rb") as file:
-                arrays = []
-                for place in self.places:
-                    file.seek(place)
-                    arrays.append(np.load(file, allow_pickle=False))
-            return _checked(Choices(*arrays), str(self.path))
-        except Exception as error:  # changed since it was looked through
-            raise RoutingFileError(f"{self.path}: {error}") from error
-
-
-def _skip(file: IO[bytes], size: int) -> int:
-    """Return where the next array begins, and go behind it."""
-    begin = file.tell()
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError("an array of another version of NumPy's format")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    if dtype.kind not in "uf" or len(shape) != 2 or min(shape) < 0:
-        raise ValueError(f"an array {list(shape)} of {dtype}, where choices [S, k] must be")
-    end = file.tell() + int(np.prod(shape)) * dtype.itemsize
-    if end > size:
-        raise EOFError("an array is cut short")
-    file.seek(end)
-    return begin
+    try:
+        _check_ranks(ranks)
+    except ValueError as error:
+        raise RoutingFileError(f"{folder}: {error}") from error
+    if not have_checksums:
+        problems.append(f"{folder}: it was written before recordings had checksums: a change in it is not noticed")
+    return Recording(ranks, sources, problems, sum(path.stat().st_size for _, _, path in parts_of(folder)))
 
 
 def _read_packed(path: Path) -> Recording:
-    with zipfile.ZipFile(path) as archive:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         size_bytes = sum(each.file_size for each in archive.infolist())
     if size_bytes > MOST_PACKED_BYTES:
         raise ValueError(f"it would take {size_bytes / 2**30:.1f} GiB of memory; keep the folder instead")
-    with np.load(path, allow_pickle=False) as arrays:
-        ranks = {each.rank: each for each in _facts(arrays[_FACTS])}
+    with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+        ranks = {each.rank: each for each in facts_in(arrays[_FACTS], range(1, 1 + _PACKED_FORMAT))}
         names = [each for each in arrays.files if each != _FACTS and not each.endswith("weights")]
         found: dict[Key, Choices] = {}
         for name in names:
             rank, step, micro_batch, layer = map(int, name.split("/"))
             weights = arrays[f"{name}/weights"] if f"{name}/weights" in arrays.files else None
-            found[rank, step, micro_batch, layer] = _checked(Choices(arrays[name], weights), name)
+            found[rank, step, micro_batch, layer] = checked(Choices(arrays[name], weights), name)
             if rank not in ranks or not 0 <= layer < len(ranks[rank].layers):
                 raise ValueError(f"{name}: there is no such rank or layer")
+    _check_ranks(ranks)
     return in_memory(ranks.values(), found)
 
 
-def _checked(choices: Choices, name: str) -> Choices:
-    shape, weights_SK = choices.indices_SK.shape, choices.weights_SK
-    if (
-        choices.indices_SK.dtype.kind != "u"
-        or len(shape) != 2
-        or (weights_SK is not None and weights_SK.shape != shape)
-    ):
-        raise ValueError(f"{name}: choices must be [S, k] unsigned integers, and weights as many")
-    return choices
+def _check_ranks(ranks: Mapping[int, RankFacts]) -> None:
+    """Check that ranks are of one job.
 
-
-def _facts(text: np.ndarray) -> list[RankFacts]:
-    said: dict[str, Any] = json.loads(text.astype(np.uint8).tobytes().decode("utf-8"))
-    if said.get("format") != FORMAT:
-        raise ValueError(f"format {said.get('format')!r}: this version reads {FORMAT}")
-    return [_of_rank(each) for each in said["ranks"]]
-
-
-def _of_rank(said: Mapping[str, Any]) -> RankFacts:
-    layers = tuple(
-        RoutedLayer(str(each["path"]), int(each["num_experts"]), tuple(map(int, each["ep_ranks"])))
-        for each in said["layers"]
-    )
-    return RankFacts(int(said["rank"]), int(said["world_size"]), layers, int(said.get("node", 0)))
+    Raises:
+        ValueError: they differ in what they must have alike.
+    """
+    if len({each.world_size for each in ranks.values()}) > 1:
+        raise ValueError("its ranks are of jobs of different sizes")
+    num_experts: dict[str, int] = {}
+    for layer in (layer for each in ranks.values() for layer in each.layers):
+        if num_experts.setdefault(layer.path, layer.num_experts) != layer.num_experts:
+            raise ValueError(f"{layer.path}: its ranks differ in the number of experts")

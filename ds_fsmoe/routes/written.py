@@ -2,17 +2,21 @@
 """Writes recorded routing: the experts that tokens chose, of every layer, step and micro-batch.
 
 A folder has a file for each rank and each start of its job, ``rank_00003.0000.npy``: arrays in NumPy's own format, one
-after another. The first is a JSON text, with the ranks and layers. Then come, for each layer of each micro-batch, the
-numbers (step, micro-batch, layer, whether there are weights), the choices [S, k] in the smallest unsigned type, and on
-request their weights [S, k] in float16. A job that is killed leaves all that it had written.
+after another. The first is a JSON text, with the ranks and layers, the second its checksum. Then come, for each layer
+of each micro-batch, the numbers (step, micro-batch, layer, whether there are weights, the bytes of the arrays that
+follow, their checksum, that of the numbers before), the choices [S, k] in the smallest unsigned type, and on request
+their weights [S, k] in float16. A step of -1 ends a file that was closed. A job that is killed leaves all that it had
+written. Checksums are CRC-32, of arrays with their headers. Format 1 had none.
 
 Letters: S tokens of a rank, k choices of a token, E experts.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +25,9 @@ import numpy as np
 
 from ds_fsmoe.files.whole_files import create
 
-FORMAT = 1
+FORMAT = 2
+CLOSED = -1
+"""The step of the last numbers in a file, if it was closed."""
 _PART = re.compile(r"rank_(\d{5,})\.(\d{4,})\.npy")
 
 
@@ -93,8 +99,10 @@ class Part:
 
     def __init__(self, path: Path, facts: RankFacts) -> None:
         self._file: IO[bytes] = create(path)
+        self._is_cut = False
         self._types = [index_type(each.num_experts) for each in facts.layers]
-        _save(self._file, as_text({"format": FORMAT, "ranks": [asdict(facts)]}))
+        head = saved(as_text({"format": FORMAT, "ranks": [asdict(facts)]}))
+        self._file.write(head + saved(np.array([zlib.crc32(head)], dtype=np.int64)))
         self._file.flush()
 
     def add(self, step: int, micro_batch: int, layer: int, choices: Choices) -> None:
@@ -104,10 +112,12 @@ class Part:
             OSError: it cannot be written.
         """
         has_weights = choices.weights_SK is not None
-        _save(self._file, np.array([step, micro_batch, layer, has_weights], dtype=np.int64))
-        _save(self._file, choices.indices_SK.astype(self._types[layer], copy=False))
+        arrays = saved(choices.indices_SK.astype(self._types[layer], copy=False))
         if has_weights:
-            _save(self._file, choices.weights_SK.astype(np.float16, copy=False))
+            arrays += saved(choices.weights_SK.astype(np.float16, copy=False))
+        self._is_cut = True  # unless all of it is written
+        self._file.write(_key(step, micro_batch, layer, has_weights, arrays) + arrays)
+        self._is_cut = False
 
     def flush(self) -> None:
         """Give all that was written to the system."""
@@ -115,6 +125,8 @@ class Part:
 
     def close(self) -> None:
         """Write what is left, and close the file."""
+        if not self._file.closed and not self._is_cut:
+            self._file.write(_key(CLOSED, 0, 0, False, b""))
         self._file.close()
 
 
@@ -123,5 +135,21 @@ def as_text(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode("utf-8"), dtype=np.uint8)
 
 
-def _save(file: IO[bytes], array: np.ndarray) -> None:
+def sealed(numbers: Any) -> np.ndarray:
+    """Return whole numbers with their checksum behind them."""
+    said = np.array(numbers, dtype="<i8")
+    return np.append(said, zlib.crc32(said.tobytes()))
+
+
+def _key(step: int, micro_batch: int, layer: int, has_weights: bool, arrays: bytes) -> bytes:
+    return saved(sealed([step, micro_batch, layer, has_weights, len(arrays), zlib.crc32(arrays)]))
+
+
+def saved(array: np.ndarray) -> bytes:
+    """Return an array as it is in a file."""
+    file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+KEY_BYTES = len(_key(CLOSED, 0, 0, False, b""))

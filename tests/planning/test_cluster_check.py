@@ -47,7 +47,7 @@ def test_all_that_is_wrong_is_said_at_once_each_by_path_value_and_choices(tmp_pa
     )
     assert {each.kind for each in found} == {"wrong"}
     expected = (
-        r"num_nodes = 0: must be a whole number of at least 1",
+        r"num_nodes = 0: must be a whole number of at least 1 and at most 1048576",
         r"gpus_per_nod: no such field: did you mean 'gpus_per_node'. the choices are .*",
         r"dtype = \"half\": the choices are fp32, bf16, fp16, fp8",
         r"operations\.gemm\.alpha_ms is missing",

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads files that anybody may have written: regular ones, up to a size; and says how large what they name may be.
+
+The bounds are beyond any real model or cluster. They keep a few bytes from taking all memory, or all day.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+MOST_LAYERS = 1_000
+"""The layers of a model."""
+MOST_EXPERTS = 65_536
+"""The experts of a layer."""
+MOST_WIDTH = 1 << 20
+"""The width of a model, of an expert, or of all heads."""
+MOST_PARAMETERS = 10**15
+"""The parameters of a model."""
+MOST_POSITIONS = 1 << 30
+"""The positions of a sample, and the tokens of a vocabulary."""
+MOST_RANKS = 1 << 20
+"""The ranks of a job, and the GPUs of a cluster."""
+MOST_BYTES = 64 << 20
+"""The bytes of a file that describes something: a model, a cluster, a placement."""
+MOST_RUN_BYTES = 1 << 30
+"""The bytes of a file that grows with the steps of a run."""
+
+_MARGIN_BYTES = 1 << 20
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> IO[bytes]:
+    """Open a regular file to read its bytes; never anything else, such as a pipe or a device.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    flags = _READING | (0 if follow_links else os.O_NOFOLLOW)
+    file = open(path, "rb", opener=opener(flags))  # noqa: SIM115 - the caller closes it
+    try:
+        check_regular(path, file.fileno())
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, *, follow_links: bool = True, most_bytes: int = MOST_RUN_BYTES) -> str:
+    """Return the text of a regular file, in UTF-8; never read anything else, such as a pipe or a device.
+
+    Args:
+        path: the file.
+        follow_links: whether it may be a link.
+        most_bytes: how large it may be.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is too large.
+        UnicodeDecodeError: it is not UTF-8 text.
+    """
+    with open_regular(path, follow_links=follow_links) as file:
+        size = os.fstat(file.fileno()).st_size
+        # As much more as may have been appended since; never more, and no memory for what is not there.
+        found = file.read(size + _MARGIN_BYTES) if size <= most_bytes else b""
+    if max(size, len(found)) > most_bytes:
+        raise OSError(errno.EFBIG, f"is larger than {most_bytes >> 20} MiB", str(path))
+    return found.decode("utf-8").replace("\r\n", "\n")
+
+
+def read_json(path: Path, *, follow_links: bool = True, most_bytes: int = MOST_BYTES) -> Any:
+    """Return what a regular file says in JSON.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is too large.
+        ValueError: it is not JSON, or is nested too deeply to be read.
+    """
+    return parsed(read_regular(path, follow_links=follow_links, most_bytes=most_bytes))
+
+
+def parsed(text: str) -> Any:
+    """Return what a text says in JSON.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def opener(flags: int) -> Callable[[str, int], int]:
+    """Return what opens a file with these flags, and says in words that it does not follow a link."""
+
+    def opened(path: str, _: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "is a link, and is not followed", str(path)) from None
+            raise
+
+    return opened
+
+
+def check_regular(path: Path, number: int) -> None:
+    """Check that an open file is a regular one.
+
+    Raises:
+        OSError: it is something else.
+    """
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        raise no_file(path)
+
+
+def no_file(path: Path) -> OSError:
+    """Return the error of a path that is no regular file."""
+    return OSError(errno.EINVAL, "is not a regular file", str(path))
