@@ -215,6 +215,9 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_group": ("mpu",),
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size": ("mpu",),
     "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size": ("mpu",),
+    # How far groups have come, for the watchdog.
+    "torch.distributed.distributed_c10d:_world.pg_map": None,
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group": None,
     # clip_grad_norm_ looks it up among its module's globals.
     "torch.nn.utils.clip_grad:_get_total_norm": ("tensors", "norm_type", "error_if_nonfinite", "foreach"),
 }
