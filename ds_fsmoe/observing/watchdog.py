@@ -138,6 +138,8 @@ class Watchdog:
         self._writing = threading.Lock()
         self._closed = threading.Event()
         exit_hooks.attend(self)
+        # Where lanes are dropped: most often in the main thread, which alone can give SIGTERM back.
+        weakref.finalize(lanes, exit_hooks.leave, self).atexit = False
         self._thread = threading.Thread(target=self._watch, name="fsmoe-watchdog", daemon=True)
         self._thread.start()
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import platform
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -88,7 +88,8 @@ class Record:
         self._tokens = tokens = TokenCount(first_layer) if counts else None
         self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, tokens)
         self.steps.at_stop = self.close
-        atexit.register(self._at_exit)
+        # With the engine, even if nobody ends it; or with the process.
+        self._end = weakref.finalize(engine, self._at_exit)
 
     def routers(self, step: int, loads: Mapping[str, LayerLoad]) -> None:
         """Record what routers did in a step."""
@@ -134,7 +135,7 @@ class Record:
             self._close({"failed": f"{type(error).__name__}: {error}"[:500]})
 
     def _close(self, how: Mapping[str, str]) -> None:
-        atexit.unregister(self._at_exit)
+        self._end.detach()
         self.steps.write()
         if self._tokens is not None:
             self._tokens.hook.remove()
