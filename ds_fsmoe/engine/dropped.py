@@ -8,16 +8,26 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+_RELEASED = "_PartitionedParameterCoordinator__params_to_release"
+
 
 def let_go_when_dropped(optimizer: Any) -> None:
-    """Have nothing outside of Python keep DeepSpeed's optimizer, and with it the engine.
-
-    Python's collector does not see the gradient hooks that parameters hold. A hook of DeepSpeed's knows its optimizer,
-    which has the parameters: the collector would take all of them for used, for ever. So the optimizer holds the hooks,
-    and parameters refer to them weakly.
+    """Have nothing but its own parts keep DeepSpeed's optimizer, and with it the engine.
 
     Args:
-        optimizer: DeepSpeed's, of any kind.
+        optimizer: DeepSpeed's, of any kind, or what stands for it where nothing is optimized.
+    """
+    _hold_hooks(optimizer)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        _remember_by_itself(offload.get_param_coordinator())
+
+
+def _hold_hooks(optimizer: Any) -> None:
+    """Let the optimizer hold its gradient hooks, and parameters refer to them weakly.
+
+    Python's collector does not see the hooks that a parameter holds. One of DeepSpeed's knows its optimizer, which has
+    the parameters: the collector would take all of them for used, for ever.
     """
     kept: list[Callable[..., Any]] = []
     for handle in getattr(optimizer, "_grad_acc_hooks", ()):
@@ -27,6 +37,15 @@ def let_go_when_dropped(optimizer: Any) -> None:
             hooks[handle.id] = _weakly(hooks[handle.id])
     if kept:
         optimizer.fsmoe_hooks = kept
+
+
+def _remember_by_itself(coordinator: Any) -> None:
+    """Let what ZeRO 3 releases after a module be remembered by its coordinator, and not for all of the process."""
+    parts = [each.cell_contents for each in getattr(type(coordinator), _RELEASED).__closure__ or ()]
+    cached = next((each for each in parts if hasattr(each, "cache_clear")), None)
+    if cached is not None:
+        own = functools.partial(cached.__wrapped__, coordinator)
+        setattr(coordinator, _RELEASED, functools.lru_cache(maxsize=None)(own))
 
 
 def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
