@@ -69,6 +69,7 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator:"
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": None,
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.get_param_coordinator": ("self",),
+    "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK": None,
     "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict": ("parent_module",),
     "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": (
         "self",

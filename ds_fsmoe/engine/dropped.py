@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ def let_go_when_dropped(optimizer: Any) -> None:
     offload = getattr(optimizer, "parameter_offload", optimizer)
     if hasattr(offload, "get_param_coordinator"):
         _remember_by_itself(offload.get_param_coordinator())
+        _stand_weakly(sys.modules[type(offload).__module__].FWD_MODULE_STACK, offload.module)
 
 
 def _hold_hooks(optimizer: Any) -> None:
@@ -46,6 +48,15 @@ def _remember_by_itself(coordinator: Any) -> None:
     if cached is not None:
         own = functools.partial(cached.__wrapped__, coordinator)
         setattr(coordinator, _RELEASED, functools.lru_cache(maxsize=None)(own))
+
+
+def _stand_weakly(stack: list[Any], model: Any) -> None:
+    """Let the model stand weakly at the bottom of the stack of modules that run, where ZeRO 3 leaves it for ever."""
+
+    def leave(dead: Any) -> None:
+        stack[:] = [each for each in stack if each is not dead]
+
+    stack[:] = [weakref.proxy(model, leave) if each is model else each for each in stack]
 
 
 def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
