@@ -11,8 +11,6 @@ from tools.nightly import counted, row
 TESTS = Path(__file__).resolve().parent
 # File -> why all of it is slow.
 WITHOUT = {"test_bench_smoke.py": "benchmarks of a minute and more each, on a bed that root alone can make"}
-    "test_bench_smoke.py": "benchmarks of a minute and more each, on a bed that root alone can make"
-}
 
 
 def whole(source: str) -> tuple[int, int]:
