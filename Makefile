@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo    the main job, with stock DeepSpeed and with ours, and a table that compares them
-# make test    the tests (those marked slow left out); make test-full runs all of them. Those of the planner run in an
+# make test    the tests (those marked slow left out); make nightly runs all of them, goes on where it
+#              stopped, and ends with a line for benchmarks/LOG.md. Those of the planner run in an
 #              environment of their own that has no torch: make test-planning. Those that train much or run what
 #              the pages say are left out as well: make test-long
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
@@ -34,7 +35,7 @@ SIDE_BY_SIDE := -n $(shell python3 -c "import os; print(min(4, len(os.sched_geta
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-full docs try-llamafactory lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long nightly docs try-llamafactory lint format clean
 
 setup: $(READY)
 
@@ -79,9 +80,9 @@ test-planning: $(PLANNING_READY)
 	@echo "== test: the planner, where there is no torch (about a minute)"
 	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest $(SIDE_BY_SIDE) --durations=5 tests/planning
 
-test-full: $(READY) test-planning
-	@echo "== test-full: all tests, every case of every matrix (hours)"
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) --durations=20 --ignore tests/planning
+nightly: $(READY) test-planning
+	@echo "== nightly: all tests, every case of every matrix, file by file (hours; it goes on where it stopped)"
+	@$(RUN) tools/nightly.py $(SIDE_BY_SIDE)
 
 $(DOCS_READY): tools/docs_requirements.txt tools/setup_venv.sh
 	@echo "== setup: a virtual environment with mkdocs in $(DOCS) (a minute, once)"

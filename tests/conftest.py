@@ -73,6 +73,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     chosen = config.getoption("markexpr") or config.getoption("keyword") or "the names given"
     terminalreporter.section("left out")
-    terminalreporter.line(f"{left_out.total()} tests are left out by '{chosen}'; make test-full runs all:")
+    terminalreporter.line(f"{left_out.total()} tests are left out by '{chosen}'; make nightly runs all:")
     for file, count in sorted(left_out.items()):
         terminalreporter.line(f"  {count:5} of {file}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of a matrix for ``make test``; ``make test-full`` takes all of it."""
+"""A sample of a matrix for ``make test``; ``make nightly`` takes all of it."""
 
 from __future__ import annotations
 

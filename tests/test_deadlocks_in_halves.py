@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @sampled("step", CASES, kept=[1], ids=str)
 def test_halves_in_turns_get_stuck_in_no_order_that_keeps_that_of_issue(step: Step, tmp_path: Path) -> None:
     whole = Step(step.stage, step.alltoall, step.checkpoints, "off", step.ep_size, step.family)

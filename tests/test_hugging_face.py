@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import NUM_EXPERTS, WIDTH, batch, families, loss_of, model_of, shown_in, table, why_not
+from tests.hf_families import NUM_EXPERTS, UNTRIED, WIDTH, batch, families, loss_of, model_of, shown_in, table, why_not
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
@@ -110,11 +110,18 @@ def test_six_families_have_the_losses_and_gradients_of_eager_experts(
     assert [each for of_rank in found for each in of_rank] == []
 
 
+@pytest.mark.long
+def test_families_from_all_over_the_table_have_the_losses_and_gradients_of_eager_experts(tmp_path: Path) -> None:
+    spread = [each for each in families() if each not in (*SIX, *UNTRIED)][7::20]
+    assert len(spread) >= 2
+    found = run_on_ranks(gradients, 2, tmp_path, spread, 2, {"forward": 2, "backward": 3})
+    assert [each for of_rank in found for each in of_rank] == []
+
+
 @pytest.mark.slow
 def test_every_family_that_can_be_tiny_has_the_losses_and_gradients_of_eager_experts(tmp_path: Path) -> None:
-    tried = [each for each in families() if not why_not(each)]
-    # Older releases have fewer; all 67 in transformers 5.24.
-    assert len(tried) > 0.6 * len(families())
+    assert {each: why for each in families() if (why := why_not(each))} == UNTRIED
+    tried = [each for each in families() if each not in UNTRIED]
     found = run_on_ranks(gradients, 2, tmp_path, tried, 2, {"forward": 2, "backward": 3}, limit_s=600)
     assert [each for of_rank in found for each in of_rank] == []
 

@@ -43,7 +43,7 @@ def check(folder: Path) -> None:
     assert found == [f"{rank} of 2, nodes [0, 0]" for rank in range(2)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun(tmp_path: Path) -> None:
     start(tmp_path, "torchrun", "--standalone", "--nproc-per-node", "2", SCRIPT, str(tmp_path))
     check(tmp_path)

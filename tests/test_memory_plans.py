@@ -120,7 +120,7 @@ def of_family(family: str) -> list[Case]:
     return [Case(family, zero, checkpointing) for zero, checkpointing in ALL]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @sampled(("cases",), [(SOME,), *((of_family(each),) for each in FAMILIES)], kept=[0])
 def test_the_peak_of_a_rank_is_as_predicted(cases: list[Case], tmp_path: Path) -> None:
     check(cases, 2, tmp_path)

@@ -68,7 +68,10 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.utils:is_model_parallel_parameter": ("p",),
     "deepspeed.runtime.zero.partitioned_param_coordinator:"
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params": None,
+    "deepspeed.runtime.zero.partitioned_param_coordinator:"
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": None,
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.get_param_coordinator": ("self",),
+    "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK": None,
     "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict": ("parent_module",),
     "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": (
         "self",
@@ -220,6 +223,9 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_group": ("mpu",),
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size": ("mpu",),
     "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size": ("mpu",),
+    # How far groups have come, for the watchdog.
+    "torch.distributed.distributed_c10d:_world.pg_map": None,
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group": None,
     # clip_grad_norm_ looks it up among its module's globals.
     "torch._C._autograd:_get_current_graph_task_keep_graph": None,
     "torch.nn.utils.clip_grad:_get_total_norm": ("tensors", "norm_type", "error_if_nonfinite", "foreach"),

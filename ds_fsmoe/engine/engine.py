@@ -36,6 +36,7 @@ from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, 
 from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table, watch_router
 from ds_fsmoe.engine.convert_layers import check_mpu, convert, facts_of_tensor_parallel, find_layers
 from ds_fsmoe.engine.described import summary
+from ds_fsmoe.engine.dropped import let_go_when_dropped
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.marked_experts import MarkedExperts, hooks_on, refuse_hooks
@@ -95,6 +96,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         begin_splitting(self.module, self.fsmoe, isinstance(self.module, PipelineModule))
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
         self.fsmoe.running.put_on_model.append(MarkedExperts(self.module).close)
+        let_go_when_dropped(self.optimizer)
         log_on_rank_0(summary(self.fsmoe))
 
     def _take_over_reduction(self) -> None:

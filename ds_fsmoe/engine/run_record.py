@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 from ds_fsmoe.tuning.autotune import Autotune
 
-_made: list[Record] = []
-"""The latest record of this process."""
+_made: weakref.WeakSet[Record] = weakref.WeakSet()
+"""The records of this process, as long as their engines are there."""
 _claimed: list[Ownership] = []
 """The folder of the record of the engine that is being made."""
 
@@ -107,7 +108,9 @@ def watch_ours(engine: Any) -> None:
     takes_tokens = first.deepspeed_moe if isinstance(first, HuggingFaceLayer) else first
     record = _record(engine, state.block, facts, takes_tokens)
     if record is not None:
-        record.steps.tell_tuning(lambda: _is_tuning(state.autotune))
+        # The record outlives an engine that nobody has ended, and writes its end.
+        autotune = (lambda: None) if state.autotune is None else weakref.ref(state.autotune)
+        record.steps.tell_tuning(lambda: _is_tuning(autotune()))
         state.telemetry.record = record
         state.telemetry.plans_changed()
 
@@ -168,7 +171,7 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
     problem = from_first_rank(problem)
     if record is None or problem:
         raise ConfigError(problem)
-    _made[:] = [record]
+    _made.add(record)
     return record
 
 

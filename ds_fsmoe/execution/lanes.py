@@ -145,6 +145,8 @@ class Lanes(ABC):
     def __init__(self) -> None:
         self._marks = {lane: Mark() for lane in Lane}
         self._is_running = False
+        self._has_run = False
+        """Whether a run has come to its end: a watchdog gives the first one more time."""
         self._is_closed = False
         self.on_error: Callable[[BaseException], None] | None = None
         """Is called with the error of a run before the caller can catch it."""
@@ -213,6 +215,7 @@ class Lanes(ABC):
             run._go(stop)
             if joins:
                 run._join()
+                self._has_run = True
         except BaseException as error:
             self._tell(error)
             raise

@@ -18,7 +18,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ds_fsmoe.execution.lanes import Lanes
 from ds_fsmoe.files.whole_files import new_file
 from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.observing.deepspeeds_waits import DeepSpeedsWaits
 from ds_fsmoe.observing.exit_hooks import TERMINATED_STATUS
 from ds_fsmoe.observing.other_ranks import OtherRanks, said
 from ds_fsmoe.planning.schedule import Lane
@@ -73,9 +74,9 @@ class Watchdog:
     """Watches lanes, and the waits of this process outside of them, from a thread of its own, and reports.
 
     - A hang: a run is under way and no task has begun or finished for ``hang_timeout_s``; or one wait for other ranks
-      (:mod:`~ds_fsmoe.distributed.waits`) has lasted for that long. Otherwise the clock stands still, however long data
-      are loaded or code is compiled, and so it does for a process that is stopped or gets no time. A rank that waits
-      for a slower one looks the same, so the time has to be above what ranks may be apart.
+      (:mod:`~ds_fsmoe.distributed.waits`), ours or DeepSpeed's, has lasted for that long. Otherwise the clock stands
+      still, however long data are loaded or code is compiled, and so it does for a process that is stopped or gets no
+      time. A rank that waits for a slower one looks the same, so the time has to be above what ranks may be apart.
       After the report ``on_hang`` ends the process, and with that the launcher ends the job. A wait for ranks that are
       at work with files is reported only.
     - A hang of another rank, which its watchdog tells through the job's store; this process goes on.
@@ -131,12 +132,15 @@ class Watchdog:
         self._asking: threading.Thread | None = None
         self._others = OtherRanks(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
         self._states: list[str] = []
+        self._deepspeeds = DeepSpeedsWaits()
         self._waited: dict[int, tuple[waits.waiting, float]] = {}
         self._patient_in: waits.waiting | None = None
         self._num_reports = 0
         self._writing = threading.Lock()
         self._closed = threading.Event()
         exit_hooks.attend(self)
+        # Where lanes are dropped: most often in the main thread, which alone can give SIGTERM back.
+        weakref.finalize(lanes, exit_hooks.leave, self).atexit = False
         self._thread = threading.Thread(target=self._watch, name="fsmoe-watchdog", daemon=True)
         self._thread.start()
 
@@ -171,6 +175,10 @@ class Watchdog:
     # ---- the clock
 
     def _watch(self) -> None:
+        with closing(self._deepspeeds):
+            self._look_until_the_end()
+
+    def _look_until_the_end(self) -> None:
         still_s, last_s = 0.0, self._host.monotonic()
         while not self._host.wait(self._closed, self._poll_s):
             lanes = self._lanes()
@@ -195,6 +203,7 @@ class Watchdog:
 
     def _longest_wait(self, passed_s: float) -> tuple[waits.waiting | None, float]:
         """Return the wait outside of lanes that has lasted longest, and for how long."""
+        self._deepspeeds.look()
         before = self._waited
         self._waited = {}
         for each in waits.waiting.now():
@@ -230,7 +239,7 @@ class Watchdog:
         """Return whether a run is under way in which nothing has moved since the last call."""
         is_under_way, marks = lanes._is_running, _marks(lanes)
         is_same = all(new is old for new, old in zip(marks, self._seen_marks, strict=True))
-        progress = None
+        is_behind, progress = True, None
         if is_same:  # where the host is seen to move, a device need not be asked
             is_behind, progress = self._ask(lanes)
             is_under_way = is_under_way or is_behind
@@ -238,6 +247,7 @@ class Watchdog:
             self._labels.update(mark[0] for mark in marks if mark is not None)
             # Another label means that a run is over; so does one that nobody is in.
             self._is_first_use = len(self._labels) < 2 if is_under_way else not self._labels
+            self._is_first_use &= is_behind or not lanes._has_run
         is_same = is_same and progress == self._seen_progress
         self._seen_marks, self._seen_progress = marks, progress
         return is_same and is_under_way

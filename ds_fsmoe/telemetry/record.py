@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import platform
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -92,7 +92,8 @@ class Record:
         """The count of tokens; ``None``: nothing counts them."""
         self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, self.tokens)
         self.steps.at_stop = self.close
-        atexit.register(self._at_exit)
+        # With the engine, even if nobody ends it; or with the process.
+        self._end = weakref.finalize(engine, self._at_exit)
 
     def routers(self, step: int, loads: Mapping[str, LayerLoad]) -> None:
         """Record what routers did in a step."""
@@ -140,7 +141,7 @@ class Record:
     def _close(self, how: Mapping[str, str]) -> None:
         if os.getpid() != self._process:  # a forked one, whose end is not that of the run
             return
-        atexit.unregister(self._at_exit)
+        self._end.detach()
         self.steps.write()
         if self.tokens is not None:
             self.tokens.hook.remove()

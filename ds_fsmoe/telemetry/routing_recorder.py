@@ -10,6 +10,7 @@ import atexit
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ logger = logging.getLogger("ds_fsmoe")
 
 _MOST_WAITING = 4096
 """Choices that wait to be written; with more than that the training waits for the disk."""
+_LOOKS_EVERY_S = 1.0
+"""The time after which a thread that has nothing to write looks whether its recorder is still there."""
 _SMALL, _MIDDLE = 255, 32_767
 
 
@@ -60,7 +63,7 @@ class RoutingRecorder:
         self._calls: dict[str, int] = {}
         self.is_paused = False
         """Whether the forward that is under way has no batch, and is counted only."""
-        self._writer = _Writer(folder, facts)
+        self._writer = _Writer(folder, facts, weakref.ref(self))
 
     def watch(self, call: LayerCall) -> None:
         """Record what is decided in a call, if it is one in training: an instrument."""
@@ -104,10 +107,10 @@ def _small(index: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 class _Writer:
-    """Writes choices in a thread of its own."""
+    """Writes choices in a thread of its own, which ends with the recorder."""
 
-    def __init__(self, folder: Path, facts: RankFacts) -> None:
-        self._folder, self._facts = folder, facts
+    def __init__(self, folder: Path, facts: RankFacts, recorder: weakref.ref[RoutingRecorder]) -> None:
+        self._folder, self._facts, self._recorder = folder, facts, recorder
         self._waiting: queue.Queue[Any] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._part: Part | None = None
@@ -134,8 +137,18 @@ class _Writer:
             self._thread = None
             atexit.unregister(self.close)
 
+    def _next(self) -> Any:
+        """Return what comes next; the word to end where nothing is left of an engine that nobody has ended."""
+        while True:
+            try:
+                return self._waiting.get(timeout=_LOOKS_EVERY_S)
+            except queue.Empty:
+                if self._recorder() is None:
+                    atexit.unregister(self.close)
+                    return ...
+
     def _work(self) -> None:
-        while (item := self._waiting.get()) is not ...:
+        while (item := self._next()) is not ...:
             if self._is_broken:
                 continue
             try:

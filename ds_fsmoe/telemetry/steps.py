@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,7 @@ class StepLog:
     def __init__(
         self, engine: Any, file: Path | None, write_every: int, stop_after: int, tokens: TokenCount | None = None
     ) -> None:
-        self._engine = engine
+        self._engine = weakref.ref(engine)
         self._file = file
         self._write_every = write_every
         self._stop_after = stop_after
@@ -61,10 +62,10 @@ class StepLog:
         """The function that is called before the process ends because of ``stop_after``."""
         # Of its class: what an engine does not have it looks for in the user's model.
         if hasattr(type(engine), "train_batch"):
-            self._wrap("train_batch", self._train_batch)
+            _wrap(engine, "train_batch", self._train_batch)
         else:
             for method, part in PARTS.items():
-                self._wrap(method, functools.partial(self._timed, part))
+                _wrap(engine, method, functools.partial(self._timed, part))
 
     def tell_tuning(self, tunes: Callable[[], bool]) -> None:
         """Mark steps in which something is measured or tried.
@@ -74,18 +75,10 @@ class StepLog:
         """
         self._tunes, self._is_tuning = tunes, tunes()
 
-    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
-        inner = getattr(self._engine, name)
-
-        @functools.wraps(inner)
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            return around(inner, *args, **kwargs)
-
-        # On the object: DeepSpeed's class stays as it is, and other engines with it.
-        setattr(self._engine, name, outer)
-
     def _timed(self, part: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        engine, steps = self._engine, self._engine.global_steps
+        engine = self._engine()
+        assert engine is not None  # which calls this
+        steps = engine.global_steps
         if not engine.module.training and part == PARTS["forward"]:
             return method(*args, **kwargs)
         if part == PARTS["backward"]:
@@ -108,7 +101,7 @@ class StepLog:
             self._losses.append(loss.detach().reshape(()))
 
     def _step_is_over(self) -> None:
-        engine = self._engine
+        engine = self._engine()
         # Its number says nothing: a checkpoint may have been loaded.
         self._num_steps += 1
         if self._file is not None:
@@ -166,3 +159,14 @@ class StepLog:
         times_ms["step_ms"] = self._elapsed_ms(*stamps)
         loss = float(torch.stack([each.float().cpu() for each in losses]).mean()) if losses else None
         return row | {"loss": loss} | {name: round(value, 4) for name, value in times_ms.items()}
+
+
+def _wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
+    inner = getattr(engine, name)
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return around(inner, *args, **kwargs)
+
+    # On the object: DeepSpeed's class stays as it is, and other engines with it.
+    setattr(engine, name, outer)
