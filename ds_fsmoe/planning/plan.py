@@ -195,7 +195,7 @@ class Planner:
         last_ms = self.step_ms(plan)
         if plan.tail and share < 1:
             last_ms = share * last_ms + (1 - share) * self.step_ms(replace(plan, tail=()))
-        return last_ms + (earlier * self.step_ms(plan.without_gradients()) if earlier else 0.0)
+        return last_ms + (earlier * self.step_ms(plan.earlier()) if earlier else 0.0)
 
     def counting_tails(self, share: float) -> Planner:
         """Return the same planner for which gradients after the backward count with this share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -20,13 +20,18 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns
 from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers
 from ds_fsmoe.planning.model_text import describe
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of, plan_by_name
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX
 from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
-from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
+from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work, sharing_costs
+from ds_fsmoe.planning.zero import Zero
 
+STOCK = "deepspeed"
+"""The schedule of DeepSpeed, over which others gain."""
+_OF_EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
 _LINKS = {"shared": "one stream", "paper": "two links", "reduce_first": "two links, reduces first"}
 
 
@@ -52,6 +57,7 @@ class Report:
     """The model block by block; ``None``: all layers are alike, and there is nothing else."""
     stage: Stage | None = None
     """The stage that is planned, of an architecture."""
+    zero: Zero = field(default_factory=Zero)
 
     @property
     def places(self) -> Sequence[int]:
@@ -68,7 +74,7 @@ class Report:
     @property
     def tail_bytes(self) -> float:
         """The gradients that are sent after the backward."""
-        return sum(each.size_bytes for each in self.plan.tail)
+        return self.plan.tail_bytes
 
     def head(self) -> list[tuple[str, str]]:
         """The assumptions of the plan."""
@@ -130,8 +136,9 @@ class Report:
     def in_halves(self, turns: Turns = BY_BATCH) -> ModelPlan | None:
         """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
         planner, space = Planner(self.costs, self.settings), self.settings.space(BEST)
-        options = [{"": each} for each in self.layers]
-        return plan_in_halves(planner, options, space, mode_of(BEST), turns=turns)
+        options = [{"": each} for each in self.zero.layers(BEST, self.layers)]
+        mode = mode_of(BEST) if self.zero.has_windows_of(BEST) else "off"
+        return plan_in_halves(planner, options, space, mode, turns=turns)
 
     def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
         """Predict the times of forward and backward with a plan of these layers."""
@@ -275,6 +282,9 @@ def report(
     crossings: Crossings | None = None,
     architecture: Architecture | None = None,
     max_layers: int | None = None,
+    zero: Zero = Zero(),
+    names: Sequence[str] = NAMES,
+    is_grouped: bool = False,
 ) -> Report:
     """Plan a model the way every system would.
 
@@ -287,26 +297,35 @@ def report(
         architecture: a whole model, of whose first ``num_layers`` blocks ``shape`` has the samples, the length, and the
             bytes of an element; ``None``: so many layers of that shape, and nothing else.
         max_layers: so many layers of a stage and no more are planned; ``None``: all.
+        zero: the stage of ZeRO.
+        names: of the systems.
+        is_grouped: whether the products of all experts are launched at once, as transformers' ``grouped_mm`` does.
 
     Raises:
         ValueError: an unknown preset, or whatever the parts refuse.
     """
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
-    costs = kind_costs(cluster, groups, alltoall)
+    costs = dict(kind_costs(cluster, groups, alltoall))
+    if zero.stage:
+        costs |= sharing_costs(cluster, groups)
+    if is_grouped:
+        launches = shape.E // groups.ep
+        costs |= {kind: replace(costs[kind], alpha_ms=costs[kind].alpha_ms / launches) for kind in _OF_EXPERTS}
     if architecture is not None:
         architecture = architecture.first(num_layers)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)
     layers = planned_layers(groups, shape, num_layers, alltoall, recompute, crossings, architecture)[:max_layers]
     planner = Planner(costs, settings)
-    plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
+    plans = {name: zero.plan(planner, name, layers) for name in names}
     times_ms = {}
     for name, plan in plans.items():
         forward, backward = plan.timelines(costs, settings.contention, settings.host_ms)
         times_ms[name] = forward.makespan_ms, backward.makespan_ms
-    bounds = step_bounds_ms(layers, costs, settings.max_degree)
+    # Whether a system sends early or late: what ZeRO 3 sends has to be sent.
+    bounds = step_bounds_ms(zero.layers(STOCK, layers), costs, settings.max_degree)
     found = layers, plans, times_ms, bounds, preset_name
-    return Report(cluster, groups, shape, settings, costs, *found, architecture, stage)
+    return Report(cluster, groups, shape, settings, costs, *found, architecture, stage, zero)
 
 
 def planned_layers(

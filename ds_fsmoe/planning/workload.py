@@ -33,12 +33,16 @@ from ds_fsmoe.planning.schedule import (
     EXPERT_DW,
     EXPERT_DX,
     EXPERT_GRAD,
+    EXPERT_GRAD_PARTS,
+    EXPERT_PARAMETERS,
     GATHER,
     GRAD,
+    GRAD_PARTS,
     HOLD,
     MP_GATHER,
     MP_REDUCE,
     ORDER,
+    PARAMETERS,
     REDUCE,
     REST,
     RESTORE,
@@ -183,6 +187,21 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What ZeRO sends for one layer besides what its schedule places."""
+
+    forward: tuple[Work, ...] = ()
+    """The gathers of parameters that its forward waits for."""
+    backward: tuple[Work, ...] = ()
+    gradients: tuple[Work, ...] = ()
+    """The reduce-scatters of its gradients, when its backward is through."""
+    is_ahead: bool = True
+    """Whether gathers begin with the layer that runs before; otherwise when that one is through."""
+    in_all: bool = True
+    """Whether this happens in every micro-batch; otherwise once a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """The work of one layer in a training step."""
 
@@ -193,6 +212,10 @@ class Layer:
     """Whether the forward runs once more ahead of the backward."""
     costs: LayerCosts | None = None
     """The measured task costs for this kind of layer; ``None``: the costs of the planner's cluster."""
+    numel: int = 0
+    """The elements of its parameters on a rank, before ZeRO shares them out."""
+    sharing: Sharing | None = None
+    """What ZeRO sends for it; ``None``: nothing."""
 
 
 def layer_work(
@@ -245,7 +268,9 @@ def layer_work(
             *mp_reduce,
         ),
     )
-    return Layer(forward, backward, _gradients(shape, groups), recompute)
+    dense, of_experts = _tensors(shape, groups)
+    gradients = summed(groups, shape.dtype_bytes, dense, of_experts)
+    return Layer(forward, backward, gradients, recompute, numel=sum(dense) + sum(of_experts))
 
 
 def check_divides(shape: Shape, groups: Groups) -> None:
@@ -299,14 +324,15 @@ def moe_work(
     )
 
 
-def _gradients(shape: Shape, groups: Groups) -> tuple[Gradient, ...]:
-    """Return the gradients that a layer's backward leaves to be reduced."""
+def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
+    """Return the elements of a layer's tensors, in the order in which their gradients exist: of those that all ranks
+    hold, and of this rank's experts."""
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
     kv_share = (shape.kv_heads or shape.heads) / shape.heads
     projections = [int(share * shape.M**2 / groups.mp) for share in (1.0, kv_share, kv_share, 1.0)]
     of_expert = [shape.M * (shape.H // groups.esp)] * GEMMS[shape.ffn] * (shape.E // groups.ep)
-    return summed(groups, shape.dtype_bytes, [dense - sum(projections), *projections], of_expert)
+    return [dense - sum(projections), *projections], of_expert
 
 
 def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: Sequence[int]) -> tuple[Gradient, ...]:
@@ -383,6 +409,21 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     if alltoall == ONCE_PER_NODE and crosses_once(groups):
         inside = cluster.operation("intra.all_to_all", f"once_per_node ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))
+    return costs
+
+
+def sharing_costs(cluster: Cluster, groups: Groups) -> dict[str, LinearCost]:
+    """Return the cost of each kind of task of :class:`Sharing`; see :func:`kind_costs`."""
+    costs = {}
+    for kind, group, collective in (
+        (PARAMETERS, "dp", "all_gather"),
+        (EXPERT_PARAMETERS, "edp", "all_gather"),
+        (GRAD_PARTS, "dp", "reduce_scatter"),
+        (EXPERT_GRAD_PARTS, "edp", "reduce_scatter"),
+    ):
+        at = groups.placements[group]
+        if at.size > 1:
+            costs[kind] = _cost_among(cluster, group, at, collective, None)
     return costs
 
 
