@@ -14,7 +14,8 @@ from typing import Literal
 
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_PARAMETERS, GRAD_GATHER, GRAD_SCATTER, Draft, Lane, Schedule
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Sharing, Work
+from ds_fsmoe.planning.sharing import Sharing
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
 Links = Literal["shared", "paper", "reduce_first"]
 ORDERS: tuple[Links, ...] = ("shared", "paper", "reduce_first")

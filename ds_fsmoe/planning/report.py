@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -25,9 +25,10 @@ from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX
 from ds_fsmoe.planning.search import Choice
+from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
-from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work, sharing_costs
-from ds_fsmoe.planning.zero import Zero
+from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
+from ds_fsmoe.planning.zero import NO_ZERO, Zero
 
 STOCK = "deepspeed"
 """The schedule of DeepSpeed, over which others gain."""
@@ -57,7 +58,7 @@ class Report:
     """The model block by block; ``None``: all layers are alike, and there is nothing else."""
     stage: Stage | None = None
     """The stage that is planned, of an architecture."""
-    zero: Zero = field(default_factory=Zero)
+    zero: Zero = NO_ZERO
 
     @property
     def places(self) -> Sequence[int]:
@@ -282,7 +283,7 @@ def report(
     crossings: Crossings | None = None,
     architecture: Architecture | None = None,
     max_layers: int | None = None,
-    zero: Zero = Zero(),
+    zero: Zero = NO_ZERO,
     names: Sequence[str] = NAMES,
     is_grouped: bool = False,
 ) -> Report:

@@ -9,7 +9,7 @@ has no room. What stages share is summed over them first, when all backwards are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.architecture import Architecture
 from ds_fsmoe.planning.block import add_work
@@ -25,7 +25,7 @@ from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.stage_batch import BatchTimeline, Order, StageLink, StageTimes, simulate_batch
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
-from ds_fsmoe.planning.zero import Zero, gathers_of
+from ds_fsmoe.planning.zero import NO_ZERO, Zero, gathers_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Pipeline:
     """The bytes that a rank sends to the next stage for a micro-batch, and gets back as gradients."""
     tied_ms: float = 0.0
     """The time to sum the gradients that the first stage and the last one share; 0: there are none."""
-    zero: Zero = field(default_factory=Zero)
+    zero: Zero = NO_ZERO
 
     def plan(
         self, planner: Planner, name: str, order: Order = "1f1b", known: Mapping[StageWork, StagePlan] | None = None
@@ -120,7 +120,7 @@ class Pipeline:
         return BatchPlan(tuple(stages), timeline)
 
 
-def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = Zero()) -> StagePlan:
+def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZERO) -> StagePlan:
     """Plan one stage the way a named system would.
 
     Args:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
@@ -33,16 +33,12 @@ from ds_fsmoe.planning.schedule import (
     EXPERT_DW,
     EXPERT_DX,
     EXPERT_GRAD,
-    EXPERT_GRAD_PARTS,
-    EXPERT_PARAMETERS,
     GATHER,
     GRAD,
-    GRAD_PARTS,
     HOLD,
     MP_GATHER,
     MP_REDUCE,
     ORDER,
-    PARAMETERS,
     REDUCE,
     REST,
     RESTORE,
@@ -51,6 +47,9 @@ from ds_fsmoe.planning.schedule import (
     SPREAD,
     Lane,
 )
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.sharing import Sharing
 
 DENSE = "DENSE"
 """The kind of what is computed densely beside experts: layers without, shared experts, the head."""
@@ -184,21 +183,6 @@ class Gradient:
     size_bytes: int
     tensors_bytes: tuple[int, ...] = ()
     """The bytes of its tensors, in the order in which they exist; empty: it is one tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """What ZeRO sends for one layer besides what its schedule places."""
-
-    forward: tuple[Work, ...] = ()
-    """The gathers of parameters that its forward waits for."""
-    backward: tuple[Work, ...] = ()
-    gradients: tuple[Work, ...] = ()
-    """The reduce-scatters of its gradients, when its backward is through."""
-    is_ahead: bool = True
-    """Whether gathers begin with the layer that runs before; otherwise when that one is through."""
-    in_all: bool = True
-    """Whether this happens in every micro-batch; otherwise once a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +385,7 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
         if at.size > 1:
             # A flat all-to-all starts a message to each rank, whatever its node; others go node by node.
             peers = at.size if collective == "all_to_all" and alltoall == "flat" else None
-            costs |= dict.fromkeys(kinds, _cost_among(cluster, group, at, collective, peers))
+            costs |= dict.fromkeys(kinds, cost_among(cluster, group, at, collective, peers))
     at = groups.placements["ep"]
     if len(at.lanes) == 2 and alltoall == "2dh":
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
@@ -412,22 +396,7 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     return costs
 
 
-def sharing_costs(cluster: Cluster, groups: Groups) -> dict[str, LinearCost]:
-    """Return the cost of each kind of task of :class:`Sharing`; see :func:`kind_costs`."""
-    costs = {}
-    for kind, group, collective in (
-        (PARAMETERS, "dp", "all_gather"),
-        (EXPERT_PARAMETERS, "edp", "all_gather"),
-        (GRAD_PARTS, "dp", "reduce_scatter"),
-        (EXPERT_GRAD_PARTS, "edp", "reduce_scatter"),
-    ):
-        at = groups.placements[group]
-        if at.size > 1:
-            costs[kind] = _cost_among(cluster, group, at, collective, None)
-    return costs
-
-
-def _cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
+def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
     lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
     if at.lanes == (Lane.INTRA,):
         return cluster.operation(f"intra.{collective}", lies).among(at.size)

@@ -25,7 +25,8 @@ from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.presets import BEST, PRESETS
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
-from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work
+from ds_fsmoe.planning.sharing import Sharing
+from ds_fsmoe.planning.workload import Gradient, Layer, Work
 
 PREFETCH = 50_000_000
 """``zero_optimization.stage3_prefetch_bucket_size``, in elements: a message is about as large."""
