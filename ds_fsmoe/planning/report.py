@@ -24,7 +24,7 @@ from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX
-from ds_fsmoe.planning.search import Choice
+from ds_fsmoe.planning.search import Choice, delayed
 from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
@@ -33,7 +33,11 @@ from ds_fsmoe.planning.zero import NO_ZERO, Zero
 STOCK = "deepspeed"
 """The schedule of DeepSpeed, over which others gain."""
 _OF_EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
-_LINKS = {"shared": "one stream", "paper": "two links", "reduce_first": "two links, reduces first"}
+_LINKS = {
+    "shared": "links one after the other",
+    "paper": "links at the same time",
+    "reduce_first": "links at the same time, reduces first",
+}
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ class Report:
         ]
 
     def plan_groups(self) -> list[list[dict[str, Any]]]:
-        """Return the plan with neighbours of one degree and order merged; their gradient slices may differ."""
+        """Return the plan with neighbours with as many chunks in one order merged; their gradient slices may differ."""
         decided = ("phase", "degree", "order")
         return [list(same) for _, same in groupby(self.plan_rows(), key=lambda row: [row[name] for name in decided])]
 
@@ -268,7 +272,7 @@ class Report:
 
 def order_text(block: BlockPlan) -> str:
     """Say in a few words in which order the tasks of a layer run."""
-    return _LINKS[block.links] + (f", {block.late_dw} weight gradients late" if block.late_dw else "")
+    return _LINKS[block.links] + (f", {delayed(block.late_dw)}" if block.late_dw else "")
 
 
 def report(
