@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.commands.folders import check_folders
-from ds_fsmoe.commands.plan_baselines import Baselines, baselines_of
+from ds_fsmoe.commands.plan_baselines import Baselines, baselines_of, other_stages
 from ds_fsmoe.commands.plan_exchange import add_alltoall, exchange_of, print_exchanges
 from ds_fsmoe.commands.plan_fit import fit_of
 from ds_fsmoe.commands.plan_from_trace import add_from_trace, run_from_trace
@@ -27,6 +27,7 @@ from ds_fsmoe.commands.plan_model import (
     add_model,
     groups_of,
     model_of,
+    other_layouts,
     print_taken,
     take_expert_groups,
 )
@@ -38,6 +39,7 @@ from ds_fsmoe.terminal.tables import print_table
 if TYPE_CHECKING:
     from ds_fsmoe.planning.architecture import Architecture
     from ds_fsmoe.planning.cluster import Cluster
+    from ds_fsmoe.planning.groups import Groups
     from ds_fsmoe.planning.plan import Settings
     from ds_fsmoe.planning.report import Report
     from ds_fsmoe.planning.zero import Zero
@@ -49,6 +51,8 @@ DRAWN_LAYERS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: what is planned, on what, how, and where the result goes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s --cluster CLUSTER (--model NAME | --hf-config PATH | the model in numbers) [options]"
     where = parser.add_argument_group("the cluster")
     where.add_argument("--cluster", help="testbed_a, testbed_b, ..., or a JSON file like those")
     where.add_argument("--nodes", type=int, help="so many nodes (as many as were measured)")
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     take_expert_groups(args, model, job["groups"])
     loads = read_loads(args, job)
     fit = fit_of(args, model, job["groups"])
-    args.zero = fit.stage
+    args.named_zero, args.zero = args.zero, fit.stage
     job["zero"] = _zero(args, job)
     job |= exchange_of(args, job)
     result = report(**job, preset_name=args.preset)
@@ -113,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     step_ms = steps_ms[args.preset]
     print(fit.line)
     print(headline(args.preset, step_ms, steps_ms, bases))
-    for note in bases.notes:
+    for note in (*bases.notes, *other_stages(args, model, job, steps_ms)):
         print(f"  {note}")
     _print_head(result, args, model)
     print_exchanges(job, args)
@@ -160,7 +164,7 @@ def _job(args: argparse.Namespace) -> tuple[PlannedModel, dict[str, Any]]:
     layers = model.num_layers
     if layers < 1 or (model.architecture is None and layers % groups.pp):
         raise ValueError(f"--layers = {layers}: must be at least 1 and divisible by --pp = {groups.pp}")
-    return model, {
+    job = {
         "cluster": cluster,
         "groups": groups,
         "shape": model.shape,
@@ -169,6 +173,16 @@ def _job(args: argparse.Namespace) -> tuple[PlannedModel, dict[str, Any]]:
         "recompute": args.recompute,
         "architecture": model.architecture,
     }
+    layouts = other_layouts(args, model, groups)
+    if len(layouts) > 1:
+        from ds_fsmoe.planning.report import report
+
+        def best_ms(layout: Groups) -> float:
+            found = report(**(job | {"groups": layout}), preset_name="best", names=("best",), max_layers=DRAWN_LAYERS)
+            return sum(found.times_ms["best"])
+
+        job["groups"] = min(layouts, key=best_ms)
+    return model, job
 
 
 def _zero(args: argparse.Namespace, job: dict[str, Any]) -> Zero:

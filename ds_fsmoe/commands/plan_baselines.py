@@ -8,6 +8,7 @@ like ours. A model with DeepSpeed's own MoE layers is spread by its script, and 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,35 @@ def baselines_of(args: argparse.Namespace, model: PlannedModel, job: dict[str, A
     stock = report(**(job | changed), preset_name="deepspeed", names=("deepspeed",), is_grouped=True)
     found = batch_of(stock, job | changed) if is_batch(args) else None
     return Baselines(groups, stock, None if found is None else found.batch_ms("deepspeed"), tuple(notes))
+
+
+def other_stages(
+    args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], of_names: Mapping[str, float]
+) -> list[str]:
+    """Return which systems are faster at a higher stage of ZeRO that fits, where no stage is named.
+
+    Args:
+        args: of the command; ``named_zero`` is the stage that is named.
+        model, job: what is planned.
+        of_names: the time of a step by each system at the planned stage.
+    """
+    from ds_fsmoe.planning.report import report
+
+    needed, stage, found = Needs(args, model, job["groups"]), job["zero"].stage, []
+    if args.named_zero is not None or not needed.is_known or needed.memory_gb is None or is_batch(args):
+        return []
+    for name, label in (("deepspeed", "AutoEP" if is_hugging_face(args) else "stock"), (args.preset, args.preset)):
+        needs = needed.of_stages(early_gradients=name != "deepspeed")
+        times = {}
+        for other in (each for each, gb in needs.items() if each > stage and gb <= needed.memory_gb):
+            zero = replace(job["zero"], stage=other)
+            times[other] = sum(report(**(job | {"zero": zero}), preset_name=name, names=(name,)).times_ms[name])
+        least = min(times, key=times.__getitem__, default=stage)
+        if times and times[least] < 0.97 * of_names[name]:
+            ratio = times[least] / of_names[args.preset]
+            over = "" if name == args.preset else f"; {args.preset} at ZeRO {stage} is {ratio:.2f}x as fast as that"
+            found.append(f"{label} is faster at ZeRO {least}: {times[least]:.2f} ms{over}")
+    return found
 
 
 def is_hugging_face(args: argparse.Namespace) -> bool:

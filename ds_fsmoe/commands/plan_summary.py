@@ -81,27 +81,23 @@ def ds_config(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
 
 def print_larger_ep(args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], step_ms: float) -> None:
     """Print which larger ``ep_size`` is predicted to be faster, where none is given and one fits."""
-    if args.ep is not None or not is_hugging_face(args) or job["groups"].pp > 1:
+    if args.ep is not None or not is_hugging_face(args) or job["groups"].pp > 1 or args.preset != "best":
         return
-    found = {}
     for groups in larger_layouts(job["groups"], model)[-1:]:
         needed = Needs(args, model, groups)
-        stage = job["zero"].stage
-        if needed.is_known and needed.memory_gb is not None and needed.gb(stage) > needed.memory_gb:
+        if needed.memory_gb is not None and needed.gb(job["zero"].stage) > needed.memory_gb:
             continue
-        found[groups.ep] = _fastest(groups, job)
-    for ep, (ms, alltoall) in found.items():
+        ms, alltoall = _fastest(groups, job)
+        flags = f"--ep-size {groups.ep} --alltoall {alltoall}"
         if ms < 0.97 * step_ms:
-            print(
-                f'  "ep_size": {ep} is predicted to be {step_ms / ms:.2f}x as fast (--ep-size {ep} --alltoall {alltoall})'
-            )
+            print(f'  "ep_size": {groups.ep} is predicted to be {step_ms / ms:.2f}x as fast ({flags})')
 
 
 def _fastest(groups: Groups, job: dict[str, Any]) -> tuple[float, str]:
     """Return the time of ``best`` in other groups, with the all-to-all that is the fastest there."""
     from ds_fsmoe.planning.crossings import crosses_once, expected_crossings
     from ds_fsmoe.planning.report import report
-    from ds_fsmoe.planning.workload import ALLTOALLS, ONCE_PER_NODE
+    from ds_fsmoe.planning.workload import ALLTOALLS
 
     at, shape, crossings = groups.placements["ep"], job["shape"], None
     if crosses_once(groups):
@@ -112,5 +108,4 @@ def _fastest(groups: Groups, job: dict[str, Any]) -> tuple[float, str]:
         changed = {"groups": groups, "alltoall": name, "crossings": crossings}
         found = report(**(job | changed), preset_name="best", names=("best",))
         tried.append((sum(found.times_ms["best"]), name))
-    assert ONCE_PER_NODE in ALLTOALLS
     return min(tried)

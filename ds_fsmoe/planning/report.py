@@ -33,6 +33,7 @@ from ds_fsmoe.planning.zero import NO_ZERO, Zero
 STOCK = "deepspeed"
 """The schedule of DeepSpeed, over which others gain."""
 _OF_EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
+_GROUPS = {"esp": "expert_tensor_parallel_size", "ep": "ep_size"}
 _LINKS = {
     "shared": "links one after the other",
     "paper": "links at the same time",
@@ -88,7 +89,8 @@ class Report:
         if s.imbalance > 1:
             drop += f", the fullest rank {s.imbalance:g} times the mean"
         kappa = self.settings.contention
-        lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in at.items() if place.size > 1)
+        sizes = ((_GROUPS.get(name, name), place) for name, place in at.items() if place.size > 1)
+        lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in sizes)
         if self.architecture is None:
             model = [
                 (
@@ -323,6 +325,9 @@ def report(
     layers = planned_layers(groups, shape, num_layers, alltoall, recompute, crossings, architecture)[:max_layers]
     planner = Planner(costs, settings)
     plans = {name: zero.plan(planner, name, layers) for name in names}
+    if zero.stage and BEST in plans:
+        # Layers are planned without what ZeRO sends; with it another plan may be the fastest.
+        plans[BEST] = min((plans[BEST], *plans.values()), key=planner.batch_ms)
     times_ms = {}
     for name, plan in plans.items():
         forward, backward = plan.timelines(costs, settings.contention, settings.host_ms)

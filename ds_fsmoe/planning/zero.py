@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
-from ds_fsmoe.planning.presets import BEST, PRESETS
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
 from ds_fsmoe.planning.sharing import Sharing
 from ds_fsmoe.planning.workload import Gradient, Layer, Work
@@ -65,23 +64,19 @@ class Zero:
             replace(each, sharing=Sharing(forward=tuple(map(_gather, each.gradients)), in_all=False)) for each in layers
         )
 
-    def plan(self, planner: Planner, name: str, layers: Sequence[Layer], alone: bool = True) -> ModelPlan:
+    def plan(self, planner: Planner, name: str, layers: Sequence[Layer]) -> ModelPlan:
         """Plan a step of layers the way a named system would.
 
         Args:
             planner: with the costs of what is sent.
             name: the system.
             layers: as they are without ZeRO, in the order of the forward.
-            alone: whether ``best`` looks at the other systems, too, where it was chosen without what ZeRO sends.
 
         Raises:
             ValueError: no such name, with those there are.
         """
         found = plan_by_name(planner, name, self.layers(name, layers))
         if self.stage == 3:
-            if name == BEST and alone:
-                others = (self.plan(planner, each, layers) for each in PRESETS)
-                found = min((found, *others), key=planner.batch_ms)
             return found
         if not self.has_windows_of(name):
             found = found.sending_at_the_end() if found.has_gradients else found
