@@ -90,7 +90,7 @@ def baselines_of(args: argparse.Namespace, model: PlannedModel, job: dict[str, A
             notes.append(f"{text}; its row is at ZeRO {stage}, {end}")
     zero = replace(job["zero"], stage=stage)
     changed = {"groups": alone, "alltoall": "flat", "crossings": None, "zero": zero}
-    stock = report(**(job | changed), preset_name="deepspeed", names=("deepspeed",), is_grouped=True)
+    stock = report(**(job | changed), preset_name="deepspeed", names=("deepspeed",))
     found = batch_of(stock, job | changed) if is_batch(args) else None
     return Baselines(groups, stock, None if found is None else found.batch_ms("deepspeed"), tuple(notes))
 

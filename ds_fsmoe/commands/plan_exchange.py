@@ -76,7 +76,7 @@ def _crossings(args: argparse.Namespace, job: dict[str, Any]) -> Crossings | Non
             if value is not None:
                 raise ValueError(
                     f"{flag} = {value}: only where whole experts lie on several ranks of several nodes, since it says "
-                    "how often tokens cross (--expert-tensor-parallel-size 1, --ep-size a multiple of the GPUs of a node)"
+                    "how often tokens cross: --expert-tensor-parallel-size 1, --ep-size a multiple of a node's GPUs"
                 )
         return None
     at = groups.placements["ep"]

@@ -23,7 +23,6 @@ from ds_fsmoe.planning.model_text import describe
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX
 from ds_fsmoe.planning.search import Choice, delayed
 from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
@@ -32,7 +31,6 @@ from ds_fsmoe.planning.zero import NO_ZERO, Zero
 
 STOCK = "deepspeed"
 """The schedule of DeepSpeed, over which others gain."""
-_OF_EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
 _GROUPS = {"esp": "expert_tensor_parallel_size", "ep": "ep_size"}
 _LINKS = {
     "shared": "links one after the other",
@@ -291,7 +289,6 @@ def report(
     max_layers: int | None = None,
     zero: Zero = NO_ZERO,
     names: Sequence[str] = NAMES,
-    is_grouped: bool = False,
 ) -> Report:
     """Plan a model the way every system would.
 
@@ -306,19 +303,15 @@ def report(
         max_layers: so many layers of a stage and no more are planned; ``None``: all.
         zero: the stage of ZeRO.
         names: of the systems.
-        is_grouped: whether the products of all experts are launched at once, as transformers' ``grouped_mm`` does.
 
     Raises:
         ValueError: an unknown preset, or whatever the parts refuse.
     """
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
-    costs = dict(kind_costs(cluster, groups, alltoall))
+    costs = kind_costs(cluster, groups, alltoall)
     if zero.stage:
-        costs |= sharing_costs(cluster, groups)
-    if is_grouped:
-        launches = shape.E // groups.ep
-        costs |= {kind: replace(costs[kind], alpha_ms=costs[kind].alpha_ms / launches) for kind in _OF_EXPERTS}
+        costs = {**costs, **sharing_costs(cluster, groups)}
     if architecture is not None:
         architecture = architecture.first(num_layers)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)
