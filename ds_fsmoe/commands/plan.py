@@ -243,7 +243,8 @@ def _print_head(result: Report, args: argparse.Namespace, model: PlannedModel) -
 def _print_presets(args: argparse.Namespace, result: Report, bases: Baselines, of_bound: str) -> None:
     """Print the times of a step by all systems; of a batch those of its last micro-batch, without stock in another
     layout, whose batch stands above."""
-    what = f"forward, backward and what ZeRO {result.zero.stage} sends, without the optimizer"
+    gathers = f", gathers of parameters (ZeRO {result.zero.stage})" if result.zero.stage else ""
+    what = f"forward, backward, sums of gradients{gathers}; without the optimizer"
     if is_batch(args):
         number = 1 if result.stage is None else result.stage.index + 1
         where = "" if result.groups.pp == 1 else f" on stage {number}"

@@ -30,6 +30,7 @@ class Baselines:
     """Every expert on every rank, by DeepSpeed's schedule; ``None``: stock is that schedule in the layout at hand."""
     stock_batch_ms: float | None = None
     """The time of a batch of stock, where a whole batch is planned."""
+    stock_fits: bool = True
     notes: tuple[str, ...] = ()
 
     def label(self, name: str) -> str:
@@ -42,7 +43,9 @@ class Baselines:
     @property
     def stock_label(self) -> str:
         """What stock's row is called."""
-        return self.label("deepspeed") if self.stock is None else f"stock (ep_size 1, ZeRO {self.stock.zero.stage})"
+        if self.stock is None:
+            return self.label("deepspeed")
+        return f"stock (ep_size 1, ZeRO {self.stock.zero.stage}{'' if self.stock_fits else ', does not fit'})"
 
     @property
     def other(self) -> str:
@@ -79,20 +82,21 @@ def baselines_of(args: argparse.Namespace, model: PlannedModel, job: dict[str, A
     if not is_hugging_face(args) or groups.ep * groups.esp == 1:
         return Baselines(groups, None)
     alone = replace(groups, ep=1, esp=1)
-    needed, notes = Needs(args, model, alone), []
+    needed, notes, fits = Needs(args, model, alone), [], True
     if needed.is_known and needed.memory_gb is not None:
         needs = needed.of_stages(early_gradients=False)
         fitting = [each for each, gb in needs.items() if each >= stage and gb <= needed.memory_gb]
+        fits = bool(fitting)
         if stage in needs and fitting[:1] != [stage]:
             text = f"stock needs {needs[stage]:.1f} GB of {needed.memory_gb:g} at ZeRO {stage}"
             stage = fitting[0] if fitting else max(needs)
-            end = "the lowest stage that it fits at" if fitting else "and fits at no stage: no such job can run"
-            notes.append(f"{text}; its row is at ZeRO {stage}, {end}")
+            end = f"its row is at ZeRO {stage}, the lowest that it fits at" if fits else "it fits at no stage"
+            notes.append(f"{text}; {end}")
     zero = replace(job["zero"], stage=stage)
     changed = {"groups": alone, "alltoall": "flat", "crossings": None, "zero": zero}
     stock = report(**(job | changed), preset_name="deepspeed", names=("deepspeed",))
     found = batch_of(stock, job | changed) if is_batch(args) else None
-    return Baselines(groups, stock, None if found is None else found.batch_ms("deepspeed"), tuple(notes))
+    return Baselines(groups, stock, None if found is None else found.batch_ms("deepspeed"), fits, tuple(notes))
 
 
 def other_stages(
