@@ -40,9 +40,7 @@ def count_in(counted: Counter[str]) -> None:
         function = getattr(dist, name)
         signature = inspect.signature(function)
 
-        def collective(
-            *args: Any, kind: str = kind, function: Any = function, signature: Any = signature, **kwargs: Any
-        ) -> Any:
+        def collective(*args: Any, kind=kind, function=function, signature=signature, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             sizes = [each.nbytes for each in given.values() if isinstance(each, torch.Tensor)]
             if max(sizes) >= SMALLEST and dist.get_world_size(given.get("group")) > 1:

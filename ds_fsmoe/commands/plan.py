@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     memory = print_memory(args, model.architecture, job["groups"], job["shape"])
     _print_plan(result)
     placed = print_placement(loads, result, job)
-    summary = {"fits": fit.fits, "zero": fit.stage} | print_summary(args, model, job, step_ms)
+    summary = {"fits": fit.fits, "zero": fit.stage} | print_summary(args, model, job, step_ms, fit.fits)
     print_larger_ep(args, model, job, step_ms)
     if bases.stock is not None:
         zero, stock_ms = bases.stock.zero.stage, bases.stock_ms(steps_ms)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.commands.plan_baselines import Baselines, is_hugging_face
 from ds_fsmoe.commands.plan_fit import Needs, larger_layouts
 from ds_fsmoe.commands.plan_model import PlannedModel
+from ds_fsmoe.commands.plan_stages import is_batch
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.groups import Groups
@@ -24,7 +25,9 @@ def headline(name: str, step_ms: float, of_names: Mapping[str, float], bases: Ba
     return f"{name}: {step_ms:.2f} ms a step, {over_stock} {bases.stock_label}, {over_other} {bases.label(bases.other)}"
 
 
-def print_summary(args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], step_ms: float) -> dict[str, Any]:
+def print_summary(
+    args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], step_ms: float, fits: bool | None
+) -> dict[str, Any]:
     """Print tokens a second, utilisation, and the block that runs the plan; return the same as plain data."""
     from ds_fsmoe.planning.model_flops import step_flops
 
@@ -42,7 +45,7 @@ def print_summary(args: argparse.Namespace, model: PlannedModel, job: dict[str, 
         print(f"model FLOPs utilisation: {utilisation:.1%} ({tflops:.1f} of {peak:g} TFLOP/s per GPU)")
     print("  6 x active parameters x tokens + attention (docs/planning.md)")
     config = ds_config(args, job)
-    print(f"\nto run this, in ds_config.json:\n{json.dumps(config)}")
+    print(f"\n{'this does not fit' if fits is False else 'to run this'}, in ds_config.json:\n{json.dumps(config)}")
     if not is_hugging_face(args):
         print(f'  "ep_size" is an argument of your MoE(...) layers: {groups.ep}')
     if args.activation_checkpointing:
@@ -81,11 +84,11 @@ def ds_config(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
 
 def print_larger_ep(args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], step_ms: float) -> None:
     """Print which larger ``ep_size`` is predicted to be faster, where none is given and one fits."""
-    if args.ep is not None or not is_hugging_face(args) or job["groups"].pp > 1 or args.preset != "best":
+    if args.ep is not None or args.preset != "best" or not is_hugging_face(args) or is_batch(args):
         return
     for groups in larger_layouts(job["groups"], model)[-1:]:
         needed = Needs(args, model, groups)
-        if needed.memory_gb is not None and needed.gb(job["zero"].stage) > needed.memory_gb:
+        if needed.is_known and needed.memory_gb is not None and needed.gb(job["zero"].stage) > needed.memory_gb:
             continue
         ms, alltoall = _fastest(groups, job)
         flags = f"--ep-size {groups.ep} --alltoall {alltoall}"
