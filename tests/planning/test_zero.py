@@ -73,7 +73,7 @@ def test_stage_3_is_planned_apart_from_stage_0_and_gains_less() -> None:
     for stage in (0, 3):
         found = planned(stage)
         gains.append(sum(found.times_ms["deepspeed"]) / sum(found.times_ms["best"]))
-    assert gains[0] > 1.1 * gains[1] >= 1.1
+    assert gains[0] > 1.05 > gains[1] >= 1
 
 
 def test_a_gather_runs_beside_the_layer_before_unless_that_one_fills_the_memory_for_parameters() -> None:
