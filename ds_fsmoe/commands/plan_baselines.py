@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.commands.plan_fit import Needs
-from ds_fsmoe.commands.plan_model import PlannedModel
+from ds_fsmoe.commands.plan_model import PlannedModel, is_hugging_face
 from ds_fsmoe.commands.plan_stages import batch_of, is_batch
 
 if TYPE_CHECKING:
@@ -126,10 +126,3 @@ def other_stages(
             over = "" if name == args.preset else f"; {args.preset} at ZeRO {stage} is {ratio:.2f}x as fast as that"
             found.append(f"{label} is faster at ZeRO {least}: {times[least]:.2f} ms{over}")
     return found
-
-
-def is_hugging_face(args: argparse.Namespace) -> bool:
-    """Return whether a model of Hugging Face is planned; all others have MoE layers of DeepSpeed."""
-    from ds_fsmoe.planning.models import PAPER
-
-    return args.hf_config is not None or (args.model is not None and args.model not in PAPER)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_fsmoe.commands.plan_memory import GB, _memory_gb, _training
-from ds_fsmoe.commands.plan_model import PlannedModel
+from ds_fsmoe.commands.plan_model import PlannedModel, is_hugging_face
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.groups import Groups
@@ -86,6 +86,10 @@ def fit_of(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> Fit
         ValueError: the named stage is refused.
     """
     needed = Needs(args, model, groups)
+    if args.zero == 3 and not is_hugging_face(args):
+        raise ValueError("--zero = 3: DeepSpeed refuses its own MoE layers there; 0, 1 and 2 are possible")
+    if (args.zero or 0) > 1 and groups.pp > 1:
+        raise ValueError(f"--zero = {args.zero}: DeepSpeed's pipelines take ZeRO 0 and 1 only")
     if not needed.is_known:
         why = "a model in numbers" if model.architecture is None else f"mp = {groups.mp}"
         return Fit(args.zero or 0, f"memory is not predicted for {why}; ZeRO {args.zero or 0} is planned", None)

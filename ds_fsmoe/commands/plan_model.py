@@ -102,6 +102,13 @@ def model_of(args: argparse.Namespace) -> PlannedModel:
     return _of_numbers(args)
 
 
+def is_hugging_face(args: argparse.Namespace) -> bool:
+    """Return whether a model of Hugging Face is planned; all others have MoE layers of DeepSpeed."""
+    from ds_fsmoe.planning.models import PAPER
+
+    return args.hf_config is not None or (args.model is not None and args.model not in PAPER)
+
+
 def _of_numbers(args: argparse.Namespace) -> PlannedModel:
     """Return so many equal layers: the paper's and what is given instead, or all of it given."""
     from ds_fsmoe.planning.paper.grid import DEFAULT_EXPERTS, MODELS, model

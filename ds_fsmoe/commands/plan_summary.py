@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_fsmoe.commands.plan_baselines import Baselines, is_hugging_face
+from ds_fsmoe.commands.plan_baselines import Baselines
 from ds_fsmoe.commands.plan_fit import Needs, larger_layouts
-from ds_fsmoe.commands.plan_model import PlannedModel
+from ds_fsmoe.commands.plan_model import PlannedModel, is_hugging_face
 from ds_fsmoe.commands.plan_stages import is_batch
 
 if TYPE_CHECKING:

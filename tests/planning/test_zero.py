@@ -195,6 +195,13 @@ def test_the_beginning_of_a_models_name_is_enough_for_a_hint() -> None:
         load_model("qwen3")
 
 
+def test_a_stage_that_deepspeed_refuses_is_refused(capsys) -> None:
+    assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", "--zero", "3"]) == 2
+    assert "--zero = 3: DeepSpeed refuses its own MoE layers there" in capsys.readouterr().err
+    assert cli.main([*FEW, "--pp", "2", "--zero", "2"]) == 2
+    assert "--zero = 2: DeepSpeed's pipelines take ZeRO 0 and 1 only" in capsys.readouterr().err
+
+
 def test_what_plan_prints_has_the_words_of_the_config(capsys) -> None:
     text = said(capsys, "--recompute") + said(capsys, "--pp", "2", "--zero", "1")
     assert not re.search(r"\b(degree|esp|esp_size|uncut|pipeline_degree)\b", text)
