@@ -310,12 +310,12 @@ def report(
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
     costs = kind_costs(cluster, groups, alltoall)
-    if zero.stage:
-        costs = {**costs, **sharing_costs(cluster, groups)}
     if architecture is not None:
         architecture = architecture.first(num_layers)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)
     layers = planned_layers(groups, shape, num_layers, alltoall, recompute, crossings, architecture)[:max_layers]
+    if zero.stage:
+        costs = {**costs, **sharing_costs(cluster, groups)}
     planner = Planner(costs, settings)
     plans = {name: zero.plan(planner, name, layers) for name in names}
     if zero.stage and BEST in plans:

@@ -48,9 +48,6 @@ from ds_fsmoe.planning.schedule import (
     Lane,
 )
 
-if TYPE_CHECKING:
-    from ds_fsmoe.planning.sharing import Sharing
-
 DENSE = "DENSE"
 """The kind of what is computed densely beside experts: layers without, shared experts, the head."""
 GEMMS = {"gpt": 2, "mixtral": 3}
@@ -183,6 +180,10 @@ class Gradient:
     size_bytes: int
     tensors_bytes: tuple[int, ...] = ()
     """The bytes of its tensors, in the order in which they exist; empty: it is one tensor."""
+
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
