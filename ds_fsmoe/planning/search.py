@@ -193,7 +193,7 @@ class Choice:
         case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
         late = f", {delayed(self.order.late_dw)}" if self.order.late_dw else ""
         runner = "no other number was allowed"
-        if self.runner_up_ms is not None:
+        if self.runner_up is not None and self.runner_up_ms is not None:
             margin = self.runner_up_ms / self.time_ms - 1.0 if self.time_ms else 0.0
             runner = f"{chunks_text(self.runner_up)} {'take' if self.runner_up > 1 else 'takes'} {margin:+.1%}"
         return (
