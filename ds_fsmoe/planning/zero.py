@@ -42,7 +42,7 @@ class Zero:
     accumulates: bool = True
     """Whether ours sums gradients once a step at stage 2."""
     gathers: bool = True
-    """Whether gathers of parameters count."""
+    """Whether gathers of parameters count, and the reduce-scatters of stage 3."""
     persistence: int = 100_000
     """``stage3_param_persistence_threshold``, in elements."""
     max_live: int = 1_000_000_000
@@ -88,10 +88,12 @@ class Zero:
         return replace(found, sums_each=self.stage == 2 and not self.accumulates)
 
     def _sharded(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        if not self.gathers:
+            return tuple(replace(each, gradients=()) for each in layers)
         behind, before, found = 0, 0, []
         for place in reversed(range(len(layers))):
             layer = layers[place]
-            gathers = tuple(work for each in layer.gradients for work in self._gathers(each)) if self.gathers else ()
+            gathers = tuple(work for each in layer.gradients for work in self._gathers(each))
             # From a module's forward to its backward DeepSpeed counts all that runs between them.
             stays = 2 * behind + layer.numel < self.max_reuse
             before = layers[place - 1].numel if place else 0

@@ -195,6 +195,15 @@ def test_the_beginning_of_a_models_name_is_enough_for_a_hint() -> None:
         load_model("qwen3")
 
 
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_halves_are_held_against_whole_batches_that_send_as_much(stage: str, capsys, tmp_path) -> None:
+    out = tmp_path / "plan.json"
+    said(capsys, "--zero", stage, "--samples", "2", "--halves", "--json", str(out))
+    best, *others = json.loads(out.read_text())["halves"]
+    assert best["plan"] == "best"
+    assert all(0.8 < each["over_best"] < 1.5 for each in others)
+
+
 def test_a_stage_that_deepspeed_refuses_is_refused(capsys) -> None:
     assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", "--zero", "3"]) == 2
     assert "--zero = 3: DeepSpeed refuses its own MoE layers there" in capsys.readouterr().err
