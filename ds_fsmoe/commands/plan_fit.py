@@ -99,6 +99,8 @@ def fit_of(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> Fit
         line = f"memory of a GPU is not known (--memory-gb): {needed.gb(stage):.4g} GB are needed at ZeRO {stage}, {at}"
         return Fit(stage, line, None)
     needs = needed.of_stages()
+    if not needs:  # whatever is refused at every stage is refused with its reason where it is planned
+        return Fit(args.zero or 0, "no stage of ZeRO takes this layout", None)
     lowest = needed.lowest(needs)
     of = f"GB of {needed.memory_gb:g}"
     if args.zero is not None:
