@@ -3,7 +3,7 @@
 
 deepspeed --num_accelerators 2 examples/tune.py --folder runs/tuned
 ds_fsmoe report runs/tuned/run
-ds_fsmoe plan --ep 2 --esp 1 --mp 1 --width 256 --hidden 1024 --length 512 --layers 4 --cluster CLUSTER.json
+ds_fsmoe plan --ep-size 2 --width 256 --hidden 1024 --length 512 --layers 4 --cluster CLUSTER.json
 
 The first prints the name of the file that CLUSTER.json stands for.
 """

@@ -100,7 +100,7 @@ def test_predictions_are_held_against_what_the_run_took(
     assert asked["name"] == "--nodes 3"
     # One node was measured: nothing says what collectives between nodes cost.
     assert "inter." in asked["why_not"]
-    assert {"ep 1, esp 2"} <= {row["name"] for row in data["elsewhere"]}
+    assert {"ep_size 1, expert_tensor_parallel_size 2"} <= {row["name"] for row in data["elsewhere"]}
     assert [row["layer"] for row in data["placement"]["layers"]] == ["moes.0", "moes.1"]
     assert "corrected by what it took in the trace of rank 0" in data["notes"][0]
 

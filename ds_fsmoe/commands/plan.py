@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a model on a cluster, from numbers alone: what every system would take there, how the chosen one runs every
-layer and why, and what no plan could beat."""
+"""Predict the step time and the memory of a model on a cluster, without a GPU, and print the config that runs it.
+
+ds_fsmoe plan --cluster h100_400 --model qwen3-30b-a3b
+ds_fsmoe plan --cluster a100_200 --nodes 4 --hf-config my-model/config.json --zero 3 --samples 2
+ds_fsmoe plan --cluster cluster.json --layers 24 --length 2048 --width 2048 --hidden 8192
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.commands.folders import check_folders
+from ds_fsmoe.commands.plan_baselines import Baselines, baselines_of, other_stages
 from ds_fsmoe.commands.plan_exchange import add_alltoall, exchange_of, print_exchanges
+from ds_fsmoe.commands.plan_fit import fit_of
 from ds_fsmoe.commands.plan_from_trace import add_from_trace, run_from_trace
 from ds_fsmoe.commands.plan_halves import add_halves, halves_to_draw, print_halves
 from ds_fsmoe.commands.plan_memory import add_memory, print_memory
@@ -21,26 +27,32 @@ from ds_fsmoe.commands.plan_model import (
     add_model,
     groups_of,
     model_of,
+    other_layouts,
     print_taken,
     take_expert_groups,
 )
 from ds_fsmoe.commands.plan_placement import add_loads, print_placement, read_loads
-from ds_fsmoe.commands.plan_stages import add_micro_batches, batch_settings, is_batch, print_batch
+from ds_fsmoe.commands.plan_stages import add_micro_batches, batch_of, batch_settings, is_batch, print_batch
+from ds_fsmoe.commands.plan_summary import headline, print_larger_ep, print_summary
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.architecture import Architecture
     from ds_fsmoe.planning.cluster import Cluster
+    from ds_fsmoe.planning.groups import Groups
     from ds_fsmoe.planning.plan import Settings
     from ds_fsmoe.planning.report import Report
+    from ds_fsmoe.planning.zero import Zero
 
-HELP = "what would it give: a model planned on a cluster, from numbers alone"
+HELP = "predict step time and memory of a model on a cluster"
 DRAWN_LAYERS = 3
 """The number of layers of a stage that are drawn; with more, tasks are too small to be seen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: what is planned, on what, how, and where the result goes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s --cluster CLUSTER (--model NAME | --hf-config PATH | the model in numbers) [options]"
     where = parser.add_argument_group("the cluster")
     where.add_argument("--cluster", help="testbed_a, testbed_b, ..., or a JSON file like those")
     where.add_argument("--nodes", type=int, help="so many nodes (as many as were measured)")
@@ -53,9 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_alltoall(how)
     add_loads(how)
     how.add_argument("--recompute", action="store_true", help="layers run their forward again in the backward")
-    how.add_argument("--solver", default="exact", help="degrees: exact or slsqp, the paper's")
+    how.add_argument("--solver", default="exact", help="numbers of chunks: exact or slsqp, the paper's")
     how.add_argument("--gradient-solver", default="dp", help="gradients: dp or de, the paper's")
-    how.add_argument("--max-degree", type=int, default=16)
+    how.add_argument(
+        "--max-chunks",
+        "--max-degree",
+        dest="max_degree",
+        type=int,
+        default=16,
+        metavar="N",
+        help="the largest number of chunks that is tried (16)",
+    )
     how.add_argument("--chunk-bytes", type=int, help="slices of fixed_chunk (31457280), micro-ops of lina (30000000)")
     how.add_argument(
         "--contention", default="measured", help="measured (the cluster's), ideal, or kappa of the two links"
@@ -84,17 +104,35 @@ def run(args: argparse.Namespace) -> int:
     model, job = _job(args)
     take_expert_groups(args, model, job["groups"])
     loads = read_loads(args, job)
+    fit = fit_of(args, model, job["groups"])
+    args.named_zero, args.zero = args.zero, fit.stage
+    job["zero"] = _zero(args, job)
     job |= exchange_of(args, job)
     result = report(**job, preset_name=args.preset)
+    bases = baselines_of(args, model, job)
+    found = batch_of(result, job) if is_batch(args) else None
+    steps_ms = {name: sum(each) for name, each in result.times_ms.items()}
+    if found is not None:
+        steps_ms = {name: found.batch_ms(name) for name in found.plans}
+    step_ms = steps_ms[args.preset]
+    print(fit.line)
+    print(headline(args.preset, step_ms, steps_ms, bases))
+    for note in (*bases.notes, *other_stages(args, model, job, steps_ms)):
+        print(f"  {note}")
     _print_head(result, args, model)
     print_exchanges(job, args)
     alone = result
-    result, batch = print_batch(args, alone, job)
-    _print_presets(args, result, "no whole micro-batch can beat" if args.halves else "no plan can beat")
+    result, batch = print_batch(args, alone, found, bases)
+    _print_presets(args, result, bases, "lower bound, batches whole" if args.halves else "lower bound")
     halves = print_halves(args, alone, job)
     memory = print_memory(args, model.architecture, job["groups"], job["shape"])
     _print_plan(result)
     placed = print_placement(loads, result, job)
+    summary = {"fits": fit.fits, "zero": fit.stage} | print_summary(args, model, job, step_ms, fit.fits)
+    print_larger_ep(args, model, job, step_ms)
+    if bases.stock is not None:
+        zero, stock_ms = bases.stock.zero.stage, bases.stock_ms(steps_ms)
+        summary["stock"] = {"ep": 1, "zero": zero, "step_ms": stock_ms, "over_stock": stock_ms / step_ms}
     if args.gantt:
         for phase, timeline in result.block_timelines(args.preset):
             print(f"\none layer, {phase}:\n{timeline.gantt(110)}")
@@ -108,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         save_png(drawn.step_timelines(in_halves=halves_to_draw(args, drawn, job)), args.png)
         print(f"\npicture of a step of {len(drawn.layers)} layer(s) by every preset: {args.png}")
     if args.json is not None:
-        args.json.write_text(json.dumps(result.as_dict() | placed | memory | halves | batch, indent=1) + "\n")
+        args.json.write_text(json.dumps(result.as_dict() | placed | memory | halves | batch | summary, indent=1) + "\n")
         print(f"\neverything: {args.json}")
     return 0
 
@@ -126,7 +164,7 @@ def _job(args: argparse.Namespace) -> tuple[PlannedModel, dict[str, Any]]:
     layers = model.num_layers
     if layers < 1 or (model.architecture is None and layers % groups.pp):
         raise ValueError(f"--layers = {layers}: must be at least 1 and divisible by --pp = {groups.pp}")
-    return model, {
+    job = {
         "cluster": cluster,
         "groups": groups,
         "shape": model.shape,
@@ -135,6 +173,25 @@ def _job(args: argparse.Namespace) -> tuple[PlannedModel, dict[str, Any]]:
         "recompute": args.recompute,
         "architecture": model.architecture,
     }
+    layouts = other_layouts(args, model, groups)
+    if len(layouts) > 1:
+        from ds_fsmoe.planning.report import report
+
+        def best_ms(layout: Groups) -> float:
+            found = report(**(job | {"groups": layout}), preset_name="best", names=("best",), max_layers=DRAWN_LAYERS)
+            return sum(found.times_ms["best"])
+
+        job["groups"] = min(layouts, key=best_ms)
+    return model, job
+
+
+def _zero(args: argparse.Namespace, job: dict[str, Any]) -> Zero:
+    """Return the stage of ZeRO with what follows from the type in which gradients are added up."""
+    from ds_fsmoe.planning.zero import Zero
+
+    size = job["shape"].dtype_bytes
+    other_type = args.grad_accum_fp32 and size < 4
+    return Zero(args.zero, size, has_windows=not (other_type and args.zero == 1), accumulates=not other_type)
 
 
 def _settings(args: argparse.Namespace, cluster: Cluster, architecture: Architecture | None) -> Settings:
@@ -183,29 +240,33 @@ def _print_head(result: Report, args: argparse.Namespace, model: PlannedModel) -
     print_taken(args, model, result.groups)
 
 
-def _print_presets(args: argparse.Namespace, result: Report, of_bound: str) -> None:
-    what = "forward and backward of all layers, without the optimizer"
+def _print_presets(args: argparse.Namespace, result: Report, bases: Baselines, of_bound: str) -> None:
+    """Print the times of a step by all systems; of a batch those of its last micro-batch, without stock in another
+    layout, whose batch stands above."""
+    gathers = f", gathers of parameters (ZeRO {result.zero.stage})" if result.zero.stage else ""
+    what = f"forward, backward, sums of gradients{gathers}; without the optimizer"
     if is_batch(args):
         number = 1 if result.stage is None else result.stage.index + 1
         where = "" if result.groups.pp == 1 else f" on stage {number}"
         print(f"\nthe last micro-batch{where} ({what})")
     else:
         print(f"\none step ({what})")
+    steps_ms = {name: sum(each) for name, each in result.times_ms.items()}
+    times = {bases.label(name): each for name, each in result.times_ms.items()}
+    if bases.stock is not None:
+        times = {bases.stock_label: bases.stock.times_ms["deepspeed"]} | times
+    times[f"({of_bound})"] = result.bounds_ms
     rows = []
-    for name, (forward_ms, backward_ms) in result.times_ms.items():
+    for name, (forward_ms, backward_ms) in times.items():
         step_ms = forward_ms + backward_ms
-        speedups = (f"{sum(result.times_ms[base]) / step_ms:.2f}x" for base in ("deepspeed", "tutel"))
-        rows.append((name, f"{forward_ms:.2f}", f"{backward_ms:.2f}", f"{step_ms:.2f}", *speedups))
-    bound = result.bounds_ms
-    step_ms = sum(bound)
-    speedups = (f"{sum(result.times_ms[base]) / step_ms:.2f}x" for base in ("deepspeed", "tutel"))
-    rows.append((f"({of_bound})", f"{bound[0]:.2f}", f"{bound[1]:.2f}", f"{step_ms:.2f}", *speedups))
-    print_table(("preset", "forward ms", "backward ms", "step ms", "over deepspeed", "over tutel"), rows)
+        ratios = bases.in_one_step().ratios(step_ms, steps_ms)
+        rows.append((name, f"{forward_ms:.2f}", f"{backward_ms:.2f}", f"{step_ms:.2f}", *ratios))
+    print_table(("system", "forward ms", "backward ms", "step ms", *bases.heads), rows)
 
 
 def _print_plan(result: Report) -> None:
     print(f"\nthe plan of {result.preset_name}")
-    heads = ("layers", "phase", "degree", "order", "ms", "bound ms", "gradients MB (MoE + rest)")
+    heads = ("layers", "phase", "chunks", "order", "ms", "bound ms", "gradients MB (MoE + rest)")
     groups = result.plan_groups()
     print_table(heads, [_cells(group) for group in groups])
     for group in groups:

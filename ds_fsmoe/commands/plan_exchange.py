@@ -75,8 +75,8 @@ def _crossings(args: argparse.Namespace, job: dict[str, Any]) -> Crossings | Non
         for flag, value in (given | {"--routing": args.routing}).items():
             if value is not None:
                 raise ValueError(
-                    f"{flag} = {value}: only where whole experts lie on several ranks of several nodes (--esp 1, --ep "
-                    "a multiple of the GPUs of a node), since it says how often tokens cross"
+                    f"{flag} = {value}: only where whole experts lie on several ranks of several nodes, since it says "
+                    "how often tokens cross: --expert-tensor-parallel-size 1, --ep-size a multiple of a node's GPUs"
                 )
         return None
     at = groups.placements["ep"]

@@ -111,7 +111,7 @@ HEADS = ("predicted ms", "over what ran", "how")
 def _print_presets(found: Calibrated) -> list[dict[str, Any]]:
     from ds_fsmoe.planning.presets import NAMES
 
-    print("\na step by each schedule, with the degrees that it would choose")
+    print("\na step by each schedule, with the numbers of chunks that it would choose")
     predictions = {name: found.what_if.by_schedule(name) for name in NAMES}
     own = found.what_if.job.schedule
     rows = [_cells(found, name, each, "ran" * (name == own)) for name, each in predictions.items()]
@@ -122,14 +122,14 @@ def _print_presets(found: Calibrated) -> list[dict[str, Any]]:
 def _print_degrees(found: Calibrated) -> list[dict[str, Any]]:
     job, ran = found.what_if.job, found.ran.degrees
     if all(job.uncut):
-        print("\nits layers may not be cut: there is one degree")
+        print("\nits layers may not be cut: there is one number of chunks")
         return []
     most = min(job.max_degree, max(MOST_DEGREE, *ran))
     degrees = [each for each in range(1, most + 1) if each <= MOST_DEGREE or each in ran]
     # Some have one degree for both phases.
     pairs = [(a, b) for a in degrees for b in degrees if a == b or not found.what_if.must_match]
     found_of = {pair: found.what_if.with_degrees(*pair) for pair in pairs}
-    print(f"\na step by {job.schedule} with given degrees, in ms: chunks of the forward down, of the backward across")
+    print(f"\na step by {job.schedule} with given chunks, in ms: of the forward down, of the backward across")
     steps = {pair: f"{found.step_of(each):.1f}" for pair, each in found_of.items()}
     rows = [(str(forward), *(steps.get((forward, each), "") for each in degrees)) for forward in degrees]
     print_table(("", *map(str, degrees)), rows)

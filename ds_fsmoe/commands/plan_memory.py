@@ -24,7 +24,7 @@ def add_memory(parser: Any) -> None:
     memory = parser.add_argument_group(
         "the memory of a rank (of real models; the micro-batch is --samples of --length)"
     )
-    memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="the stage of ZeRO (0)")
+    memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="the stage of ZeRO (the lowest that fits)")
     memory.add_argument(
         "--optimizer", choices=("adam", "torch_adam", "momentum", "sgd"), default="adam", help="adam: DeepSpeed's fused"
     )
@@ -128,7 +128,7 @@ def _print_items(memory: Memory, training: Training) -> None:
 def _print_choices(choices: list[Choice], training: Training, groups: Groups) -> None:
     print(f"\non the same {groups.world} ranks, GB of a rank (<: as asked)")
     asked = training.zero, groups.ep, groups.esp
-    heads = ("ZeRO", "ep", "esp", "GB", "largest B", "fullest", "")
+    heads = ("ZeRO", "ep_size", "expert tensor parallel", "GB", "largest B", "fullest", "")
     rows = [
         (
             each.zero,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,24 +64,25 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype",
         choices=DTYPE_BYTES,
-        help="of what is sent (a real model's own, or fp32); computing costs what the cluster's file says",
+        help="number type of communication (default: the model's own, else fp32)",
     )
 
 
 def add_groups(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the sizes of groups."""
     groups = parser.add_argument_group(
-        "group sizes (of real models mp = esp = 1, and ep as many ranks of a node as divide the experts; else those of "
-        "the paper, as far as they fit: mp = esp = GPUs of a node, ep = nodes; on one node mp = esp = 1, ep = GPUs)"
+        "group sizes (of real models mp = expert_tensor_parallel_size = 1, and ep_size as many ranks of a node as "
+        "divide the experts; else those of the paper, as far as they fit: mp = expert_tensor_parallel_size = GPUs of a "
+        "node, ep_size = nodes; on one node 1, 1 and its GPUs)"
     )
-    for name, what in (
-        ("mp", "model parallel"),
-        ("esp", "expert sharding"),
-        ("ep", "expert parallel"),
-        ("dp", "data parallel (what is left)"),
-        ("pp", "pipeline stages (1)"),
+    for names, what in (
+        (("--mp",), "model parallel"),
+        (("--expert-tensor-parallel-size", "--esp"), "ranks over which each expert is cut"),
+        (("--ep-size", "--ep"), "ranks over which experts are spread"),
+        (("--dp",), "data parallel (what is left)"),
+        (("--pp",), "pipeline stages (1)"),
     ):
-        groups.add_argument(f"--{name}", type=int, help=what)
+        groups.add_argument(*names, dest=names[-1].strip("-"), type=int, metavar="N", help=what)
 
 
 def model_of(args: argparse.Namespace) -> PlannedModel:
@@ -99,6 +100,13 @@ def model_of(args: argparse.Namespace) -> PlannedModel:
     if args.model is not None and args.model not in PAPER:
         return _of_architecture(args, load_model(args.model))
     return _of_numbers(args)
+
+
+def is_hugging_face(args: argparse.Namespace) -> bool:
+    """Return whether a model of Hugging Face is planned; all others have MoE layers of DeepSpeed."""
+    from ds_fsmoe.planning.models import PAPER
+
+    return args.hf_config is not None or (args.model is not None and args.model not in PAPER)
 
 
 def _of_numbers(args: argparse.Namespace) -> PlannedModel:
@@ -170,13 +178,15 @@ def _of_architecture(args: argparse.Namespace, found: Architecture) -> PlannedMo
     taken: dict[str, object] = {"samples": samples, "length": length, "dtype": dtype}
     notes = []
     if args.length is None:
-        notes.append(f"length: it is made for up to {model.max_length}")
+        notes.append(f"length {length} (default; the model supports {model.max_length})")
     elif length > model.max_length:
-        notes.append(f"length: {length} is more than the {model.max_length} that it is made for")
+        notes.append(f"length {length} is above {model.max_length}, the most that the model supports")
     if num_layers < len(found.blocks):
         notes.append(f"layers: the first {num_layers} of {len(found.blocks)}, with embedding and head")
     if changed:
-        notes.append(f"not its own: {', '.join(f'{name} = {value}' for name, value in changed.items())}")
+        notes.append(
+            f"given instead of the model's: {', '.join(f'{name} = {value}' for name, value in changed.items())}"
+        )
     taken = {name: value for name, value in taken.items() if getattr(args, name) is None}
     return PlannedModel(shape, num_layers, model, taken, tuple(notes))
 
@@ -242,13 +252,54 @@ def groups_of(args: argparse.Namespace, nodes: int, gpus: int, model: PlannedMod
         fitting = [size for size in range(1, inside + 1) if inside % size == 0 and stage % (size * (ep or 1)) == 0]
         esp = max(fitting, default=inside)
     if ep is None:
-        num_experts = model.shape.E if model.architecture is None else model.architecture.num_experts
-        left = max(1, stage // max(1, esp))
-        fitting = [size for size in range(1, left + 1) if left % size == 0 and num_experts % size == 0]
-        if is_own:
-            fitting = [size for size in fitting if gpus % (size * max(1, esp)) == 0]
-        ep = max(fitting, default=1)
+        num_experts, left = _num_experts(model), max(1, stage // max(1, esp))
+        ep = max(_dividing(left, num_experts, gpus // max(1, esp) if is_own else left), default=1)
     return Groups(nodes * gpus, gpus, mp, esp, ep, args.dp, pp)
+
+
+def _num_experts(model: PlannedModel) -> int:
+    return model.shape.E if model.architecture is None else model.architecture.num_experts
+
+
+def _dividing(*numbers: int) -> list[int]:
+    """Return what divides all of some numbers."""
+    return [size for size in range(1, min(numbers) + 1) if all(each % size == 0 for each in numbers)]
+
+
+def other_layouts(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> list[Groups]:
+    """Return the layouts among which the fastest is taken, where experts that are cut inside each node cannot be spread
+    over nodes; else the usual one alone."""
+    nodes = groups.stage // groups.gpus_per_node
+    given = model.architecture is not None or args.ep is not None or args.esp is not None
+    if given or nodes < 2 or groups.ep > 1 or model.shape.E == 1:
+        return [groups]
+    cuts, spreads = _dividing(groups.gpus_per_node, model.shape.H), _dividing(groups.stage, model.shape.E)
+    found = [replace(groups, ep=ep, esp=esp) for ep in spreads for esp in cuts if groups.stage % (ep * esp) == 0]
+    # With fewer experts on each rank less has to be held and summed.
+    most = max(each.ep * each.esp for each in found)
+    return [each for each in found if each.ep * each.esp == most]
+
+
+def _layout_note(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> str | None:
+    """Return why experts are spread over so many ranks, where the usual layout does not fit; ``None``: it does."""
+    experts, gpus = _num_experts(model), groups.gpus_per_node
+    if args.ep is not None or experts == 1 or groups.stage == 1:
+        return None
+    if model.architecture is not None:
+        why = f"ep_size 1: no larger number divides both {experts} experts and the {gpus} GPUs of a node"
+        return None if groups.ep > 1 else why
+    nodes = groups.stage // gpus
+    usual = gpus if args.esp is None else args.esp
+    if nodes < 2 or len(_dividing(groups.stage // usual, experts)) > 1:
+        return None
+    fitting = [each for each in range(2, 2 * nodes + 1) if len(_dividing(each * gpus // usual, experts)) > 1]
+    hint = f"; with --nodes {' or '.join(str(each * groups.pp) for each in fitting)} it does" if fitting else ""
+    taken = "" if args.esp else ", the fastest layout there is"
+    parts = f"{groups.stage // usual} groups of {'a stage' if groups.pp > 1 else 'the job'}"
+    return (
+        f"ep_size {groups.ep} and expert_tensor_parallel_size {groups.esp}{taken}: with experts cut over {usual} GPUs, "
+        f"no ep_size above 1 divides both {experts} experts and the {parts}{hint}"
+    )
 
 
 def take_expert_groups(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> None:
@@ -274,10 +325,14 @@ def _expert_groups(model: PlannedModel, groups: Groups) -> tuple[int, int] | Non
 
 def print_taken(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> None:
     """Print what was not given as it would be given, and why it is that."""
-    sizes = {name: getattr(groups, name) for name in ("mp", "esp", "ep") if getattr(args, name) is None}
+    words = {"mp": "mp", "esp": "expert-tensor-parallel-size", "ep": "ep-size"}
+    sizes = {word: getattr(groups, name) for name, word in words.items() if getattr(args, name) is None}
     taken, notes = model.taken | sizes, [*model.notes]
-    if model.architecture is not None and "ep" in sizes:
-        notes.append("ep: as many ranks of a node as divide its experts, like fsmoe.ep_size = auto")
+    layout = _layout_note(args, model, groups)
+    if layout is not None:
+        notes.append(layout)
+    elif model.architecture is not None and args.ep is None:
+        notes.append(f"ep_size {groups.ep} (default: as many ranks of a node as divide the experts, as in training)")
     if taken:
         print(f"default  {' '.join(f'--{name} {value}' for name, value in taken.items())}")
     for each in notes:

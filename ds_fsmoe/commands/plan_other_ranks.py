@@ -68,7 +68,12 @@ def _wanted(job: RecordedJob, args: argparse.Namespace) -> list[tuple[str, Other
     asked = {"nodes": args.nodes, "per_node": args.ranks_per_node, "ep": args.ep, "esp": args.esp}
     found: list[tuple[str, OtherRanks]] = []
     if any(each is not None for each in asked.values()):
-        words = {"nodes": "--nodes", "per_node": "--ranks-per-node", "ep": "--ep", "esp": "--esp"}
+        words = {
+            "nodes": "--nodes",
+            "per_node": "--ranks-per-node",
+            "ep": "--ep-size",
+            "esp": "--expert-tensor-parallel-size",
+        }
         name = " ".join(f"{words[each]} {size}" for each, size in asked.items() if size is not None)
         found.append((name, OtherRanks(**asked)))
     if len(groups.placements["ep"].lanes) == 2:
@@ -79,7 +84,11 @@ def _wanted(job: RecordedJob, args: argparse.Namespace) -> list[tuple[str, Other
         for ep in range(1, groups.stage + 1)
         if groups.stage % (ep * esp) == 0 and num_experts % ep == 0 and (ep, esp) != (groups.ep, groups.esp)
     ]
-    found += [(f"ep {ep}, esp {esp}", OtherRanks(ep=ep, esp=esp)) for ep, esp in layouts if ep * esp > 1]
+    found += [
+        (f"ep_size {ep}, expert_tensor_parallel_size {esp}", OtherRanks(ep=ep, esp=esp))
+        for ep, esp in layouts
+        if ep * esp > 1
+    ]
     if args.nodes is None:
         found.append(("twice the nodes", OtherRanks(nodes=2 * max(1, groups.world // groups.gpus_per_node))))
     return found
@@ -106,7 +115,8 @@ def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
 
 def _describe(groups: Groups) -> str:
     nodes = groups.world // groups.gpus_per_node
-    return f"{nodes} x {groups.gpus_per_node}, ep {groups.ep}, esp {groups.esp}"
+    cut = f", expert_tensor_parallel_size {groups.esp}" if groups.esp > 1 else ""
+    return f"{nodes} x {groups.gpus_per_node}, ep_size {groups.ep}{cut}"
 
 
 def _sizes(groups: Groups) -> dict[str, int]:

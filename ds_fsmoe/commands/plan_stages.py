@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
+    from ds_fsmoe.commands.plan_baselines import Baselines
     from ds_fsmoe.planning.report import Report
     from ds_fsmoe.planning.stage_report import BatchReport
 
@@ -45,24 +46,30 @@ def batch_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"num_micro_batches": default if asked is None else asked}
 
 
-def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -> tuple[Report, dict[str, Any]]:
-    """Print what a batch takes by every preset, and what the stages do by the shown one.
+def batch_of(report: Report, job: dict[str, Any]) -> BatchReport:
+    """Return the plans of a whole batch, of which one stage is planned."""
+    from ds_fsmoe.planning.stage_report import batch_report
+
+    return batch_report(report, **{name: job[name] for name in ("alltoall", "recompute", "crossings") if name in job})
+
+
+def print_batch(
+    args: argparse.Namespace, report: Report, found: BatchReport | None, bases: Baselines
+) -> tuple[Report, dict[str, Any]]:
+    """Print what a batch takes by every system, and what the stages do by the shown one.
 
     Args:
         args: of the command.
         report: of one stage.
-        job: the planner's.
+        found: of the batch; ``None``: one micro-batch alone is planned.
+        bases: what others are compared with.
 
     Returns:
         The report with the plans that the stage has in the batch, and what is written about the batch.
     """
-    from ds_fsmoe.planning.stage_report import batch_report
-
-    if not is_batch(args):
+    if found is None:
         return report, {}
-    how = {name: job[name] for name in ("alltoall", "recompute", "crossings") if name in job}
-    found = batch_report(report, **how)
-    _print_presets(found, is_default=args.micro_batches is None)
+    _print_presets(found, bases, is_default=args.micro_batches is None)
     _print_stages(found)
     if args.gantt:
         slots = found.num_micro_batches + len(found.places) - 1
@@ -71,21 +78,21 @@ def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -
     return found.on_stage(report), {"batch": found.as_dict()}
 
 
-def _print_presets(found: BatchReport, is_default: bool) -> None:
+def _print_presets(found: BatchReport, bases: Baselines, is_default: bool) -> None:
     count, stages = found.num_micro_batches, len(found.places)
     default = ", the default" if is_default else ""
     through = f" through {stages} stages, in DeepSpeed's order" if stages > 1 else ""
     print(f"\none batch of {count} micro-batches (--micro-batches {count}{default}){through}, without the optimizer")
-    base_ms = [found.batch_ms(name) for name in ("deepspeed", "tutel")]
+    batches_ms = {name: found.batch_ms(name) for name in found.plans}
     rows = []
-    for name in found.plans:
-        batch_ms = found.batch_ms(name)
-        speedups = (f"{each / batch_ms:.2f}x" for each in base_ms)
-        rows.append((name, f"{batch_ms:.2f}", f"{found.bubble_share(name):.1%}", *speedups))
-    rows.append(
-        ("(no plan can beat)", f"{found.bound_ms:.2f}", "", *(f"{each / found.bound_ms:.2f}x" for each in base_ms))
-    )
-    print_table(("preset", "batch ms", "bubbles", "over deepspeed", "over tutel"), rows)
+    if bases.stock is not None:
+        batch_ms = bases.stock_ms(batches_ms)
+        rows.append((bases.stock_label, f"{batch_ms:.2f}", "", *bases.ratios(batch_ms, batches_ms)))
+    for name, batch_ms in batches_ms.items():
+        ratios = bases.ratios(batch_ms, batches_ms)
+        rows.append((bases.label(name), f"{batch_ms:.2f}", f"{found.bubble_share(name):.1%}", *ratios))
+    rows.append(("(lower bound)", f"{found.bound_ms:.2f}", "", *bases.ratios(found.bound_ms, batches_ms)))
+    print_table(("system", "batch ms", "bubbles", *bases.heads), rows)
 
 
 def _print_stages(found: BatchReport) -> None:

@@ -216,8 +216,8 @@ def _of_fit(one_size: Iterable[str], cluster: Cluster | None) -> list[str]:
     notes = []
     if kinds := ", ".join(one_size):
         notes.append(
-            f"degrees: {kinds} had one size in the trace, so nobody can tell what of their time is start-up: it is "
-            "taken to be none, and more chunks seem to cost nothing. --cluster FILE says it, or a run with two degrees"
+            f"chunks: {kinds} had one size in the trace, which does not tell their start-up time. It is taken as 0, so "
+            "more chunks seem to cost nothing. --cluster FILE tells it, or a run with two numbers of chunks"
         )
     if cluster is None:
         notes.append("lanes: how they slow each other down is in the spans, and taken to be the same in other plans")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_fsmoe.planning.chunks import chunk_shares
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD_GATHER, GRAD_SCATTER, Draft, Lane, Schedule
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_PARAMETERS, GRAD_GATHER, GRAD_SCATTER, Draft, Lane, Schedule
+from ds_fsmoe.planning.sharing import Sharing
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
 Links = Literal["shared", "paper", "reduce_first"]
@@ -78,7 +79,13 @@ class Passed:
 
 
 def add_block(
-    draft: Draft, work: BlockWork, plan: BlockPlan, layer: int, after: Sequence[int], passed: Passed
+    draft: Draft,
+    work: BlockWork,
+    plan: BlockPlan,
+    layer: int,
+    after: Sequence[int],
+    passed: Passed,
+    moe_after: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Append one layer to a schedule.
 
@@ -89,6 +96,7 @@ def add_block(
         layer: the index of the layer in the order of this phase.
         after: the tasks that the layer waits for.
         passed: the tasks that earlier layers left; this layer's are added.
+        moe_after: the tasks that its MoE part waits for besides.
 
     Returns:
         The tasks that the next layer waits for.
@@ -96,7 +104,7 @@ def add_block(
     last = tuple(after)
     for each in work.before:
         last = (add_work(draft, each, layer, last),)
-    part = MoEPart(draft, work.moe, plan, layer, last)
+    part = MoEPart(draft, work.moe, plan, layer, (*last, *moe_after))
     last = part.whole(passed)
     is_late = part.puts_off
     part.late()
@@ -330,10 +338,58 @@ def model_schedule(
     """
     draft, passed = Draft(), Passed()
     last: tuple[int, ...] = ()
+    shared = _Shared(draft, layers, phase)
     for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
+        dense, experts = shared.gathered(index, last)
+        last = (*last, *dense)
         if phase == "backward" and layer.recompute:
-            last = add_block(draft, layer.forward, forward_plans[index], index, last, Passed())
-        last = add_block(draft, getattr(layer, phase), plan, index, last, passed)
+            last = add_block(draft, layer.forward, forward_plans[index], index, last, Passed(), experts)
+        last = add_block(draft, getattr(layer, phase), plan, index, last, passed, experts)
+        shared.is_through(index, last)
     for index, each in enumerate(tail):
         draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=last, layer=len(layers))
     return draft.finish()
+
+
+class _Shared:
+    """Appends what ZeRO sends for layers to a schedule: gathers ahead of who waits for them, as DeepSpeed prefetches,
+    and reduce-scatters beside what runs next."""
+
+    def __init__(self, draft: Draft, layers: Sequence[Layer], phase: Literal["forward", "backward"]) -> None:
+        self._draft, self._phase = draft, phase
+        self._of = [each.sharing or Sharing() for each in layers]
+        self._gathers: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._left: list[tuple[int, tuple[int, ...]]] = []
+
+    def gathered(self, index: int, last: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tasks that a layer waits for, and those that its MoE part waits for; ``last`` is what comes before
+        the layer."""
+        self._gather(index, last)
+        if index + 1 < len(self._of) and self._of[index + 1].is_ahead:
+            self._gather(index + 1, last)
+        self._scatter()
+        return self._gathers[index]
+
+    def is_through(self, index: int, last: tuple[int, ...]) -> None:
+        """Let the gradients of a layer be sent, whose backward ends with these tasks."""
+        if self._phase == "backward":
+            self._left.append((index, last))
+        if index == len(self._of) - 1:
+            self._scatter()
+
+    def _gather(self, index: int, last: tuple[int, ...]) -> None:
+        if index in self._gathers:
+            return
+        works = self._of[index].forward if self._phase == "forward" else self._of[index].backward
+        added = [(each.kind, add_work(self._draft, each, index, last)) for each in works]
+        dense, experts = (
+            tuple(task for kind, task in added if (kind == EXPERT_PARAMETERS) is of_experts)
+            for of_experts in (False, True)
+        )
+        self._gathers[index] = dense, experts
+
+    def _scatter(self) -> None:
+        for index, last in self._left:
+            for each in self._of[index].gradients:
+                add_work(self._draft, each, index, last)
+        self._left = []

@@ -103,7 +103,24 @@ def step_bounds_ms(
     grads_ms = sum(of_layers[each.kind].ms(each.size_bytes, 0) for each in between)
     grads_ms += sum(of_layers[kind].ms(0.0) for kind in {each.kind for each in between})
     traffic_ms = sum(_inter_ms(work, of_work) for work, of_work in backwards)
-    return forward_ms, max(backward_ms, traffic_ms + grads_ms)
+    forwards = [(each.forward, costs) for each in layers if each.sharing is not None]
+    shared = [each.sharing for each in layers if each.sharing is not None]
+    return (
+        max(forward_ms, _shared_ms(forwards, [each.forward for each in shared], costs)),
+        max(
+            backward_ms,
+            traffic_ms + grads_ms,
+            _shared_ms(backwards, [(*each.backward, *each.gradients) for each in shared], costs) + grads_ms,
+        ),
+    )
+
+
+def _shared_ms(
+    works: Sequence[tuple[BlockWork, Mapping[str, Cost]]], sent: Sequence[Sequence[Work]], costs: Mapping[str, Cost]
+) -> float:
+    """Return the time of the link between nodes, with what ZeRO sends there; 0: it sends nothing."""
+    between_ms = sum(_whole_ms(each, costs) for of_layer in sent for each in of_layer if each.lanes[0] is Lane.INTER)
+    return between_ms + sum(_inter_ms(*each) for each in works) if between_ms else 0.0
 
 
 def busiest_ms(

@@ -67,9 +67,11 @@ class Groups:
                 f"{'of a pipeline stage' if self.pp > 1 else 'of the world'}"
             )
         if self.stage % (self.ep * self.esp):
+            fits = [each for each in range(1, self.stage + 1) if self.stage % (each * self.esp) == 0]
             raise ValueError(
-                f"ep = {self.ep} times esp = {self.esp} = {self.ep * self.esp}: must divide the {self.stage} ranks "
-                f"{'of a pipeline stage' if self.pp > 1 else 'of the world'}"
+                f"ep_size = {self.ep} times expert_tensor_parallel_size = {self.esp} = {self.ep * self.esp}: must "
+                f"divide the {self.stage} ranks {'of a pipeline stage' if self.pp > 1 else 'of the world'}"
+                + (f"; ep_size can be {', '.join(map(str, fits))}" if fits else "")
             )
 
     @property

@@ -86,7 +86,9 @@ def _check(architecture: Architecture, groups: Groups, training: Training) -> No
     if len(architecture.blocks) < groups.pp:
         raise ValueError(f"pp = {groups.pp}: {architecture.name} has {len(architecture.blocks)} blocks")
     if training.zero == 3 and groups.esp > 1:
-        raise ValueError(f"esp = {groups.esp}: ZeRO 3 with experts that are cut is refused (docs/limits.md)")
+        raise ValueError(
+            f"expert_tensor_parallel_size = {groups.esp}: ZeRO 3 with experts that are cut is refused (docs/limits.md)"
+        )
     if groups.mp > 1:
         raise ValueError(f"mp = {groups.mp}: models of transformers are not cut over model-parallel ranks")
     if training.zero > 1 and groups.pp > 1:

@@ -344,8 +344,9 @@ def _layer(
     of_expert = [sizes.M * (experts.H // groups.esp)] * experts.gemms
     if experts.has_bias:
         of_expert.append((experts.gemms - 1) * (experts.H // groups.esp) + sizes.M)
-    gradients = summed(groups, sizes.dtype_bytes, dense, of_expert * (experts.E // groups.ep))
-    return Layer(forward, backward, gradients, recompute)
+    of_experts = of_expert * (experts.E // groups.ep)
+    gradients = summed(groups, sizes.dtype_bytes, dense, of_experts)
+    return Layer(forward, backward, gradients, recompute, numel=sum(dense) + sum(of_experts))
 
 
 def _attention(attention: Attention, sizes: _Sizes, num_norms: int) -> _Part:

@@ -12,7 +12,7 @@ from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, halves_schedule
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.schedule import Schedule, Task
+from ds_fsmoe.planning.schedule import EXPERT_PARAMETERS, GRADIENT_TASKS, PARAMETERS, Schedule, Task
 from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, play
 from ds_fsmoe.planning.workload import Layer
@@ -43,6 +43,8 @@ class ModelPlan:
     sending: Sending = "placed"
     """How gradients got into windows: placed where they cost least; all that there are when one opens; or none, so that
     they follow the backward."""
+    sums_each: bool = False
+    """Whether gradients are summed over ranks in every micro-batch, and not in the last one alone."""
 
     def choices(self, index: int) -> tuple[Choice, Choice]:
         """Return how a layer, counted from the front, is run in forward and backward."""
@@ -92,6 +94,23 @@ class ModelPlan:
         """Return the same plan for layers whose gradients are not summed over ranks."""
         backward = tuple(replace(each, moe_slices=(), dense_slices=()) for each in self.backward)
         return replace(self, backward=backward, tail=())
+
+    def earlier(self) -> ModelPlan:
+        """Return the same plan for a micro-batch that does not end a step."""
+        found = self if self.sums_each else self.without_gradients()
+        tail = tuple(each for each in found.tail if each.kind not in (PARAMETERS, EXPERT_PARAMETERS))
+        once = [each.sharing is not None and not each.sharing.in_all for each in self.layers]
+        if not any(once) and tail == found.tail:
+            return found
+        layers = (
+            replace(each, sharing=None) if is_once else each for each, is_once in zip(self.layers, once, strict=True)
+        )
+        return replace(found, layers=tuple(layers), tail=tail)
+
+    @property
+    def tail_bytes(self) -> float:
+        """The bytes of the gradients that are sent after the backward."""
+        return sum(each.size_bytes for each in self.tail if each.kind in GRADIENT_TASKS)
 
     def schedules(self) -> tuple[Schedule, Schedule]:
         """Return the schedules of the forward and of the backward."""

@@ -37,8 +37,9 @@ def load_model(name_or_path: str) -> Architecture:
         return replace(read_hf_config(path, name_or_path), source=source)
     if Path(name_or_path).exists():
         return read_hf_config(name_or_path)
-    near = difflib.get_close_matches(name_or_path, names(), 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = [each for each in names() if each.startswith(name_or_path.lower())]
+    near = near or difflib.get_close_matches(name_or_path, names(), 1)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near and name_or_path else ""
     raise ValueError(
         f"no model is called {name_or_path!r}, and there is no such file: {hint}the choices are {', '.join(names())}, "
         "or the path of a config.json"

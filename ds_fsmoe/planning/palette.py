@@ -40,6 +40,10 @@ TASK_NAMES: dict[str, str] = {
     kinds.EXPERT_GRAD: "gradient slice of experts",
     kinds.GRAD_SCATTER: "gradient slice, reduce-scatter",
     kinds.GRAD_GATHER: "gradient slice, all-gather",
+    kinds.PARAMETERS: "parameters, all-gather",
+    kinds.EXPERT_PARAMETERS: "parameters of experts, all-gather",
+    kinds.GRAD_PARTS: "gradients, reduce-scatter",
+    kinds.EXPERT_GRAD_PARTS: "gradients of experts, reduce-scatter",
     kinds.LOAD: "load batch",
     kinds.FORWARD: "forward",
     kinds.BACKWARD: "backward",
@@ -78,6 +82,11 @@ PALETTE: dict[str, str] = {
     kinds.EXPERT_GRAD: "#f381b4",
     kinds.GRAD_SCATTER: "#9b55a3",
     kinds.GRAD_GATHER: "#eaa2b9",
+    # Never in one picture with slices of gradients, or beside what is computed with these colours.
+    kinds.PARAMETERS: "#247792",
+    kinds.EXPERT_PARAMETERS: "#7fbbc0",
+    kinds.GRAD_PARTS: "#7d1356",
+    kinds.EXPERT_GRAD_PARTS: "#f381b4",
     # The stages of a pipeline are never in one picture with the tasks of a layer.
     kinds.LOAD: "#d3d9dd",
     kinds.FORWARD: "#2b7ad7",

@@ -68,7 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         is_whole = isinstance(self.max_degree, int) and not isinstance(self.max_degree, bool)
         if not is_whole or not 1 <= self.max_degree <= MAX_DEGREE:
-            raise ValueError(f"pipeline_degree.max = {self.max_degree}: must be a whole number from 1 to {MAX_DEGREE}")
+            raise ValueError(f"num_chunks.max = {self.max_degree}: must be a whole number from 1 to {MAX_DEGREE}")
         check_solver(self.gradient_solver, self.chunk_bytes)
         if not (math.isfinite(self.host_ms) and self.host_ms >= 0):
             raise ValueError(f"host_ms = {self.host_ms}: must be a finite number of at least 0")
@@ -195,7 +195,7 @@ class Planner:
         last_ms = self.step_ms(plan)
         if plan.tail and share < 1:
             last_ms = share * last_ms + (1 - share) * self.step_ms(replace(plan, tail=()))
-        return last_ms + (earlier * self.step_ms(plan.without_gradients()) if earlier else 0.0)
+        return last_ms + (earlier * self.step_ms(plan.earlier()) if earlier else 0.0)
 
     def counting_tails(self, share: float) -> Planner:
         """Return the same planner for which gradients after the backward count with this share."""

@@ -20,14 +20,23 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns
 from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers
 from ds_fsmoe.planning.model_text import describe
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of, plan_by_name
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
-from ds_fsmoe.planning.search import Choice
+from ds_fsmoe.planning.search import Choice, delayed
+from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
+from ds_fsmoe.planning.zero import NO_ZERO, Zero
 
-_LINKS = {"shared": "one stream", "paper": "two links", "reduce_first": "two links, reduces first"}
+STOCK = "deepspeed"
+"""The schedule of DeepSpeed, over which others gain."""
+_GROUPS = {"esp": "expert_tensor_parallel_size", "ep": "ep_size"}
+_LINKS = {
+    "shared": "links one after the other",
+    "paper": "links at the same time",
+    "reduce_first": "links at the same time, reduces first",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Report:
     """The model block by block; ``None``: all layers are alike, and there is nothing else."""
     stage: Stage | None = None
     """The stage that is planned, of an architecture."""
+    zero: Zero = NO_ZERO
 
     @property
     def places(self) -> Sequence[int]:
@@ -68,7 +78,7 @@ class Report:
     @property
     def tail_bytes(self) -> float:
         """The gradients that are sent after the backward."""
-        return sum(each.size_bytes for each in self.plan.tail)
+        return self.plan.tail_bytes
 
     def head(self) -> list[tuple[str, str]]:
         """The assumptions of the plan."""
@@ -77,7 +87,8 @@ class Report:
         if s.imbalance > 1:
             drop += f", the fullest rank {s.imbalance:g} times the mean"
         kappa = self.settings.contention
-        lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in at.items() if place.size > 1)
+        sizes = ((_GROUPS.get(name, name), place) for name, place in at.items() if place.size > 1)
+        lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in sizes)
         if self.architecture is None:
             model = [
                 (
@@ -130,8 +141,9 @@ class Report:
     def in_halves(self, turns: Turns = BY_BATCH) -> ModelPlan | None:
         """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
         planner, space = Planner(self.costs, self.settings), self.settings.space(BEST)
-        options = [{"": each} for each in self.layers]
-        return plan_in_halves(planner, options, space, mode_of(BEST), turns=turns)
+        options = [{"": each} for each in self.zero.layers(BEST, self.layers)]
+        mode = mode_of(BEST) if self.zero.has_windows_of(BEST) else "off"
+        return plan_in_halves(planner, options, space, mode, turns=turns)
 
     def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
         """Predict the times of forward and backward with a plan of these layers."""
@@ -187,7 +199,7 @@ class Report:
         ]
 
     def plan_groups(self) -> list[list[dict[str, Any]]]:
-        """Return the plan with neighbours of one degree and order merged; their gradient slices may differ."""
+        """Return the plan with neighbours with as many chunks in one order merged; their gradient slices may differ."""
         decided = ("phase", "degree", "order")
         return [list(same) for _, same in groupby(self.plan_rows(), key=lambda row: [row[name] for name in decided])]
 
@@ -260,7 +272,7 @@ class Report:
 
 def order_text(block: BlockPlan) -> str:
     """Say in a few words in which order the tasks of a layer run."""
-    return _LINKS[block.links] + (f", {block.late_dw} weight gradients late" if block.late_dw else "")
+    return _LINKS[block.links] + (f", {delayed(block.late_dw)}" if block.late_dw else "")
 
 
 def report(
@@ -275,6 +287,8 @@ def report(
     crossings: Crossings | None = None,
     architecture: Architecture | None = None,
     max_layers: int | None = None,
+    zero: Zero = NO_ZERO,
+    names: Sequence[str] = NAMES,
 ) -> Report:
     """Plan a model the way every system would.
 
@@ -287,6 +301,8 @@ def report(
         architecture: a whole model, of whose first ``num_layers`` blocks ``shape`` has the samples, the length, and the
             bytes of an element; ``None``: so many layers of that shape, and nothing else.
         max_layers: so many layers of a stage and no more are planned; ``None``: all.
+        zero: the stage of ZeRO.
+        names: of the systems.
 
     Raises:
         ValueError: an unknown preset, or whatever the parts refuse.
@@ -298,15 +314,21 @@ def report(
         architecture = architecture.first(num_layers)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)
     layers = planned_layers(groups, shape, num_layers, alltoall, recompute, crossings, architecture)[:max_layers]
+    if zero.stage:
+        costs = {**costs, **sharing_costs(cluster, groups)}
     planner = Planner(costs, settings)
-    plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
+    plans = {name: zero.plan(planner, name, layers) for name in names}
+    if zero.stage and BEST in plans:
+        # Layers are planned without what ZeRO sends; with it another plan may be the fastest.
+        plans[BEST] = min((plans[BEST], *plans.values()), key=planner.batch_ms)
     times_ms = {}
     for name, plan in plans.items():
         forward, backward = plan.timelines(costs, settings.contention, settings.host_ms)
         times_ms[name] = forward.makespan_ms, backward.makespan_ms
-    bounds = step_bounds_ms(layers, costs, settings.max_degree)
+    # Whether a system sends early or late: what ZeRO 3 sends has to be sent.
+    bounds = step_bounds_ms(zero.layers(STOCK, layers), costs, settings.max_degree)
     found = layers, plans, times_ms, bounds, preset_name
-    return Report(cluster, groups, shape, settings, costs, *found, architecture, stage)
+    return Report(cluster, groups, shape, settings, costs, *found, architecture, stage, zero)
 
 
 def planned_layers(

@@ -58,6 +58,12 @@ EXPERT_GRAD = "EXPERT_GRAD"
 GRAD_SCATTER = "GRAD_SCATTER"
 GRAD_GATHER = "GRAD_GATHER"
 GRADIENT_TASKS = (GRAD_SCATTER, GRAD, EXPERT_GRAD, GRAD_GATHER)
+# What ZeRO sends besides: parameters that ranks gather, and at stage 3 gradients of which each rank gets its part; of
+# what every data-parallel rank holds, and of experts among those that hold the same ones.
+PARAMETERS = "PARAMETERS"
+EXPERT_PARAMETERS = "EXPERT_PARAMETERS"
+GRAD_PARTS = "GRAD_PARTS"
+EXPERT_GRAD_PARTS = "EXPERT_GRAD_PARTS"
 # What one stage of a pipeline does in a batch, a micro-batch being its chunk. A send and its receive are one transfer.
 LOAD = "LOAD"
 FORWARD = "FORWARD"

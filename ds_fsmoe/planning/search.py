@@ -191,15 +191,25 @@ class Choice:
     def explain(self) -> str:
         """Say in one sentence what was chosen and why."""
         case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
-        late = f", {self.order.late_dw} late weight gradients" if self.order.late_dw else ""
-        runner = "no other was allowed"
-        if self.runner_up_ms is not None:
+        late = f", {delayed(self.order.late_dw)}" if self.order.late_dw else ""
+        runner = "no other number was allowed"
+        if self.runner_up is not None and self.runner_up_ms is not None:
             margin = self.runner_up_ms / self.time_ms - 1.0 if self.time_ms else 0.0
-            runner = f"{self.runner_up} takes {margin:+.1%}"
+            runner = f"{chunks_text(self.runner_up)} {'take' if self.runner_up > 1 else 'takes'} {margin:+.1%}"
         return (
-            f"degree {self.order.degree}{late}: the MoE part takes {self.time_ms:.3f} ms, bound by the "
+            f"{chunks_text(self.order.degree)}{late}: the MoE part takes {self.time_ms:.3f} ms, bound by the "
             f"{self.bottleneck}{case}; {runner}"
         )
+
+
+def chunks_text(number: int) -> str:
+    """Say a number of chunks."""
+    return f"{number} chunk{'s' * (number > 1)}"
+
+
+def delayed(number: int) -> str:
+    """Say of how many chunks the weight gradients are delayed."""
+    return f"weight gradients of {chunks_text(number)} delayed"
 
 
 class _Phase:

@@ -20,11 +20,12 @@ from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.model_layers import DenseStage, Stage, dense_stage, model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
+from ds_fsmoe.planning.plan import Planner, mode_of
 from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.stage_batch import BatchTimeline, Order, StageLink, StageTimes, simulate_batch
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
+from ds_fsmoe.planning.zero import NO_ZERO, Zero, gathers_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Pipeline:
     """The bytes that a rank sends to the next stage for a micro-batch, and gets back as gradients."""
     tied_ms: float = 0.0
     """The time to sum the gradients that the first stage and the last one share; 0: there are none."""
+    zero: Zero = NO_ZERO
 
     def plan(
         self, planner: Planner, name: str, order: Order = "1f1b", known: Mapping[StageWork, StagePlan] | None = None
@@ -92,14 +94,14 @@ class Pipeline:
         even, patient = dict(known or {}), dict[StageWork, StagePlan]()
         for work in self.works:
             if work not in even:
-                even[work] = plan_stage(planner, name, work)
+                even[work] = plan_stage(planner, name, work, self.zero)
         chosen = [even[work] for work in self.works]
         batch = self.batch(chosen, planner.settings.num_micro_batches, order)
         if mode_of(name) != "adaptive":
             return batch
         for work in self.works[1:]:
             if work not in patient:
-                patient[work] = plan_stage(planner.counting_tails(PATIENT_SHARE), name, work)
+                patient[work] = plan_stage(planner.counting_tails(PATIENT_SHARE), name, work, self.zero)
         changes = True
         while changes:
             changes = False
@@ -118,35 +120,38 @@ class Pipeline:
         return BatchPlan(tuple(stages), timeline)
 
 
-def plan_stage(planner: Planner, name: str, work: StageWork) -> StagePlan:
+def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZERO) -> StagePlan:
     """Plan one stage the way a named system would.
 
     Args:
         planner: with the costs; its settings have the number of micro-batches, and whether gradients travel early.
         name: the system.
         work: of the stage.
+        zero: the stage of ZeRO.
 
     Raises:
         ValueError: no such system, with those there are.
     """
     if work.dense is None:
-        return stage_times(planner, plan_by_name(planner, name, work.layers))
+        return stage_times(planner, zero.plan(planner, name, work.layers))
     forward_ms, backward_ms = (_chain_ms(planner, each) for each in (work.dense.forward, work.dense.backward))
     after = work.dense.gradients
-    end_ms = sum(planner.costs[each.kind].ms(each.size_bytes) for each in after)
+    sent = (*after, *(gathers_of(after) if zero.stage else ()))
+    end_ms = sum(planner.costs[each.kind].ms(each.size_bytes) for each in sent)
     times = StageTimes(forward_ms, backward_ms, backward_ms, end_ms)
     return StagePlan(times, 0.0, sum(each.size_bytes for each in after), None)
 
 
 def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
     """Return what a plan of a stage's layers takes there."""
-    forward_ms, to_the_end_ms = planner.phases_ms(plan)
-    bare_ms = planner.phases_ms(plan.without_gradients())[1]
+    last_forward_ms, to_the_end_ms = planner.phases_ms(plan)
+    forward_ms, bare_ms = planner.phases_ms(plan.earlier())
     # What is left over counts as a part of its own, as it does where it is measured.
     last_ms = planner.phases_ms(replace(plan, tail=()))[1] if plan.tail else to_the_end_ms
     hidden = sum(each.size_bytes for block in plan.backward for each in (*block.moe_slices, *block.dense_slices))
-    after = sum(each.size_bytes for each in plan.tail)
-    return StagePlan(StageTimes(forward_ms, bare_ms, last_ms, to_the_end_ms - last_ms), hidden, after, plan)
+    # Gathers of updated parameters make one forward of a step longer, and count once.
+    after_ms = to_the_end_ms - last_ms + last_forward_ms - forward_ms
+    return StagePlan(StageTimes(forward_ms, bare_ms, last_ms, after_ms), hidden, plan.tail_bytes, plan)
 
 
 def pipeline_of_model(

@@ -10,7 +10,7 @@ from typing import Any
 from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.model_layers import stages
 from ds_fsmoe.planning.plan import Planner
-from ds_fsmoe.planning.report import Report
+from ds_fsmoe.planning.report import STOCK, Report
 from ds_fsmoe.planning.stage_batch import StageTimes, simulate_batch
 from ds_fsmoe.planning.stage_plan import (
     BatchPlan,
@@ -131,6 +131,7 @@ def batch_report(report: Report, **how: Any) -> BatchReport:
         parts = stages(model, groups.pp)
         pipeline = pipeline_of_model(report.cluster, model, groups, parts, report.shape, **how)
         places = tuple(each.places for each in parts)
+    pipeline = replace(pipeline, zero=report.zero)
     planner = Planner(report.costs, settings)
     plans = {}
     for name, plan in report.plans.items():
@@ -149,8 +150,9 @@ def _bound_ms(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) 
         if work.dense is not None:
             least.append(plan.times)
             continue
-        bare = [replace(each, gradients=()) for each in work.layers]
-        forward_ms, last_ms = step_bounds_ms(work.layers, planner.costs, settings.max_degree)
+        layers = pipeline.zero.layers(STOCK, work.layers)
+        forward_ms, last_ms = step_bounds_ms(layers, planner.costs, settings.max_degree)
+        bare = [replace(each, gradients=()) for each in layers]
         earlier_ms = step_bounds_ms(bare, planner.costs, settings.max_degree)[1]
         # Gradients lengthen a backward, or follow it; nobody waits for these.
         least.append(StageTimes(forward_ms, earlier_ms, earlier_ms, max(0.0, last_ms - earlier_ms)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
@@ -186,6 +186,10 @@ class Gradient:
     """The bytes of its tensors, in the order in which they exist; empty: it is one tensor."""
 
 
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.sharing import Sharing
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The work of one layer in a training step."""
@@ -197,6 +201,10 @@ class Layer:
     """Whether the forward runs once more ahead of the backward."""
     costs: LayerCosts | None = None
     """The measured task costs for this kind of layer; ``None``: the costs of the planner's cluster."""
+    numel: int = 0
+    """The elements of its parameters on a rank, before ZeRO shares them out."""
+    sharing: Sharing | None = None
+    """What ZeRO sends for it; ``None``: nothing."""
 
 
 def layer_work(
@@ -249,7 +257,9 @@ def layer_work(
             *mp_reduce,
         ),
     )
-    return Layer(forward, backward, _gradients(shape, groups), recompute)
+    dense, of_experts = _tensors(shape, groups)
+    gradients = summed(groups, shape.dtype_bytes, dense, of_experts)
+    return Layer(forward, backward, gradients, recompute, numel=sum(dense) + sum(of_experts))
 
 
 def check_divides(shape: Shape, groups: Groups) -> None:
@@ -303,14 +313,15 @@ def moe_work(
     )
 
 
-def _gradients(shape: Shape, groups: Groups) -> tuple[Gradient, ...]:
-    """Return the gradients that a layer's backward leaves to be reduced."""
+def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
+    """Return the elements of a layer's tensors, in the order in which their gradients exist: of those that all ranks
+    hold, and of this rank's experts."""
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
     kv_share = (shape.kv_heads or shape.heads) / shape.heads
     projections = [int(share * shape.M**2 / groups.mp) for share in (1.0, kv_share, kv_share, 1.0)]
     of_expert = [shape.M * (shape.H // groups.esp)] * GEMMS[shape.ffn] * (shape.E // groups.ep)
-    return summed(groups, shape.dtype_bytes, [dense - sum(projections), *projections], of_expert)
+    return [dense - sum(projections), *projections], of_expert
 
 
 def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: Sequence[int]) -> tuple[Gradient, ...]:
@@ -379,7 +390,7 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
         if at.size > 1:
             # A flat all-to-all starts a message to each rank, whatever its node; others go node by node.
             peers = at.size if collective == "all_to_all" and alltoall == "flat" else None
-            costs |= dict.fromkeys(kinds, _cost_among(cluster, group, at, collective, peers))
+            costs |= dict.fromkeys(kinds, cost_among(cluster, group, at, collective, peers))
     at = groups.placements["ep"]
     if len(at.lanes) == 2 and alltoall == "2dh":
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
@@ -390,7 +401,7 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     return costs
 
 
-def _cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
+def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
     lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
     if at.lanes == (Lane.INTRA,):
         return cluster.operation(f"intra.{collective}", lies).among(at.size)

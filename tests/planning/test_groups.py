@@ -168,9 +168,12 @@ def test_an_operation_that_is_missing_is_asked_for_only_by_groups_that_need_it()
         ({"mp": 3}, "mp = 3 and any dp do not multiply to the 8 ranks of the world"),
         ({"mp": 2, "dp": 2}, "mp = 2 and dp = 2 do not multiply to the 8 ranks of the world"),
         ({"mp": 8, "pp": 2}, "mp = 8 and any dp do not multiply to the 4 ranks of a pipeline stage"),
-        ({"ep": 3}, "ep = 3 times esp = 1 = 3: must divide the 8 ranks of the world"),
-        ({"ep": 4, "esp": 4}, "ep = 4 times esp = 4 = 16: must divide the 8 ranks"),
-        ({"ep": 8, "pp": 2}, "ep = 8 times esp = 1 = 8: must divide the 4 ranks of a pipeline stage"),
+        ({"ep": 3}, "ep_size = 3 times expert_tensor_parallel_size = 1 = 3: must divide the 8 ranks of the world"),
+        ({"ep": 4, "esp": 4}, "ep_size = 4 times expert_tensor_parallel_size = 4 = 16: must divide the 8 ranks"),
+        (
+            {"ep": 8, "pp": 2},
+            "ep_size = 8 times expert_tensor_parallel_size = 1 = 8: must divide the 4 ranks of a pipeline stage",
+        ),
     ],
 )
 def test_group_sizes_that_cannot_be_are_refused_by_field_and_value(sizes: dict, message: str) -> None:

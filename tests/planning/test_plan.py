@@ -216,9 +216,9 @@ def test_a_plan_is_the_same_every_time_and_does_not_depend_on_what_was_planned_b
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_degree": 0}, "pipeline_degree.max = 0: must be a whole number from 1 to 256"),
-        ({"max_degree": 2.5}, "pipeline_degree.max = 2.5: must be a whole number"),
-        ({"max_degree": True}, "pipeline_degree.max = True: must be a whole number"),
+        ({"max_degree": 0}, "num_chunks.max = 0: must be a whole number from 1 to 256"),
+        ({"max_degree": 2.5}, "num_chunks.max = 2.5: must be a whole number"),
+        ({"max_degree": True}, "num_chunks.max = True: must be a whole number"),
         ({"solver": "exakt"}, "solver = 'exakt': the choices are exact, slsqp"),
         ({"host_ms": -1.0}, "host_ms = -1.0"),
         ({"host_ms": float("nan")}, "host_ms = nan"),

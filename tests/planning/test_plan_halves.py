@@ -226,7 +226,7 @@ def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
     assert len(shown) >= 1
     assert "best, in halves" in text
     assert "two layers, backward, best, in halves:" in text
-    assert "no whole micro-batch can beat" in text
+    assert "(lower bound, batches whole)" in text
 
 
 def test_one_sample_is_said_not_to_be_split_by_the_batch_and_layers_that_recompute_are(capsys) -> None:

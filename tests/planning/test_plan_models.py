@@ -46,9 +46,11 @@ def test_a_model_of_ones_own_is_planned_from_its_configuration_alone(own: Path, 
     assert "\nexperts  E = 12, k = 3, H = 40\n" in said
     assert "\nheads    4 heads of 16, 2 of keys and values\n" in said
     assert "\nstep     B = 1, L = 128, nothing dropped, 16-bit\n" in said
-    assert "\ndefault  --samples 1 --length 128 --dtype fp16 --mp 1 --esp 1 --ep 4\n" in said
-    assert "length: it is made for up to 128\n" in said
-    assert "ep: as many ranks of a node as divide its experts" in said
+    assert (
+        "\ndefault  --samples 1 --length 128 --dtype fp16 --mp 1 --expert-tensor-parallel-size 1 --ep-size 4\n" in said
+    )
+    assert "length 128 (default; the model supports 128)\n" in said
+    assert "ep_size 4 (default: as many ranks of a node as divide the experts, as in training)\n" in said
     found = json.loads((own / "plan.json").read_text())
     model = read_hf_config(TINY)
     assert found["model"]["num_parameters"] == model.num_parameters
@@ -70,9 +72,9 @@ def test_what_is_given_replaces_what_the_configuration_says(own: Path, capsys) -
     assert "\nexperts  E = 24, k = 5, H = 80\n" in said
     assert "\nblocks   4, 2 of them with experts" in said
     assert "\nstep     B = 2, L = 256, capacity factor 1.5, 32-bit\n" in said
-    assert "length: 256 is more than the 128 that it is made for\n" in said
+    assert "length 256 is above 128, the most that the model supports\n" in said
     assert "layers: the first 4 of 6, with embedding and head\n" in said
-    assert "not its own: E = 24, K = 5, H = 80, capacity_factor = 1.5\n" in said
+    assert "given instead of the model's: E = 24, K = 5, H = 80, capacity_factor = 1.5\n" in said
     assert "\ndefault" not in said
 
 
@@ -84,21 +86,21 @@ def test_a_known_model_is_the_same_on_every_cluster(cluster: str, nodes: str, ca
     said = capsys.readouterr().out
     assert "\nexperts  E = 8, k = 2, H = 14336\n" in said
     gpus = {"testbed_a": 8, "testbed_b": 4}[cluster]
-    assert f"\ndefault  --samples 1 --dtype bf16 --mp 1 --esp 1 --ep {gpus}\n" in said
+    assert f"\ndefault  --samples 1 --dtype bf16 --mp 1 --expert-tensor-parallel-size 1 --ep-size {gpus}\n" in said
     assert f"groups   {gpus * int(nodes)} ranks" in said
 
 
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ([], "--mp 1 --esp 1 --ep 4"),
-        (["--experts", "9"], "--mp 1 --esp 1 --ep 1"),
-        (["--experts", "6"], "--mp 1 --esp 1 --ep 2"),
-        (["--esp", "2"], "--mp 1 --ep 2"),
-        (["--mp", "2"], "--esp 1 --ep 4"),
-        (["--dp", "8"], "--mp 4 --esp 1 --ep 4"),
-        (["--pp", "2"], "--mp 1 --esp 1 --ep 4"),
-        (["--ep", "12", "--nodes", "3"], "--mp 1 --esp 1"),
+        ([], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 4"),
+        (["--experts", "9"], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 1"),
+        (["--experts", "6"], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 2"),
+        (["--esp", "2"], "--mp 1 --ep-size 2"),
+        (["--mp", "2"], "--expert-tensor-parallel-size 1 --ep-size 4"),
+        (["--dp", "8"], "--mp 4 --expert-tensor-parallel-size 1 --ep-size 4"),
+        (["--pp", "2"], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 4"),
+        (["--ep", "12", "--nodes", "3"], "--mp 1 --expert-tensor-parallel-size 1"),
     ],
 )
 def test_groups_of_a_real_model_are_what_training_takes_by_itself(

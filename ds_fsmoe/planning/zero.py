@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds what ZeRO sends to the layers and plans of a step: at each stage as DeepSpeed 0.19.8 does it, and as ours does.
+
+- Stage 0: gradients of all ranks are summed once a step, by an all-reduce. DeepSpeed does so when the backward is over;
+  ours sends them in windows of the last backward.
+- Stage 1: the same, and the updated parameters are gathered. DeepSpeed gathers them at the end of the step; ours while
+  the next forward runs.
+- Stage 2: as stage 1, but DeepSpeed sums gradients in every micro-batch; ours once a step where it can.
+- Stage 3: each layer's parameters are gathered for its forward and again for its backward, and its gradients are
+  reduce-scattered, in every micro-batch, by DeepSpeed for both. Gathers run ahead and reduce-scatters beside the
+  backward (``overlap_comm``, which is on at this stage unless the config says otherwise). There are no windows.
+
+A gather runs ahead by one layer. Where the parameters of one layer fill ``stage3_max_live_parameters``, DeepSpeed does
+not prefetch beside it: the gather begins when it is through. What the backward needs again soon
+(``stage3_max_reuse_distance``) stays, and small tensors (``stage3_param_persistence_threshold``) are never released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.block import Slice
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
+from ds_fsmoe.planning.sharing import Sharing
+from ds_fsmoe.planning.workload import Gradient, Layer, Work
+
+PREFETCH = 50_000_000
+"""``zero_optimization.stage3_prefetch_bucket_size``, in elements: a message is about as large."""
+
+
+@dataclass(frozen=True)
+class Zero:
+    """A stage of ZeRO, with the options of DeepSpeed that change what is sent."""
+
+    stage: int = 0
+    dtype_bytes: int = 2
+    has_windows: bool = True
+    """Whether gradients of ours may be sent in windows below stage 3; otherwise DeepSpeed sums them."""
+    accumulates: bool = True
+    """Whether ours sums gradients once a step at stage 2."""
+    gathers: bool = True
+    """Whether gathers of parameters count, and the reduce-scatters of stage 3."""
+    persistence: int = 100_000
+    """``stage3_param_persistence_threshold``, in elements."""
+    max_live: int = 1_000_000_000
+    """``stage3_max_live_parameters``, in elements."""
+    max_reuse: int = 1_000_000_000
+    """``stage3_max_reuse_distance``, in elements."""
+
+    def has_windows_of(self, name: str) -> bool:
+        """Return whether a system by name sends gradients before the backward is over."""
+        return self.has_windows and self.stage < 3 and mode_of(name) != "off"
+
+    def layers(self, name: str, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        """Return layers in the order of the forward, with what this stage sends for them under a system by name."""
+        if self.stage == 3:
+            return self._sharded(layers)
+        if self.stage == 0 or not self.gathers or not self.has_windows_of(name):
+            return tuple(layers)
+        return tuple(
+            replace(each, sharing=Sharing(forward=tuple(map(_gather, each.gradients)), in_all=False)) for each in layers
+        )
+
+    def plan(self, planner: Planner, name: str, layers: Sequence[Layer]) -> ModelPlan:
+        """Plan a step of layers the way a named system would.
+
+        Args:
+            planner: with the costs of what is sent.
+            name: the system.
+            layers: as they are without ZeRO, in the order of the forward.
+
+        Raises:
+            ValueError: no such name, with those there are.
+        """
+        found = plan_by_name(planner, name, self.layers(name, layers))
+        if self.stage == 3:
+            return found
+        if not self.has_windows_of(name):
+            found = found.sending_at_the_end() if found.has_gradients else found
+            if self.stage and self.gathers:
+                found = replace(
+                    found, tail=(*found.tail, *gathers_of([each for layer in layers for each in layer.gradients]))
+                )
+            return replace(found, sums_each=self.stage == 2)
+        return replace(found, sums_each=self.stage == 2 and not self.accumulates)
+
+    def _sharded(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        if not self.gathers:
+            return tuple(replace(each, gradients=()) for each in layers)
+        behind, before, found = 0, 0, []
+        for place in reversed(range(len(layers))):
+            layer = layers[place]
+            gathers = tuple(work for each in layer.gradients for work in self._gathers(each))
+            # From a module's forward to its backward DeepSpeed counts all that runs between them.
+            stays = 2 * behind + layer.numel < self.max_reuse
+            before = layers[place - 1].numel if place else 0
+            is_ahead = max(before, layer.numel) < self.max_live
+            scatters = tuple(_parts(each) for each in layer.gradients)
+            sharing = Sharing(gathers, () if stays else gathers, scatters, is_ahead)
+            found.append(replace(layer, gradients=(), sharing=sharing))
+            behind += layer.numel
+        return tuple(found[::-1])
+
+    def _gathers(self, gradient: Gradient) -> tuple[Work, ...]:
+        """Return the gather of the parameters that have these gradients, without those that stay whole."""
+        tensors = gradient.tensors_bytes or (gradient.size_bytes,)
+        # The weights of all experts of a rank are one tensor each.
+        small = 0 if gradient.kind == EXPERT_GRAD else self.persistence * self.dtype_bytes
+        size_bytes = sum(each for each in tensors if each >= small)
+        launches = max(1, round(size_bytes / (PREFETCH * self.dtype_bytes)))
+        return (replace(_gather(gradient), size=size_bytes, launches=launches),) if size_bytes else ()
+
+
+NO_ZERO = Zero()
+
+
+def _gather(gradient: Gradient) -> Work:
+    kind = EXPERT_PARAMETERS if gradient.kind == EXPERT_GRAD else PARAMETERS
+    return Work(kind, gradient.lanes, gradient.size_bytes)
+
+
+def _parts(gradient: Gradient) -> Work:
+    kind = EXPERT_GRAD_PARTS if gradient.kind == EXPERT_GRAD else GRAD_PARTS
+    return Work(kind, gradient.lanes, gradient.size_bytes)
+
+
+def gathers_of(gradients: Sequence[Gradient]) -> tuple[Slice, ...]:
+    """Return the gathers of the parameters that have these gradients, at the end of a step: one for each kind."""
+    whole: dict[str, Slice] = {}
+    for each in map(_gather, gradients):
+        before = whole[each.kind].size_bytes if each.kind in whole else 0
+        whole[each.kind] = Slice(each.kind, each.lanes, before + each.size)
+    return tuple(whole.values())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner says that each stage of ZeRO sends in a step is what ranks are seen to send."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.planning.architecture import Architecture
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.hf_config import read_hf_config
+from ds_fsmoe.planning.model_layers import model_layers
+from ds_fsmoe.planning.schedule import EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
+from ds_fsmoe.planning.zero import Zero
+from tests.memory_cases import config_of
+from tests.ranks import run_on_ranks
+
+FAMILY, WORLD, MICRO_BATCHES, STEPS = "qwen3_moe", 2, 2, 4
+SMALLEST = 32
+"""Bytes of a message below which it is a norm, a loss or a flag."""
+FP32 = 4
+OPERATIONS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "exchange",
+}
+
+
+def count_in(counted: Counter[str]) -> None:
+    """Count the bytes of the largest buffer of every collective of this process from now on."""
+    for name, kind in OPERATIONS.items():
+        function = getattr(dist, name)
+        signature = inspect.signature(function)
+
+        def collective(*args: Any, kind=kind, function=function, signature=signature, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            # Owners receive from all ranks what each of them gives once.
+            tensors = [given["input"]] if kind == "exchange" else list(given.values())
+            size = max(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+            if size >= SMALLEST and dist.get_world_size(given.get("group")) > 1:
+                counted[kind] += size
+            return function(*args, **kwargs)
+
+        setattr(dist, name, functools.wraps(function)(collective))
+
+
+def sent(rank: int, world_size: int, stage: int, block: dict[str, Any] | None, zero: dict[str, Any]) -> dict[str, int]:
+    """The bytes that a step sends by each collective: with stock DeepSpeed, or with a block of ours."""
+    counted: Counter[str] = Counter()
+    count_in(counted)
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    import ds_fsmoe
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage} | zero,
+    }
+    if block is not None:
+        config["fsmoe"] = {"enabled": True, "autotune": False} | block
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(FAMILY))
+    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
+    engine = initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    for _ in range(STEPS):
+        counted.clear()
+        for _ in range(MICRO_BATCHES):
+            x = torch.randint(3, 900, (1, 16), generator=torch.Generator().manual_seed(rank))
+            engine.backward(engine(input_ids=x, labels=x).loss)
+            engine.step()
+        if block is not None:
+            engine.fsmoe.wait_for_parameters()  # otherwise some are sent in the next step
+    found = dict(counted)
+    engine.destroy()
+    return found
+
+
+def planned(stage: int, ep: int, **options: int) -> Counter[str]:
+    """Kind of task -> its bytes in one micro-batch, as they are planned."""
+    model: Architecture = read_hf_config(config_of(FAMILY).to_dict())
+    layers = model_layers(model, Groups(WORLD, WORLD, ep=ep), 1, 16, FP32)
+    found: Counter[str] = Counter()
+    for layer in Zero(stage, FP32, **options).layers("best", layers):
+        for each in layer.gradients:
+            found[each.kind] += each.size_bytes
+        if layer.sharing is not None:
+            for each in (*layer.sharing.forward, *layer.sharing.backward, *layer.sharing.gradients):
+                found[each.kind] += round(each.size)
+    return found
+
+
+ALL_AGAIN = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+KEPT = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("zero", "options"), [(ALL_AGAIN, {"max_reuse": 0}), (KEPT, {})], ids=["again", "kept"])
+def test_stage_3_gathers_and_scatters_in_every_micro_batch_what_is_planned(
+    zero: dict[str, int], options: dict[str, int], ep: int, tmp_path: Path
+) -> None:
+    found = run_on_ranks(sent, WORLD, tmp_path, 3, {"ep_size": ep}, zero)[0]
+    plan = planned(3, ep, persistence=0, **options)
+    assert found["all_gather"] == MICRO_BATCHES * (plan[PARAMETERS] + plan[EXPERT_PARAMETERS])
+    assert found["reduce_scatter"] == MICRO_BATCHES * (plan[GRAD_PARTS] + plan[EXPERT_GRAD_PARTS])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stock_sums_once_a_step_at_stage_1_and_in_every_micro_batch_at_stage_2(stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(sent, WORLD, tmp_path, stage, None, {})[0]
+    plan = planned(stage, 1)
+    gradients = plan["GRAD"] + plan["EXPERT_GRAD"]
+    assert found["all_reduce"] == gradients * (MICRO_BATCHES if stage == 2 else 1)
+    assert found["all_gather"] == plan[PARAMETERS] + plan[EXPERT_PARAMETERS] == gradients
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ours_sums_once_a_step_at_stages_1_and_2(stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(sent, WORLD, tmp_path, stage, {"ep_size": 1}, {})
+    plan = planned(stage, 1)
+    summed, gathered = plan["GRAD"] + plan["EXPERT_GRAD"], plan[PARAMETERS] + plan[EXPERT_PARAMETERS]
+    # Each rank gives all its gradients to their owners, and what it owns of the parameters to all others.
+    assert sum(each["exchange"] for each in found) == WORLD * summed + (WORLD - 1) * gathered
