@@ -67,16 +67,17 @@ def norm(tokens: float, width: float, training: Training, in_fp32: bool = False)
 
 def is_eager(attention: Attention, M: int, training: Training) -> bool:
     """Whether scores are made: a family with sinks has no other attention in transformers without extra kernels."""
-    return training.attention == "eager" or (training.attention == "auto" and _has_sinks(attention, M))
+    return training.attention == "eager" or (training.attention == "auto" and has_sinks(attention, M))
 
 
-def _has_sinks(attention: Attention, M: int) -> bool:
+def has_sinks(attention: Attention, M: int) -> bool:
+    """Whether every head has a sink, by the number of parameters; then scores are made, see :func:`is_eager`."""
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     values = attention.kv_heads * attention.value_dim
     return attention.num_other in (attention.heads, attention.heads + queries + keys + values + M)
 
 
-def _norms_of_heads(attention: Attention) -> bool:
+def norms_of_heads(attention: Attention) -> bool:
     """Whether queries and keys are normed, by the number of parameters: per head or over all heads."""
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     return attention.kind != "latent" and attention.num_other in (2 * attention.head_dim, queries + keys)
@@ -98,7 +99,7 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
         unshared = attention.heads * (attention.head_dim - attention.rope_dim + attention.value_dim)
         kept += a * S * (queries + unshared + queries)
     else:
-        if _norms_of_heads(attention):
+        if norms_of_heads(attention):
             kept += norm(S, queries, training) + norm(S, keys, training)
             if attention.num_other == 2 * attention.head_dim:  # a root for each head
                 kept += FP32 * S * (attention.heads + attention.kv_heads - 2)
@@ -110,7 +111,7 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
         kept += 2 * a * S * values
     if is_eager(attention, M, training):
         scores = training.samples * attention.heads * L * L
-        if _has_sinks(attention, M):
+        if has_sinks(attention, M):
             kept += a * (scores + S * attention.heads) + INDEX * S * attention.heads
         else:
             kept += FP32 * scores + (a < FP32) * a * scores
@@ -147,7 +148,7 @@ def experts_keep(experts: Experts, M: int, groups: Groups, training: Training) -
 def block_keeps(block: Block, M: int, groups: Groups, training: Training) -> Account:
     """Return what a block keeps for its backward where it is not checkpointed."""
     S, a = training.tokens, training.number_bytes
-    in_fp32 = _has_sinks(block.attention, M)
+    in_fp32 = has_sinks(block.attention, M)
     kept = {
         ATTENTION: attention_keeps(block.attention, M, training),
         # Both norms, and what the second one gives to router and experts or to the dense layer.
@@ -238,7 +239,7 @@ def _attention_needs(attention: Attention, M: int, training: Training) -> float:
     keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
     if is_eager(attention, M, training):
         scores = training.samples * attention.heads * training.length * training.length
-        return a * (S * values + 2 * scores) + (0 if _has_sinks(attention, M) else (FP32 - a) * scores)
+        return a * (S * values + 2 * scores) + (0 if has_sinks(attention, M) else (FP32 - a) * scores)
     return a * S * (values + queries + keys + own_values)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.cost import Cost, LinearCost
-from ds_fsmoe.planning.model_layers import model_layers
+from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.planning.plan import Planner, Settings
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.scale_layouts import (
@@ -97,7 +97,8 @@ class _Simulated:
         self._job, self._variant, self._exact = job, variant, exact
         self._length = min(job.length, model.max_length)
         self._settings = Settings(cluster.contention, cluster.host_ms)
-        self._costs = kind_costs(cluster, groups, alltoall)
+        shape = moe_shape(model, commonest_moe(model), job.samples, self._length, dtype_bytes_of(cluster))
+        self._costs = kind_costs(cluster, groups, alltoall, shape)
         crossings = crossings_of(model, groups) if alltoall == ONCE_PER_NODE else None
         sizes = job.samples, self._length, dtype_bytes_of(cluster)
         self._layers = model_layers(model, groups, *sizes, alltoall, crossings=crossings)

@@ -16,7 +16,8 @@ from ds_fsmoe.planning.models import load_model, names
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import ATTENTION, EXPERT, EXPERT_GRAD, GRAD, MP_GATHER, MP_REDUCE, ROUTE, SOFTMAX
-from ds_fsmoe.planning.workload import DENSE, BlockWork, Layer, Work, kind_costs, layer_work
+from ds_fsmoe.planning.schedule import DENSE
+from ds_fsmoe.planning.workload import BlockWork, Layer, Work, kind_costs, layer_work
 
 M, VOCAB, B, L = 6, 19, 3, 5
 FULL = Attention(heads=3, kv_heads=1, head_dim=2, value_dim=2, num_other=4)
