@@ -82,8 +82,6 @@ class Cluster:
     contention: Contention = IDEAL
     host_ms: float = 0.0
     """The host time to launch one operation."""
-    layer_wait_ms: float = 0.0
-    """The time that a GPU waits for the host in each phase of a layer with experts."""
     source: str = ""
     gpu: str = ""
     memory_gb: float | None = None
@@ -96,6 +94,8 @@ class Cluster:
     """Link -> what a GPU's share of its ports carries one way at the most, in 10^9 bytes a second."""
     date: str = ""
     contributed_by: str = ""
+    layer_wait_ms: float = 0.0
+    """The time that a GPU waits for the host in each phase of a layer with experts."""
 
     def operation(self, name: str, needed_by: str) -> Operation:
         """Return the cost of one operation.

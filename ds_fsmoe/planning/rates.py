@@ -56,9 +56,9 @@ _ROTATION_BYTES = 18
 """For an element of queries and keys: the halves are exchanged (4), two products (8), a sum (6)."""
 _RESIDUAL_BYTES = 12
 """For an element of a token: two sums."""
-_SCORE_BYTES = 30
-"""For a score of eager attention with sinks: what products write and read (4), scaling (4), mask (4), sinks (4),
-largest (2), difference (4), softmax (4), without the sinks again (4)."""
+_SCORE_BYTES = 21
+"""For a score of eager attention with sinks, a third of forward and backward: products (4), scaling (4), mask (4),
+sinks (4), largest (2), difference (4), softmax (4), without the sinks (4); backward 33."""
 LOGIT_BYTES = 11
 """For a logit, a third of forward and backward: it is written (2), made fp32 (6), its logarithm (8); backward 18."""
 
