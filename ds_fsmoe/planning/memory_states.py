@@ -9,7 +9,7 @@ are those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5); the buffers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.memory_parameters import Parameters
@@ -19,6 +19,7 @@ Account = Mapping[str, float]
 """An item to its bytes."""
 
 PARAMETERS = "parameters"
+FROZEN = "frozen parameters"
 MASTERS = "master weights"
 OPTIMIZER = "optimizer states"
 GRADIENTS = "gradients"
@@ -58,13 +59,20 @@ class States:
     """At each moment of the optimizer step, besides."""
     stay: bool = False
     """Whether gradients of experts stay where the backward makes them."""
+    host: Account = field(default_factory=dict)
+    """In the memory of the host."""
 
 
 def states_of(parameters: Parameters, groups: Groups, training: Training) -> States:
     """Return what a rank holds of a model, or of its pipeline stage."""
     dp, edp = groups.stage // groups.mp, groups.edp
     make = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[training.zero]
-    return make(parameters, dp, edp, training)
+    states = make(parameters, dp, edp, training)
+    if parameters.frozen is None:
+        return states
+    share = (1 / dp, 1 / edp) if training.zero == 3 else (1, 1)
+    frozen = share[0] * parameters.frozen.num_dense + share[1] * parameters.frozen.num_experts
+    return replace(states, rest=plus(states.rest, {FROZEN: training.number_bytes * frozen}))
 
 
 def _are_ours(dp: int, training: Training) -> bool:
@@ -104,7 +112,7 @@ def _temporary(training: Training, elements: float) -> float:
 def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
     a, dense, experts = training.number_bytes, parameters.num_dense, parameters.num_experts
     everything = dense + experts
-    rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.moments * MASTER * everything}
+    rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.state_bytes * everything}
     if a < MASTER:
         rest[MASTERS] = MASTER * everything
     buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
@@ -144,10 +152,12 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     )
     parts = [each for each in (dense / dp, experts / edp) if each]
     held = sum(parts)
+    if training.offload:
+        return _offloaded(parameters, dp, edp, training, held)
     rest: dict[str, float] = {
         PARAMETERS: a * (dense + experts),
         MASTERS: MASTER * held,
-        OPTIMIZER: training.moments * MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
     }
     if g > a and training.zero == 1:
         # BF16_Optimizer: fp32 gradients of all parameters, end to end; and those that the backward makes stay.
@@ -189,6 +199,33 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     return States(rest, {}, early, late, full, tuple(steps), stay)
 
 
+def _offloaded(parameters: Parameters, dp: int, edp: int, training: Training, held: float) -> States:
+    """Return what a rank holds where its part is updated on the host, to which each gradient goes when it is summed.
+
+    There DeepSpeed has masters, their gradients in fp32, states, what is copied back, and room for one gradient.
+    """
+    a, largest = training.number_bytes, max((*parameters.dense, *parameters.experts))
+    buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
+    everything = parameters.num_dense + parameters.num_experts
+    rest = plus({PARAMETERS: a * everything, BUCKETS: a * largest}, buffers)
+    host = {
+        MASTERS: MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
+        GRADIENTS: MASTER * held,
+        PARAMETERS: a * held,
+        BUCKETS: a * largest,
+    }
+    bucket = {BUCKETS: a * training.reduce_bucket}
+    passing = min(max(largest, training.reduce_bucket), everything)
+    full = {BUCKETS: a * (training.reduce_bucket + has_dense * passing)}
+    if training.zero == 2:
+        around = (bucket,) * len(parameters.dense_of_block)
+        return States(rest, {}, around, around, full, ({},), host=host)
+    coming = _coming(parameters, has_dense, has_experts)
+    before, behind = (tuple(plus(bucket, {GRADIENTS: a * each}) for each in of) for of in coming)
+    return States(rest, {}, before, behind, full, ({},), not has_experts, host)
+
+
 def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
     a, g, dense, experts = (
         training.number_bytes,
@@ -203,20 +240,21 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     rest: dict[str, float] = {
         PARAMETERS: a * held,
         MASTERS: 0.0 if is_shared else MASTER * held,
-        OPTIMIZER: training.moments * MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
         GRADIENTS: g * held,
         BUCKETS: a * training.reduce_bucket,
     }
+    whole = parameters.whole
     of_blocks = [
         (edp > 1) * of_experts + (dp > 1) * of_dense
-        for of_experts, of_dense in zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+        for of_experts, of_dense in zip(whole.experts_of_block, whole.dense_of_block, strict=True)
     ]
-    cut = (dp > 1) * dense + (edp > 1) * experts
-    small = sum(each for each in parameters.dense if each < training.persistence) if dp > 1 else 0
+    cut = (dp > 1) * whole.num_dense + (edp > 1) * whole.num_experts
+    small = sum(each for each in whole.dense if each < training.persistence) if dp > 1 else 0
     # The prefetcher runs ahead, module by module, until so many parameters are there; those of experts that are on one
     # rank alone count, and take nothing. What the module at hand needs comes on top.
-    share = min(1.0, training.max_live / max(1, dense + experts))
-    largest = max((edp > 1) * max((0, *parameters.experts_of_block)), (dp > 1) * max(parameters.dense))
+    share = min(1.0, training.max_live / max(1, whole.num_dense + whole.num_experts))
+    largest = max((edp > 1) * max((0, *whole.experts_of_block)), (dp > 1) * max(whole.dense))
     most = share * cut + (largest if share < 1 else 0)
 
     # A message stays as it came until the last of its parameters is asked for, beside those that are taken out of it.
@@ -226,7 +264,7 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
         return {GATHERED: a * (max(0.0, min(elements, most) - small) + message)}
 
     # What lies behind a block has been given back when its backward runs.
-    embedding = (dp > 1) * parameters.num_embedding
+    embedding = (dp > 1) * whole.num_embedding
     ahead = tuple(gathered(embedding + sum(of_blocks[: place + 1])) for place in range(len(of_blocks)))
     steps = []
     for part in parts:
