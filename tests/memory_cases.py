@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.hf_lora import lora_config
 from tests.live_memory import LiveMemory
 
 COMMON: dict[str, Any] = {
@@ -83,6 +84,9 @@ class Case:
     """Rows at the first half of the ranks, over the mean."""
     prefetch: int = PREFETCH
     """The elements of a message of ZeRO 3 that is sent ahead."""
+    lora: int = 0
+    lora_targets: str = "attention"
+    offload: bool = False
     block: dict[str, Any] = field(default_factory=dict)
     """Of the fsmoe block."""
 
@@ -115,6 +119,8 @@ def ds_config(case: Case) -> dict[str, Any]:
         zero |= {"stage3_param_persistence_threshold": PERSISTENCE, "stage3_prefetch_bucket_size": case.prefetch}
         zero |= {"stage3_max_reuse_distance": 0}
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.samples,
         "optimizer": adam if case.optimizer == "torch_adam" else {"type": "SGD", "params": {"lr": 0.1}},
@@ -123,11 +129,24 @@ def ds_config(case: Case) -> dict[str, Any]:
         "zero_optimization": zero,
         "fsmoe": {"enabled": True, "ep_size": case.ep, "expert_tensor_parallel_size": case.esp} | case.block,
     }
+    if case.offload:
+        config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and keeps the same
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True}
     if case.accumulation is not None:
         config["data_types"] = {"grad_accum_dtype": case.accumulation}
     return config
+
+
+def with_adapters(model: nn.Module, case: Case) -> nn.Module:
+    """Adapters of all of attention's projections, and where a case asks for it of experts."""
+    from peft import get_peft_model
+
+    projections = [
+        name for name, each in model.named_modules() if ".self_attn." in name and isinstance(each, nn.Linear)
+    ]
+    weights = ("up", "down") if case.lora_targets == "all" else ()
+    return get_peft_model(model, lora_config(model, weights, r=case.lora, target_modules=projections))
 
 
 def spread(load: float) -> Any:
@@ -157,8 +176,19 @@ def count_lanes(engine: Any, memory: LiveMemory) -> None:
     layers[0].fsmoe.running.instruments.append(watched)
 
 
-def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str]:
-    """The peak of the second step of a case, in bytes, and what lived then if that is asked for."""
+def on_the_host(optimizer: Any) -> int:
+    """The bytes of all that DeepSpeed keeps on the host where it offloads the optimizer."""
+    masters = optimizer.single_partition_of_fp32_groups
+    states = [each for of in optimizer.state.values() for each in of.values() if isinstance(each, torch.Tensor)]
+    copies = [*optimizer.param_buffer_of_bit16_for_cpu_offload_groups, optimizer.temp_grad_buffer_for_cpu_offload]
+    tensors = [*masters, *(each.grad for each in masters), *states, *copies]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if each is not None}
+    return sum(storages.values())
+
+
+def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str, int]:
+    """The peak of the second step of a case, in bytes, what lived then if that is asked for, and what the host keeps,
+    which is not in the peak."""
     from transformers import AutoModelForCausalLM
 
     import ds_fsmoe
@@ -168,7 +198,9 @@ def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -
         model = AutoModelForCausalLM.from_config(config_of(case.family))
         if case.checkpointing:
             model.gradient_checkpointing_enable()
-        parameters = list(model.parameters())
+        if case.lora:
+            model = with_adapters(model, case)
+        parameters = [each for each in model.parameters() if each.requires_grad]
         engine = ds_fsmoe.initialize(model=model, model_parameters=parameters, config=ds_config(case))[0]
         del parameters
 
@@ -187,10 +219,11 @@ def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -
             engine.backward(loss)
             del loss
             engine.step()
+        host = on_the_host(engine.optimizer) if case.offload else 0
         engine.destroy()
         del engine, model, layers
     gc.collect()
-    return memory.peak, memory.at_peak()
+    return memory.peak - host, memory.at_peak(), host
 
 
 def kept_by_a_block(case: Case) -> float:

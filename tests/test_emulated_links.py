@@ -13,7 +13,7 @@ from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms
 from ds_fsmoe.observing.spans import Recorder
-from ds_fsmoe.planning.cluster import UNITS
+from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import (
     A2A_IN,

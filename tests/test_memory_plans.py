@@ -39,6 +39,9 @@ def training_of(case: Case, load: float) -> Training:
         in_halves=case.block.get("split_batch") == "on",
         early_gradients="gradient_partition" not in case.block,
         load=load,
+        lora=case.lora,
+        lora_targets=case.lora_targets,
+        offload=case.offload,
         device="cpu",
         reduce_bucket=BUCKET,
         prefetch_bucket=case.prefetch,
@@ -163,7 +166,7 @@ def at_the_peak(rank: int, world_size: int, case: Case) -> Any:
 
 @pytest.mark.slow
 def test_what_lives_at_the_peak_can_be_looked_at(tmp_path: Path) -> None:
-    for peak, listed in run_on_ranks(at_the_peak, 2, tmp_path, Case("mixtral", 0)):
+    for peak, listed, _ in run_on_ranks(at_the_peak, 2, tmp_path, Case("mixtral", 0)):
         sizes = [int(line.split()[0].replace(",", "")) for line in listed.splitlines()]
         assert sum(sizes) == peak
         assert sizes == sorted(sizes, reverse=True)

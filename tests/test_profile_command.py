@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.planning.cluster import UNITS, load_cluster
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.cluster_schema import UNITS
 from tests.samples import sampled
 from tests.scripts import ROOT, free_port, on_ranks
 

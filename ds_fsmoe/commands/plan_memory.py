@@ -26,7 +26,18 @@ def add_memory(parser: Any) -> None:
     )
     memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="the stage of ZeRO (the lowest that fits)")
     memory.add_argument(
-        "--optimizer", choices=("adam", "torch_adam", "momentum", "sgd"), default="adam", help="adam: DeepSpeed's fused"
+        "--optimizer",
+        choices=("adam", "torch_adam", "adam8bit", "momentum", "sgd"),
+        default="adam",
+        help="adam: DeepSpeed's fused; adam8bit: bitsandbytes'",
+    )
+    memory.add_argument("--offload-optimizer", choices=("cpu",), help="the optimizer's states are on the host")
+    memory.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters alone are trained")
+    memory.add_argument(
+        "--lora-targets",
+        choices=("attention", "all"),
+        default="attention",
+        help="what has adapters: attention's projections, or experts as well (attention)",
     )
     memory.add_argument("--grad-accum-fp32", action="store_true", help="data_types.grad_accum_dtype is fp32")
     memory.add_argument("--activation-checkpointing", action="store_true", help="every block is checkpointed")
@@ -42,7 +53,7 @@ def print_memory(
     Raises:
         ValueError: something that DeepSpeed or ds_fsmoe refuses, or the memory of a GPU for layers in numbers.
     """
-    from ds_fsmoe.planning.memory import choices_of, largest_batch, memory_of
+    from ds_fsmoe.planning.memory import choices_of, largest_batch, memory_of, on_cards
 
     if architecture is None or shape is None or groups.mp > 1:
         if args.memory_gb is not None:
@@ -61,9 +72,12 @@ def print_memory(
         print(f"two halves that take turns: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
     choices = choices_of(architecture, groups, training, memory_gb)
     _print_choices(choices, training, groups)
+    cards = on_cards(architecture, training, memory_gb)
+    _print_cards(cards)
     return {
         "memory": {
             "peak_bytes": round(memory.total),
+            "host_bytes": round(sum(memory.host.values())),
             "moment": memory.peak.name,
             "items_bytes": {item: round(size) for item, size in memory.peak.items.items()},
             "largest_samples": most,
@@ -77,6 +91,11 @@ def print_memory(
                     "largest_samples": each.largest_batch,
                 }
                 for each in choices
+            ],
+            "cards": [
+                {"gpus": gpus, "zero": each.zero, "ep": each.ep, "peak_bytes": round(each.memory.total)}
+                | {"host_bytes": round(sum(each.memory.host.values())), "largest_samples": each.largest_batch}
+                for gpus, each in cards
             ],
         }
     }
@@ -95,6 +114,9 @@ def _training(args: argparse.Namespace, architecture: Architecture, shape: Shape
         checkpointing=args.activation_checkpointing,
         recompute=args.recompute,
         load=args.imbalance or 1.0,
+        lora=args.lora,
+        lora_targets=args.lora_targets,
+        offload=args.offload_optimizer is not None,
     )
     bucket = args.reduce_bucket_size
     return asked if bucket is None else replace(asked, reduce_bucket=int(bucket))
@@ -113,6 +135,8 @@ def _memory_gb(args: argparse.Namespace) -> float | None:
 def _print_items(memory: Memory, training: Training) -> None:
     words = [f"ZeRO {training.zero}", training.dtype, training.optimizer]
     words += ["checkpointed"] * training.checkpointing + ["recompute"] * training.recompute
+    words += [f"LoRA {training.lora} on {training.lora_targets}"] * bool(training.lora)
+    words += ["states on the host"] * training.offload
     print(f"\nmemory of a rank: {', '.join(words)}; B = {training.samples}, L = {training.length}")
     rows = sorted(memory.peak.items.items(), key=lambda each: -each[1])
     table = [(item, f"{size / GB:.2f}", f"{100 * size / memory.total:.0f}%") for item, size in rows]
@@ -122,6 +146,10 @@ def _print_items(memory: Memory, training: Training) -> None:
     for moment in memory.moments:
         name = "backward of a block" if moment.name.startswith("backward of block") else moment.name
         fullest[name] = max(fullest.get(name, 0.0), moment.total)
+    if memory.host:
+        print(f"on the host: {sum(memory.host.values()) / GB:.2f} GB a rank")
+    if training.lora:
+        print("times above are those of training all weights")
     print("moments: " + ", ".join(f"{name} {size / GB:.2f}" for name, size in fullest.items()))
 
 
@@ -140,5 +168,23 @@ def _print_choices(choices: list[Choice], training: Training, groups: Groups) ->
             "<" * ((each.zero, each.ep, each.esp) == asked),
         )
         for each in choices
+    ]
+    print_table(heads, rows)
+
+
+def _print_cards(cards: list[tuple[int, Choice]]) -> None:
+    print("\ndoes it fit on one node of so many GPUs, with the stage and ep that need least")
+    heads = ("GPUs", "ZeRO", "ep", "GB", "on the host", "largest B", "fits")
+    rows = [
+        (
+            gpus,
+            each.zero,
+            each.ep,
+            f"{each.memory.total / GB:.1f}",
+            f"{gpus * sum(each.memory.host.values()) / GB:.1f}" if each.memory.host else "",
+            "" if each.largest_batch is None else each.largest_batch,
+            {None: "", True: "yes", False: "no"}[each.fits],
+        )
+        for gpus, each in cards
     ]
     print_table(heads, rows)

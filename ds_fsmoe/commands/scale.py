@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=1, metavar="B", help="samples per GPU and micro-batch (1)")
     parser.add_argument("--length", type=int, default=4096, metavar="L", help="positions of a sample (4096)")
     parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="micro-batches of a step (1)")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=2, help="the stage of ZeRO, for memory (2)")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="every block is checkpointed")
     parser.add_argument("--presets", nargs="+", help="systems (all)")
     parser.add_argument(
         "--exact",
@@ -113,7 +115,11 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
     clusters = CLUSTERS if args.cluster == ["all"] else tuple(args.cluster)
     sizes = sizes_of(args.ranks)
     return [
-        Job(model, cluster, ranks, args.samples, args.length, args.micro_batches)
+        Job(
+            *(model, cluster, ranks, args.samples, args.length, args.micro_batches),
+            zero=args.zero,
+            checkpointing=args.activation_checkpointing,
+        )
         for model in models
         for cluster in clusters
         for ranks in sizes
@@ -154,7 +160,7 @@ def print_rows(rows: Sequence[Row]) -> None:
                 f"{row['tokens_per_s_per_gpu']:.0f}",
                 f"{row['efficiency']:.0%}",
                 limit_of(row),
-                "" if row["fits"] is not False else f"no: {row['state_gb']:.0f} GB",
+                "" if row["fits"] is not False else f"no: {row['memory_gb']:.0f} GB",
             )
         )
     heads = ("model", "cluster", "GPUs", "experts", "exchange", "deepspeed ms", "tutel ms", "best ms", "bound ms")

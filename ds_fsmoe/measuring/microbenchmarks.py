@@ -19,7 +19,7 @@ from ds_fsmoe.distributed.topology import Ranks, Topology
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.measuring.stopwatch import Prepare
-from ds_fsmoe.planning.cluster import UNITS
+from ds_fsmoe.planning.cluster_schema import UNITS
 
 COMPUTING = tuple(name for name in UNITS if "." not in name)
 LINKS = ("inter", "intra")

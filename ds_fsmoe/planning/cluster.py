@@ -19,13 +19,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ds_fsmoe.planning.cluster_schema import (
+    ALL_UNITS,
     CONTENTION,
     DTYPES,
     FIELDS,
     GROWTH,
     LINKS,
     NEEDED,
-    UNITS,
     operation_fields,
     slope_of,
 )
@@ -95,12 +95,14 @@ class Cluster:
     """Link -> what a GPU's share of its ports carries one way at the most, in 10^9 bytes a second."""
     date: str = ""
     contributed_by: str = ""
+    layer_wait_ms: float = 0.0
+    """The time that a GPU waits for the host in each phase of a layer with experts."""
 
     def operation(self, name: str, needed_by: str) -> Operation:
         """Return the cost of one operation.
 
         Args:
-            name: the name of the operation in ``UNITS``.
+            name: the name of the operation in ``ALL_UNITS``.
             needed_by: the caller, for the message.
 
         Raises:
@@ -177,6 +179,7 @@ def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
         **{name: value for name, value in said.items() if value},
         "contention": {key: float(getattr(cluster.contention, key)) for key in _CONTENTION},
         "host_ms": float(cluster.host_ms),
+        **({"layer_wait_ms": float(cluster.layer_wait_ms)} if cluster.layer_wait_ms else {}),
         "operations": operations,
     }
 
@@ -212,7 +215,7 @@ class _Reader:
         if not isinstance(data.get("measured", {}), dict):
             self.refuse("measured", " must be a JSON object")
         contention = self.part("contention", data, tuple(CONTENTION))
-        operations = self.part("operations", data, tuple(UNITS))
+        operations = self.part("operations", data, tuple(ALL_UNITS))
         links = self.part("link_gb_per_s", data, LINKS)
         counts = {name: self.count(name, data[name]) for name in ("num_nodes", "gpus_per_node") if name in data}
         read = {name: self.operation(name, value) for name, value in operations.items()}
@@ -224,6 +227,7 @@ class _Reader:
             operations=MappingProxyType(read),
             contention=Contention(*kappas),
             host_ms=self.number("host_ms", data.get("host_ms", 0.0)),
+            layer_wait_ms=self.number("layer_wait_ms", data.get("layer_wait_ms", 0.0)),
             **{name: str(data.get(name, "")) for name in _TEXTS},
             memory_gb=self.above_0("memory_gb", data),
             dtype=self.choice("dtype", data, DTYPES),

@@ -65,6 +65,8 @@ def _missing(data: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
             yield Finding("missing", f"{name} is missing: {so}")
     if "contention" not in data:
         yield Finding("missing", "contention is missing: links and computation are taken not to slow each other down")
+    if "elementwise" not in cluster.operations:
+        yield Finding("missing", "operations.elementwise is missing: norms, activations and the loss take no time")
     for name in UNITS:
         path = f"operations.{name}"
         operation = cluster.operations.get(name)

@@ -21,6 +21,10 @@ UNITS: Mapping[str, str] = MappingProxyType(
     | {"gemm": "flop", "attention": "flop", "softmax": "score", "routing": "flop", "order": "byte"}
 )
 """Operation -> the unit of its slope."""
+OPTIONAL_UNITS: Mapping[str, str] = MappingProxyType({"elementwise": "byte", "grouped_gemm": "byte"})
+"""Operations that a file may have besides, with the units of their slopes. Without ``elementwise``, norms, activations
+and the loss take no time. Without ``grouped_gemm`` each expert's product starts by itself, at one rate."""
+ALL_UNITS = MappingProxyType({**UNITS, **OPTIONAL_UNITS})
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 _AT_LEAST_0: dict[str, Any] = {"type": "number", "minimum": 0}
@@ -70,6 +74,8 @@ FIELDS: Mapping[str, Any] = MappingProxyType(
             "additionalProperties": False,
         },
         "host_ms": _AT_LEAST_0 | {"description": "milliseconds that the host takes to launch one operation"},
+        "layer_wait_ms": _AT_LEAST_0
+        | {"description": "milliseconds that a GPU waits for the host in each phase of a layer with experts"},
         "operations": {"type": "object", "description": "operation -> its cost, alpha + size x beta"},
         "measured": {"type": "object", "description": "the data from which the rest was made; not read"},
         "date": _TEXT | {"description": "when the numbers were taken, as 2026-11-25"},
@@ -83,7 +89,7 @@ NEEDED = ("num_nodes", "gpus_per_node", "operations")
 
 def slope_of(operation: str) -> str:
     """Return the name of the field of an operation's slope."""
-    return f"beta_ms_per_{UNITS[operation]}"
+    return f"beta_ms_per_{ALL_UNITS[operation]}"
 
 
 def operation_fields(operation: str) -> tuple[str, ...]:
@@ -95,7 +101,7 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema of a cluster's file."""
     fields = {name: dict(each) for name, each in FIELDS.items()}
     fields["operations"] |= {
-        "properties": {name: _operation(name) for name in UNITS},
+        "properties": {name: _operation(name) for name in ALL_UNITS},
         "additionalProperties": False,
     }
     return {
@@ -112,7 +118,7 @@ def _operation(name: str) -> dict[str, Any]:
     slope = slope_of(name)
     fields = {
         "alpha_ms": _AT_LEAST_0 | {"description": "the start-up, in milliseconds"},
-        slope: _AT_LEAST_0 | {"description": f"the milliseconds of each {UNITS[name]}"},
+        slope: _AT_LEAST_0 | {"description": f"the milliseconds of each {ALL_UNITS[name]}"},
         "source": _TEXT | {"description": "where the numbers come from, or that they were not measured"},
     }
     found: dict[str, Any] = {"type": "object", "required": ["alpha_ms", slope], "additionalProperties": False}

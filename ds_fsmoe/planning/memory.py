@@ -8,7 +8,7 @@ step. What lives at one moment is added up, and moments are not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ds_fsmoe.planning.architecture import Architecture, Block
 from ds_fsmoe.planning.groups import Groups
@@ -56,6 +56,8 @@ class Memory:
     """Holds what one rank needs."""
 
     moments: tuple[Moment, ...]
+    host: Account = field(default_factory=dict)
+    """What the host has of it besides."""
 
     @property
     def peak(self) -> Moment:
@@ -100,6 +102,8 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
     own = blocks[stage * len(blocks) // groups.pp : (stage + 1) * len(blocks) // groups.pp]
     ends = stage == 0, stage == groups.pp - 1
     parameters = Parameters.of(architecture, own, groups, ends)
+    if training.lora:
+        parameters = parameters.adapters(own, architecture.M, groups, training.lora, training.lora_targets)
     states = states_of(parameters, groups, training)
     # With one batch in flight for each stage that is still to come, the first one keeps the most.
     in_flight = groups.pp - stage
@@ -131,7 +135,7 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
             ]
     moments.append(Moment("end of the backward", plus(base, states.after)))
     moments += [Moment("optimizer step", plus(base, each)) for each in states.steps]
-    return Memory(tuple(Moment(each.name, _shown(each.items)) for each in moments))
+    return Memory(tuple(Moment(each.name, _shown(each.items)) for each in moments), _shown(states.host))
 
 
 def _times(count: int, items: Account) -> Account:
@@ -198,6 +202,8 @@ class Choice:
     memory: Memory
     largest_batch: int | None
     """``None``: the memory of a GPU is not known."""
+    fits: bool | None = None
+    """Whether a GPU has as much for the batch that is asked for."""
 
 
 def choices_of(architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None) -> list[Choice]:
@@ -213,6 +219,29 @@ def choices_of(architecture: Architecture, groups: Groups, training: Training, m
                 continue
             most = None if memory_gb is None else largest_batch(architecture, other, asked, memory_gb)
             found.append(Choice(zero, ep, esp, memory, most))
+    return found
+
+
+def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[tuple[int, Choice]]:
+    """Return for 1, 2, 4 and 8 GPUs of one node the stage of ZeRO and the ranks of experts that need least."""
+    found = []
+    for gpus in (1, 2, 4, 8):
+        least: Choice | None = None
+        for zero in (0, 1, 2, 3):
+            for ep in (each for each in range(1, gpus + 1) if not gpus % each and not architecture.num_experts % each):
+                try:
+                    asked = replace(training, zero=zero)
+                    memory = memory_of(architecture, Groups(gpus, gpus, ep=ep), asked)
+                except ValueError:  # one that is refused
+                    continue
+                if least is None or memory.total < least.memory.total:
+                    least = Choice(zero, ep, 1, memory, None)
+        assert least is not None
+        if memory_gb is not None:
+            groups, asked = Groups(gpus, gpus, ep=least.ep), replace(training, zero=least.zero)
+            most = largest_batch(architecture, groups, asked, memory_gb)
+            least = replace(least, largest_batch=most, fits=most >= training.samples)
+        found.append((gpus, least))
     return found
 
 

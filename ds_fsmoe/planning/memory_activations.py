@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ds_fsmoe.planning.architecture import Attention, Block, Experts
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import NUM_HALVES
+from ds_fsmoe.planning.memory_parameters import projections
 from ds_fsmoe.planning.memory_states import Account, plus
 from ds_fsmoe.planning.training import Training
 
@@ -54,29 +55,31 @@ def rows_of(experts: Experts, M: int, groups: Groups, training: Training) -> Row
 
 
 def norm(tokens: float, width: float, training: Training, in_fp32: bool = False) -> float:
-    """Return what an RMSNorm keeps: its input in fp32, what it is after scaling, and a root for each row.
+    """Return what an RMSNorm keeps: its input in fp32, what it is after scaling, and a root for each row. For a
+    weight that is frozen nobody asks what it scaled.
 
     Args:
         tokens, width: of its input.
         training: how is trained.
         in_fp32: whether its weight is multiplied in fp32 too, as in gpt-oss.
     """
-    a = training.number_bytes
-    return tokens * (width * (FP32 + (FP32 if in_fp32 else a)) + FP32)
+    scaled = 0 if training.lora else FP32 if in_fp32 else training.number_bytes
+    return tokens * (width * (FP32 + scaled) + FP32)
 
 
 def is_eager(attention: Attention, M: int, training: Training) -> bool:
     """Whether scores are made: a family with sinks has no other attention in transformers without extra kernels."""
-    return training.attention == "eager" or (training.attention == "auto" and _has_sinks(attention, M))
+    return training.attention == "eager" or (training.attention == "auto" and has_sinks(attention, M))
 
 
-def _has_sinks(attention: Attention, M: int) -> bool:
+def has_sinks(attention: Attention, M: int) -> bool:
+    """Whether every head has a sink, by the number of parameters; then scores are made, see :func:`is_eager`."""
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     values = attention.kv_heads * attention.value_dim
     return attention.num_other in (attention.heads, attention.heads + queries + keys + values + M)
 
 
-def _norms_of_heads(attention: Attention) -> bool:
+def norms_of_heads(attention: Attention) -> bool:
     """Whether queries and keys are normed, by the number of parameters: per head or over all heads."""
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     return attention.kind != "latent" and attention.num_other in (2 * attention.head_dim, queries + keys)
@@ -88,6 +91,8 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
     queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
     keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
     kept: float = a * S * M
+    if training.lora:  # what its A gives to its B
+        kept += a * S * training.lora * len(projections(attention, M))
     if attention.kind == "latent":
         rank, kv_rank = attention.query_rank, attention.kv_rank or 0
         if rank is not None:
@@ -98,7 +103,7 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
         unshared = attention.heads * (attention.head_dim - attention.rope_dim + attention.value_dim)
         kept += a * S * (queries + unshared + queries)
     else:
-        if _norms_of_heads(attention):
+        if norms_of_heads(attention):
             kept += norm(S, queries, training) + norm(S, keys, training)
             if attention.num_other == 2 * attention.head_dim:  # a root for each head
                 kept += FP32 * S * (attention.heads + attention.kv_heads - 2)
@@ -110,7 +115,7 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
         kept += 2 * a * S * values
     if is_eager(attention, M, training):
         scores = training.samples * attention.heads * L * L
-        if _has_sinks(attention, M):
+        if has_sinks(attention, M):
             kept += a * (scores + S * attention.heads) + INDEX * S * attention.heads
         else:
             kept += FP32 * scores + (a < FP32) * a * scores
@@ -123,7 +128,14 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
 
 def _feed_forward_keeps(hidden: int, gemms: int, training: Training) -> float:
     """Return what a dense layer keeps besides its input: each first product, their activation and what it gates."""
-    return training.number_bytes * training.tokens * hidden * (4 if gemms == 3 else 2)
+    # What a frozen matrix reads is not kept.
+    return training.number_bytes * training.tokens * hidden * ((4 if gemms == 3 else 2) - bool(training.lora))
+
+
+def keeps_rows(training: Training) -> bool:
+    """Whether experts keep the rows that come to them: gradients of weights or adapters need them, and so does making
+    hidden layers again."""
+    return not training.lora or training.lora_targets == "all" or training.recompute
 
 
 def experts_keep(experts: Experts, M: int, groups: Groups, training: Training) -> Account:
@@ -134,7 +146,7 @@ def experts_keep(experts: Experts, M: int, groups: Groups, training: Training) -
         scores += FP32 * S * M  # DeepSeek's router computes in fp32
     # Which experts, which places, and a weight as it was made and as it is used; and an order of the rows.
     tables = rows.sent * (2 * INDEX + 2 * FP32) + INDEX * rows.here
-    kept = a * (rows.sent * M + rows.here * M)
+    kept = a * (rows.sent * M + (rows.here * M if keeps_rows(training) else 0.0))
     if not training.recompute:
         kept += a * rows.here * rows.fan * rows.hidden
     found = {ROUTER: scores + tables, ROWS: kept}
@@ -147,11 +159,11 @@ def experts_keep(experts: Experts, M: int, groups: Groups, training: Training) -
 def block_keeps(block: Block, M: int, groups: Groups, training: Training) -> Account:
     """Return what a block keeps for its backward where it is not checkpointed."""
     S, a = training.tokens, training.number_bytes
-    in_fp32 = _has_sinks(block.attention, M)
+    in_fp32 = has_sinks(block.attention, M)
     kept = {
         ATTENTION: attention_keeps(block.attention, M, training),
         # Both norms, and what the second one gives to router and experts or to the dense layer.
-        NORMS: 2 * norm(S, M, training, in_fp32) + a * S * M,
+        NORMS: 2 * norm(S, M, training, in_fp32) + (0.0 if training.lora else a * S * M),
     }
     if block.experts is None:
         return plus(kept, {DENSE: _feed_forward_keeps(block.dense_H, block.dense_gemms, training)})
@@ -185,18 +197,18 @@ def block_needs(
     """
     S, a = training.tokens, training.number_bytes
     kept = block_keeps(block, M, groups, training)
-    residual = a * S * M
+    residual, trained = a * S * M, not training.lora
     attention = {item: kept[item] for item in (ATTENTION, NORMS)}
     late: list[Account] = [plus(attention, {AT_WORK: residual + _attention_needs(block.attention, M, training)})]
     if block.experts is None:
         # The gradients of what is gated and of both its factors, and of the largest weight.
-        work = residual + a * (S * M + 3 * S * block.dense_H + M * block.dense_H)
+        work = residual + a * (S * M + 3 * S * block.dense_H + trained * M * block.dense_H)
         return [plus(kept, {AT_WORK: work})], late
     experts, rows = block.experts, rows_of(block.experts, M, groups, training)
     early: list[Account] = []
     if experts.shared_H:
         residual *= 2  # the gradient on the way around the experts, too
-        work = residual + a * (3 * S * experts.shared_H + M * experts.shared_H)
+        work = residual + a * (3 * S * experts.shared_H + trained * M * experts.shared_H)
         early.append(plus(kept, {AT_WORK: work}))
         kept = {item: size for item, size in kept.items() if item != DENSE}
     # Rows that came back are read, and their gradients made.
@@ -238,7 +250,7 @@ def _attention_needs(attention: Attention, M: int, training: Training) -> float:
     keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
     if is_eager(attention, M, training):
         scores = training.samples * attention.heads * training.length * training.length
-        return a * (S * values + 2 * scores) + (0 if _has_sinks(attention, M) else (FP32 - a) * scores)
+        return a * (S * values + 2 * scores) + (0 if has_sinks(attention, M) else (FP32 - a) * scores)
     return a * S * (values + queries + keys + own_values)
 
 
@@ -247,7 +259,7 @@ def head_needs(M: int, vocab: int, training: Training) -> tuple[Account, list[Ac
     backward of the head."""
     S, a = training.tokens, training.number_bytes
     logits = S * vocab
-    read = norm(S, M, training) + a * S * M
+    read = norm(S, M, training) + (0.0 if training.lora else a * S * M)
     kept = read + FP32 * logits
     # Logits as the head makes them and in fp32, which is the same tensor in fp32.
     forward = {LOGITS: kept + a * logits + (a < FP32) * FP32 * logits}
@@ -256,6 +268,6 @@ def head_needs(M: int, vocab: int, training: Training) -> tuple[Account, list[Ac
     backward: list[Account] = [
         {LOGITS: kept + 2 * FP32 * logits},
         {LOGITS: read + (a < FP32) * FP32 * logits + a * logits},
-        {LOGITS: read + a * (logits + vocab * M + S * M)},
+        {LOGITS: read + a * (logits + (0 if training.lora else vocab * M) + S * M)},
     ]
     return forward, backward

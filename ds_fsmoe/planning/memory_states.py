@@ -9,7 +9,7 @@ are those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5); the buffers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ Account = Mapping[str, float]
 """An item to its bytes."""
 
 PARAMETERS = "parameters"
+FROZEN = "frozen parameters"
 MASTERS = "master weights"
 OPTIMIZER = "optimizer states"
 GRADIENTS = "gradients"
@@ -64,13 +65,20 @@ class States:
     """At each moment of the optimizer step, besides."""
     stay: bool = False
     """Whether gradients of experts stay where the backward makes them."""
+    host: Account = field(default_factory=dict)
+    """In the memory of the host."""
 
 
 def states_of(parameters: Parameters, groups: Groups, training: Training) -> States:
     """Return what a rank holds of a model, or of its pipeline stage."""
     dp, edp = groups.stage // groups.mp, groups.edp
     make = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[training.zero]
-    return make(parameters, dp, edp, training)
+    states = make(parameters, dp, edp, training)
+    if parameters.frozen is None:
+        return states
+    share = (1 / dp, 1 / edp) if training.zero == 3 else (1, 1)
+    frozen = share[0] * parameters.frozen.num_dense + share[1] * parameters.frozen.num_experts
+    return replace(states, rest=plus(states.rest, {FROZEN: training.number_bytes * frozen}))
 
 
 def _are_ours(dp: int, training: Training) -> bool:
@@ -107,7 +115,7 @@ def _temporary(training: Training, elements: float) -> float:
 def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
     a, dense, experts = training.number_bytes, parameters.num_dense, parameters.num_experts
     everything = dense + experts
-    rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.moments * MASTER * everything}
+    rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.state_bytes * everything}
     if a < MASTER:
         rest[MASTERS] = MASTER * everything
     after = {GRADIENTS: a * everything}
@@ -139,6 +147,23 @@ def most_in_partition(sizes: Sequence[int], parts: int) -> int:
     return int((bounds[behinds] - bounds[firsts]).max())
 
 
+def _most_of_a_block(parameters: Parameters, has_dense: bool, has_experts: bool) -> int:
+    """Return the elements of the block that has most of those that we send."""
+    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+    return max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
+
+
+def _waiting(sent: int, block: int, training: Training) -> int:
+    """Return how many elements of gradients that we send are there: at stage 2 a bucket and a block."""
+    return sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
+
+
+def _buckets(sent: int, dp: int, training: Training) -> float:
+    """Return the bytes of DeepSpeed's bucket or of ours: a message, what an owner of all of it gets, and the sum."""
+    ours = (dp + 2) * min(sent, max(FEWEST_SENT, training.reduce_bucket // dp))
+    return training.number_bytes * max(training.reduce_bucket, ours)
+
+
 def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
     a, g, dense, experts = (
         training.number_bytes,
@@ -148,10 +173,12 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     )
     parts = [each for each in (dense / dp, experts / edp) if each]
     held = sum(parts)
+    if training.offload:
+        return _offloaded(parameters, dp, edp, training, held)
     rest: dict[str, float] = {
         PARAMETERS: a * (dense + experts),
         MASTERS: MASTER * held,
-        OPTIMIZER: training.moments * MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
     }
     if g > a and training.zero == 1:
         # BF16_Optimizer: fp32 gradients of all parameters, end to end; and those that the backward makes stay.
@@ -165,22 +192,19 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     ours = has_dense * dense + has_experts * experts
     whole = most_in_partition(parameters.dense, dp) + most_in_partition(parameters.experts, edp)
     copied = g * held if g > a else a * whole
-    bucket = a * training.reduce_bucket
     left = (not has_experts) * experts + (not has_dense) * dense
     soon = copied
     if g > a:  # in fp32, group by group: those that we send get theirs at the end
         soon = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
 
-    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
-    block = max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
+    block = _most_of_a_block(parameters, has_dense, has_experts)
 
     def there(elements: int, all_elements: int) -> Account:
         # Of those that we send, at stage 2 a bucket and a block wait; of the others a rank keeps its own part.
         sent = all_elements - elements
-        waiting = sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
+        waiting = _waiting(sent, block, training)
         kept = a * (waiting + (sent - waiting) * held / (dense + experts))
-        # A message, what an owner of all of it gets from every rank, and the sum.
-        buckets = max(bucket, a * (dp + 2) * min(sent, max(FEWEST_SENT, training.reduce_bucket // dp)))
+        buckets = _buckets(sent, dp, training)
         if training.zero == 1:
             return {BUCKETS: buckets, GRADIENTS: a * elements + kept}
         # When the first bucket is full the copies get their memory, all of it.
@@ -191,6 +215,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     left = max(0, left - training.reduce_bucket) if training.zero == 1 else 0
     # What a rank has of sums is copied into its part then; at stage 1 all may be there just before.
     own = a * ours * whole / (dense + experts)
+    bucket = a * training.reduce_bucket
     full: Account = {BUCKETS: bucket, GRADIENTS: copied + a * left + max(own, (training.zero == 1) * a * ours - copied)}
     steps = []
     for place, part in enumerate(parts):
@@ -201,6 +226,38 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         steps.append({GRADIENTS: 0.0 if is_last else copied, STEP: MASTER * part + _temporary(training, part)})
     stay = training.zero == 1 and not has_experts
     return States(rest, {}, early, late, full, tuple(steps), stay)
+
+
+def _offloaded(parameters: Parameters, dp: int, edp: int, training: Training, held: float) -> States:
+    """Return what a rank holds where its part is updated on the host, to which each gradient goes when it is summed.
+
+    There DeepSpeed has masters, their gradients in fp32, states, what is copied back, and room for one gradient.
+    """
+    a, largest = training.number_bytes, max((*parameters.dense, *parameters.experts))
+    has_dense = _are_ours(dp, training)
+    has_experts = has_dense and edp > 1
+    rest: dict[str, float] = {
+        PARAMETERS: a * (parameters.num_dense + parameters.num_experts),
+        BUCKETS: a * largest,
+    }
+    host = {
+        MASTERS: MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
+        GRADIENTS: MASTER * held,
+        PARAMETERS: a * held,
+        BUCKETS: a * largest,
+    }
+    block = _most_of_a_block(parameters, has_dense, has_experts)
+
+    def there(elements: int, all_elements: int) -> Account:
+        sent = all_elements - elements
+        stays = _waiting(sent, block, training) + (training.zero == 1) * elements
+        return {BUCKETS: _buckets(sent, dp, training), GRADIENTS: a * stays}
+
+    lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
+    before, behind = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
+    full: Account = {BUCKETS: a * training.reduce_bucket}
+    return States(rest, {}, before, behind, full, ({},), training.zero == 1 and not has_experts, host)
 
 
 def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
@@ -217,20 +274,21 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     rest: dict[str, float] = {
         PARAMETERS: a * held,
         MASTERS: 0.0 if is_shared else MASTER * held,
-        OPTIMIZER: training.moments * MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
         GRADIENTS: g * held,
         BUCKETS: a * training.reduce_bucket,
     }
+    whole = parameters.whole
     of_blocks = [
         (edp > 1) * of_experts + (dp > 1) * of_dense
-        for of_experts, of_dense in zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+        for of_experts, of_dense in zip(whole.experts_of_block, whole.dense_of_block, strict=True)
     ]
-    cut = (dp > 1) * dense + (edp > 1) * experts
-    small = sum(each for each in parameters.dense if each < training.persistence) if dp > 1 else 0
+    cut = (dp > 1) * whole.num_dense + (edp > 1) * whole.num_experts
+    small = sum(each for each in whole.dense if each < training.persistence) if dp > 1 else 0
     # The prefetcher runs ahead, module by module, until so many parameters are there; those of experts that are on one
     # rank alone count, and take nothing. What the module at hand needs comes on top.
-    share = min(1.0, training.max_live / max(1, dense + experts))
-    largest = max((edp > 1) * max((0, *parameters.experts_of_block)), (dp > 1) * max(parameters.dense))
+    share = min(1.0, training.max_live / max(1, whole.num_dense + whole.num_experts))
+    largest = max((edp > 1) * max((0, *whole.experts_of_block)), (dp > 1) * max(whole.dense))
     most = share * cut + (largest if share < 1 else 0)
 
     # A message stays as it came until the last of its parameters is asked for, beside those that are taken out of it.
@@ -240,7 +298,7 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
         return {GATHERED: a * (max(0.0, min(elements, most) - small) + message)}
 
     # What lies behind a block has been given back when its backward runs.
-    embedding = (dp > 1) * parameters.num_embedding
+    embedding = (dp > 1) * whole.num_embedding
     ahead = tuple(gathered(embedding + sum(of_blocks[: place + 1])) for place in range(len(of_blocks)))
     steps = []
     for part in parts:

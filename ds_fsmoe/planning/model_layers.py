@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.schedule import ATTENTION, MP_GATHER, MP_REDUCE, SOFTMAX, Lane
+from ds_fsmoe.planning.rates import activation_bytes, attention_bytes, head_bytes
+from ds_fsmoe.planning.schedule import ATTENTION, DENSE, ELEMENTWISE, MP_GATHER, MP_REDUCE, SOFTMAX, Lane
 from ds_fsmoe.planning.workload import (
-    DENSE,
     GEMMS,
     AllToAll,
     BlockWork,
@@ -355,6 +355,7 @@ def _attention(attention: Attention, sizes: _Sizes, num_norms: int) -> _Part:
     works = [Work(ATTENTION, (Lane.COMPUTE,), B * attention.flops(M, L))]
     if attention.scores(L):
         works.append(Work(SOFTMAX, (Lane.COMPUTE,), B * attention.scores(L)))
+    works.append(_elementwise(attention_bytes(attention, M, B, L)))
     return sizes.divided(works, attention.matrices(M)[::-1], attention.num_other + num_norms)
 
 
@@ -362,7 +363,8 @@ def _dense_block(block: Block, sizes: _Sizes) -> tuple[_Part, _Part]:
     """Return the parts of a block without experts."""
     weights = sizes.M * block.dense_H
     work = _dense(2.0 * block.dense_gemms * sizes.B * sizes.L * weights, block.dense_gemms)
-    feed_forward = sizes.divided([work], [weights] * block.dense_gemms)
+    activations = activation_bytes(sizes.B * sizes.L, block.dense_H, block.dense_gemms, sizes.dtype_bytes)
+    feed_forward = sizes.divided([work, _elementwise(activations)], [weights] * block.dense_gemms)
     return _attention(block.attention, sizes, block.num_norms), feed_forward
 
 
@@ -371,7 +373,8 @@ def _shared(experts: Experts, sizes: _Sizes) -> _Part:
     if not experts.shared_H:
         return _Part()
     weights = sizes.M * experts.shared_H
-    works = [_dense(2.0 * experts.gemms * sizes.tokens_S * weights, experts.gemms)]
+    activations = activation_bytes(sizes.tokens_S, experts.shared_H, experts.gemms, sizes.dtype_bytes)
+    works = [_dense(2.0 * experts.gemms * sizes.tokens_S * weights, experts.gemms), _elementwise(activations)]
     return _Part(tuple(works), twice(works), (weights,) * experts.gemms)
 
 
@@ -380,10 +383,16 @@ def _head(architecture: Architecture, sizes: _Sizes, recompute: bool) -> _Part:
     positions, vocab = sizes.B * sizes.L, architecture.vocab
     product, loss = _dense(2.0 * positions * sizes.M * vocab, 1), Work(SOFTMAX, (Lane.COMPUTE,), positions * vocab)
     tensors = [] if architecture.is_tied else [sizes.M * vocab]
-    part = sizes.divided([product, loss], tensors, architecture.num_other)
+    traffic = _elementwise(head_bytes(architecture, positions))
+    part = sizes.divided([product, loss, traffic], tensors, architecture.num_other)
     # A layer that recomputes runs all its forward again, which counts the head once more than it is run.
     return replace(part, backward=part.forward) if recompute else part
 
 
 def _dense(flops: float, launches: int) -> Work:
     return Work(DENSE, (Lane.COMPUTE,), flops, launches)
+
+
+def _elementwise(size_bytes: float) -> Work:
+    """Return the traffic of kernels that are too many to count, each of which the cost of its bytes includes."""
+    return Work(ELEMENTWISE, (Lane.COMPUTE,), size_bytes, 0)

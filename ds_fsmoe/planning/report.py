@@ -309,7 +309,7 @@ def report(
     """
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
-    costs = kind_costs(cluster, groups, alltoall)
+    costs = kind_costs(cluster, groups, alltoall, shape)
     if architecture is not None:
         architecture = architecture.first(num_layers)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)

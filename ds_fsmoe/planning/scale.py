@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.cost import Cost, LinearCost
-from ds_fsmoe.planning.model_layers import model_layers
+from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.planning.plan import Planner, Settings
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.scale_layouts import (
@@ -41,10 +41,10 @@ ASSUMPTIONS = (
     "weak scaling: every GPU has the same samples at every size; gradients are summed in the last micro-batch of a "
     "step, of which there is one unless more are asked for",
     "attention and experts whole on their ranks (mp = esp = pp = 1), experts over ep ranks, routing balanced, nothing "
-    "dropped, nothing recomputed",
+    "dropped, nothing recomputed unless asked for",
     "gradients and what is sent: in the type that the cluster's costs of computing hold for (bf16, or fp32 on the "
     "paper's)",
-    "memory: weights, gradients and optimizer as with ZeRO stage 2 fit where they leave a fifth for activations",
+    "memory: as ds_fsmoe plan predicts it for the same step, with ZeRO stage 2 and Adam unless asked otherwise",
     "a fabric without contention: other jobs, failures, oversubscribed switches and stragglers are not there",
     "steps are forward and backward, without the optimizer and without reading data",
 )
@@ -54,7 +54,7 @@ Exact = Literal["none", "chosen", "all"]
 
 def simulate_job(job: Job, presets: Sequence[str] = NAMES, exact: Exact = "chosen") -> list[Row]:
     """Simulate every variant of a job with ``best``, and the chosen ones under every system: the fastest of those that
-    fit, or, where none does, of those that keep least; of all, and of those with a flat all-to-all.
+    fit, or, where none does, of those that need least; of all, and of those with a flat all-to-all.
 
     Args:
         job: what is simulated.
@@ -66,7 +66,7 @@ def simulate_job(job: Job, presets: Sequence[str] = NAMES, exact: Exact = "chose
 
     def key(place: int) -> tuple[float, float]:
         row = best[place]
-        return (0.0 if row["fits"] is not False else row["state_gb"], row["step_ms"])
+        return (0.0 if row["fits"] is not False else row["memory_gb"], row["step_ms"])
 
     choice = min(range(len(found)), key=key)
     flat = min((place for place, row in enumerate(best) if row["alltoall"] == "flat"), key=key)
@@ -97,10 +97,11 @@ class _Simulated:
         self._job, self._variant, self._exact = job, variant, exact
         self._length = min(job.length, model.max_length)
         self._settings = Settings(cluster.contention, cluster.host_ms)
-        self._costs = kind_costs(cluster, groups, alltoall)
+        shape = moe_shape(model, commonest_moe(model), job.samples, self._length, dtype_bytes_of(cluster))
+        self._costs = kind_costs(cluster, groups, alltoall, shape)
         crossings = crossings_of(model, groups) if alltoall == ONCE_PER_NODE else None
         sizes = job.samples, self._length, dtype_bytes_of(cluster)
-        self._layers = model_layers(model, groups, *sizes, alltoall, crossings=crossings)
+        self._layers = model_layers(model, groups, *sizes, alltoall, job.checkpointing, crossings)
         self._planner = Planner(self._costs, self._settings)
         self._bound_ms = _bound_ms(self._layers, self._costs, self._settings, job.micro_batches)
         self._plans: dict[str, ComposedPlan] = {}
@@ -128,7 +129,7 @@ class _Simulated:
             "ep": groups.ep,
             "ep_over": "nodes" if Lane.INTER in groups.placements["ep"].lanes else "a node",
             "alltoall": self._variant.alltoall,
-            "state_gb": round(self._variant.state_gb, 3),
+            "memory_gb": round(self._variant.memory_gb, 3),
             "fits": self._variant.fits,
             "preset": name,
             "is_exact": self._exact,

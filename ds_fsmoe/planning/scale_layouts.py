@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to lay a model out on a cluster: over how many ranks experts lie, how tokens are exchanged, what a GPU keeps.
+"""Ways to lay a model out on a cluster: over how many ranks experts lie, how tokens are exchanged, what a GPU needs.
 
 Attention and experts are whole on their ranks; only the number of ranks that share the experts is chosen.
 """
@@ -13,11 +13,10 @@ from ds_fsmoe.planning.architecture import Architecture
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.memory import GB, memory_of
 from ds_fsmoe.planning.models import load_model
+from ds_fsmoe.planning.training import BYTES, Training
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
-
-_STATE_SHARE = 0.8
-"""The share of a GPU's memory that weights, gradients and optimizer may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Job:
     """A model on a cluster at one size.
 
     Raises:
-        ValueError: a number of ranks that fills no whole nodes.
+        ValueError: a number of ranks that fills no whole nodes, or stage 3, whose gathers are not simulated.
     """
 
     model: str
@@ -37,11 +36,17 @@ class Job:
     """The positions of each, L, or as many as the model is made for."""
     micro_batches: int = 1
     """The micro-batches of a step, of which the last one's backward sums gradients over ranks."""
+    zero: int = 2
+    """The stage of ZeRO, as far as memory depends on it."""
+    checkpointing: bool = False
+    """Whether every block is checkpointed, so that its forward runs once more."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "samples", "length", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.zero not in (0, 1, 2):
+            raise ValueError(f"zero = {self.zero}: the choices are 0, 1 and 2; what ZeRO 3 gathers is not simulated")
         gpus = cluster_of(self.cluster).gpus_per_node
         if self.ranks % gpus and gpus % self.ranks:
             raise ValueError(
@@ -56,11 +61,10 @@ class Variant:
 
     groups: Groups
     alltoall: AllToAll
-    state_gb: float
-    """Return what a GPU keeps of weights, gradients and optimizer, in 10^9 bytes; activations come on top."""
+    memory_gb: float
+    """What a GPU needs at its fullest, in 10^9 bytes."""
     fits: bool | None
-    """Whether that leaves a fifth of the GPU's memory for them; ``None``: the cluster's file does not say how much it
-    has."""
+    """Whether a GPU has as much; ``None``: the cluster's file does not say how much it has."""
 
 
 @lru_cache(maxsize=64)
@@ -101,21 +105,24 @@ def variants(job: Job) -> list[Variant]:
     found = []
     for ep in ep_sizes(model.num_experts, job.ranks, cluster.gpus_per_node):
         groups = Groups(job.ranks, cluster.gpus_per_node, ep=ep)
-        state_gb = state_bytes(model, groups, dtype_bytes_of(cluster)) / 1e9
-        fits = None if cluster.memory_gb is None else state_gb < _STATE_SHARE * cluster.memory_gb
+        memory_gb = memory_gb_of(job, groups)
+        fits = None if cluster.memory_gb is None else memory_gb <= cluster.memory_gb
         alltoalls: tuple[AllToAll, ...] = ("flat", ONCE_PER_NODE) if crosses_once(groups) else ("flat",)
-        found += [Variant(groups, each, state_gb, fits) for each in alltoalls]
+        found += [Variant(groups, each, memory_gb, fits) for each in alltoalls]
     return found
 
 
-def state_bytes(model: Architecture, groups: Groups, dtype_bytes: int) -> float:
-    """Return the bytes of weights, gradients and optimizer of one rank, all but the weights spread over the ranks that
-    hold the same ones (ZeRO stage 2). Adam keeps two moments in fp32, and another weight where weights are shorter."""
-    of_experts = model.num_expert_parameters / groups.ep
-    others = model.num_parameters - model.num_expert_parameters
-    spread = dtype_bytes + (8 if dtype_bytes == 4 else 12)
-    kept = [(of_experts, groups.edp), (others, groups.stage)]
-    return sum(count * (dtype_bytes + spread / ranks) for count, ranks in kept)
+def memory_gb_of(job: Job, groups: Groups) -> float:
+    """Return what a GPU needs in 10^9 bytes, as ``ds_fsmoe plan`` predicts it."""
+    cluster, model = cluster_of(job.cluster), model_of(job.model)
+    training = Training(
+        samples=job.samples,
+        length=min(job.length, model.max_length),
+        zero=job.zero,
+        dtype=cluster.dtype if cluster.dtype in BYTES else "bf16",
+        checkpointing=job.checkpointing,
+    )
+    return memory_of(model, groups, training).total / GB
 
 
 def crossings_of(model: Architecture, groups: Groups) -> Crossings | None:

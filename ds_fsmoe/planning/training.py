@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """The bytes of a number of each type that parameters may have."""
-OPTIMIZERS = ("adam", "torch_adam", "momentum", "sgd")
-"""DeepSpeed's fused Adam or AdamW; torch's, tensor by tensor; SGD with and without momentum."""
+OPTIMIZERS = ("adam", "torch_adam", "adam8bit", "momentum", "sgd")
+"""DeepSpeed's fused Adam or AdamW; torch's, tensor by tensor; bitsandbytes' with states of 8 bits; SGD with and without
+momentum."""
+LORA_TARGETS = ("attention", "all")
+"""What has adapters: the projections of attention, or the experts' products as well."""
+_STATE_BYTES = {"adam": 8.0, "torch_adam": 8.0, "adam8bit": 2 * (1 + 4 / 256), "momentum": 4.0, "sgd": 0.0}
+"""The bytes of an optimizer's states for each number: moments in fp32, or in a byte each with a scale in fp32 for every
+block of 256."""
 ATTENTIONS = ("auto", "sdpa", "eager")
 MASTER = 4
 """The bytes of a number of what an optimizer updates: DeepSpeed keeps fp32 at every stage of ZeRO."""
@@ -49,6 +55,12 @@ class Training:
     """Whether gradients travel in buffers of ours (any ``gradient_partition.mode`` but ``off``)."""
     load: float = 1.0
     """The rows that come to this rank, as a multiple of the mean; of the busiest rank it is above 1."""
+    lora: int = 0
+    """The rank of adapters, beside which all else is frozen; 0: everything is trained."""
+    lora_targets: str = "attention"
+    """What has adapters."""
+    offload: bool = False
+    """Whether the optimizer's states are on the host (``offload_optimizer``, ``"device": "cpu"``)."""
     reduce_bucket: int = 500_000_000
     """``zero_optimization.reduce_bucket_size``, in elements."""
     max_live: int = 1_000_000_000
@@ -66,6 +78,7 @@ class Training:
             ("optimizer", OPTIMIZERS),
             ("attention", ATTENTIONS),
             ("device", ("gpu", "cpu")),
+            ("lora_targets", LORA_TARGETS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -74,6 +87,12 @@ class Training:
         for name in ("samples", "length", "degree"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.lora < 0:
+            raise ValueError(f"lora = {self.lora}: must be at least 0, the rank of adapters")
+        if self.offload and self.zero not in (1, 2):
+            raise ValueError(f"offload = True: the optimizer's states are on the host at ZeRO 1 and 2, not {self.zero}")
+        if self.offload and self.optimizer == "adam8bit":
+            raise ValueError("optimizer = 'adam8bit': on the host DeepSpeed's Adam for CPUs updates, in fp32")
         if self.accumulation == "fp32" != self.dtype and self.zero == 0:
             raise ValueError("accumulation = 'fp32': DeepSpeed has it at stages 1 to 3 only, and at stage 0 refuses it")
 
@@ -93,6 +112,6 @@ class Training:
         return self.samples * self.length
 
     @property
-    def moments(self) -> int:
-        """Return how many numbers an optimizer keeps for each of a parameter's."""
-        return {"adam": 2, "torch_adam": 2, "momentum": 1, "sgd": 0}[self.optimizer]
+    def state_bytes(self) -> float:
+        """Return the bytes that an optimizer keeps for each of a parameter's numbers."""
+        return _STATE_BYTES[self.optimizer]

@@ -22,6 +22,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups, Placement
 from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.rates import computing_costs, experts_cost
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -49,8 +50,6 @@ from ds_fsmoe.planning.schedule import (
 )
 from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
 
-DENSE = "DENSE"
-"""The kind of what is computed densely beside experts: layers without, shared experts, the head."""
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
 HALVES = (EXPERT_DX, EXPERT_DW)
@@ -358,25 +357,26 @@ def _all_to_all(at: Placement, size_bytes: float, alltoall: AllToAll) -> tuple[t
     return enter, leave
 
 
-def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") -> Mapping[str, LinearCost]:
+def kind_costs(
+    cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat", shape: Shape | None = None
+) -> Mapping[str, LinearCost]:
     """Return the cost of each kind of task in these groups on this cluster.
 
     A group with several ranks in a node that also spans nodes is charged what it sends between nodes: an all-to-all
     all that is meant for other nodes; the ring of another collective crosses each node's link once, for all of the
     group's ranks there.
 
+    Args:
+        cluster, groups, alltoall: on what is run, and how.
+        shape: of the layers, which says how fast their experts' products are; ``None``: as fast as any product.
+
     Raises:
         ValueError: the cluster has no number for an operation that a group needs.
     """
-    costs = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
-    for kind, name in (
-        *((each, "gemm") for each in (EXPERT, EXPERT_DX, EXPERT_DW, DENSE)),
-        (ATTENTION, "attention"),
-        (SOFTMAX, "softmax"),
-        (ROUTE, "routing"),
-        *((each, "order") for each in (ORDER, RESTORE)),
-    ):
-        costs[kind] = cluster.operation(name, "every layer").cost
+    costs = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0), **computing_costs(cluster)}
+    if shape is not None:
+        of_experts = experts_cost(cluster, shape, GEMMS[shape.ffn], groups)
+        costs |= dict.fromkeys((EXPERT, EXPERT_DX, EXPERT_DW), of_experts)
     for kinds, group, collective in (
         ((A2A_IN, A2A_OUT), "ep", "all_to_all"),
         ((GATHER,), "esp", "all_gather"),

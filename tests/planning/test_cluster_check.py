@@ -149,7 +149,7 @@ def test_the_list_has_every_cluster_with_links_and_sources(capsys: pytest.Captur
     for name in names():
         assert re.search(rf"(?m)^{name} +\d+ x \d+ ", text), name
         assert re.search(rf"(?m)^{name}: .", text), name
-    assert re.search(r"(?m)^h100_400 +8 x 8 +H100 SXM5 +80 +bf16 +335 +45 +600$", text)
+    assert re.search(r"(?m)^h100_400 +8 x 8 +H100 SXM5 +80 +bf16 +335 +45 +770$", text)
     assert cli.main(["clusters", "--sources"]) == 0
     assert "  inter.all_reduce: 47 GB/s" in capsys.readouterr().out
 

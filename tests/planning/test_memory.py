@@ -25,6 +25,7 @@ from ds_fsmoe.planning.memory import (
 from ds_fsmoe.planning.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
 from ds_fsmoe.planning.memory_parameters import Parameters
 from ds_fsmoe.planning.memory_states import (
+    FROZEN,
     GATHERED,
     GRADIENTS,
     MASTERS,
@@ -340,3 +341,60 @@ def test_memory_of_layers_in_numbers_is_not_told(capsys) -> None:
     assert "memory of a rank" not in capsys.readouterr().out
     assert cli.main([*asked, "--heads", "8", "--memory-gb", "80"]) != 0
     assert "goes with a real model" in capsys.readouterr().err
+
+
+def test_adapters_alone_have_gradients_masters_and_states() -> None:
+    model, groups = load_model("qwen3-30b-a3b"), Groups(world=8, gpus_per_node=8, ep=8)
+    blocks, rank = model.blocks, 16
+    whole = Parameters.of(model, blocks, groups)
+    found = whole.adapters(blocks, model.M, groups, rank, "all")
+    # Queries of 4096, keys and values of 512; 16 experts here, whose first products are one matrix.
+    attention = rank * (2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048)
+    experts = 16 * rank * (2048 + 2 * 768 + 768 + 2048)
+    assert (found.num_dense, found.num_experts) == (48 * attention, 48 * experts)
+    assert whole.adapters(blocks, model.M, groups, rank, "attention").num_experts == 0
+    rest = states_of(found, groups, Training(1, 16, 1)).rest
+    assert rest[PARAMETERS] == 2 * (found.num_dense + found.num_experts)
+    assert rest[FROZEN] == 2 * (whole.num_dense + whole.num_experts)
+    assert rest[OPTIMIZER] == pytest.approx(8 * (found.num_dense / 8 + found.num_experts))
+    cut = states_of(found, groups, Training(1, 16, 3)).rest
+    assert cut[FROZEN] == pytest.approx(2 * (whole.num_dense / 8 + whole.num_experts))
+
+
+def test_states_of_eight_bits_and_states_on_the_host() -> None:
+    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
+    held = parameters.num_dense / 8 + parameters.num_experts / 4
+    eight = states_of(parameters, EIGHT, Training(1, 16, 1, optimizer="adam8bit")).rest
+    assert eight[OPTIMIZER] == pytest.approx(2 * (1 + 4 / 256) * held)
+    for zero in (1, 2):
+        states = states_of(parameters, EIGHT, Training(1, 16, zero, offload=True))
+        assert not {MASTERS, OPTIMIZER} & states.rest.keys()
+        largest = max(*parameters.dense, *parameters.experts)
+        # Masters, their gradients, two moments, and what is copied back; room for one gradient.
+        assert sum(states.host.values()) == pytest.approx((4 + 4 + 8 + 2) * held + 2 * largest)
+
+
+@pytest.mark.parametrize("training", [{"zero": 0}, {"zero": 3}, {"zero": 1, "optimizer": "adam8bit"}])
+def test_an_optimizer_that_cannot_be_on_the_host_is_refused(training: dict) -> None:
+    with pytest.raises(ValueError, match="on the host"):
+        Training(1, 16, offload=True, **training)
+
+
+def test_a_plan_says_on_how_many_cards_it_fits(capsys, tmp_path) -> None:
+    asked = ["plan", "--cluster", "h100_400", "--nodes", "1", "--model", "qwen3-30b-a3b", "--max-degree", "1"]
+    file = tmp_path / "plan.json"
+    for given, fitting in (([], ()), (["--lora", "16"], (2, 4, 8)), (["--offload-optimizer", "cpu"], ())):
+        zero = ["--zero", "2"] if "--offload-optimizer" in given else []
+        assert cli.main([*asked, *given, *zero, "--json", str(file)]) == 0
+        text = capsys.readouterr().out
+        assert "does it fit on one node of so many GPUs" in text
+        cards = json.loads(file.read_text())["memory"]["cards"]
+        assert [each["gpus"] for each in cards] == [1, 2, 4, 8]
+        if not zero:
+            assert tuple(each["gpus"] for each in cards if each["largest_samples"]) == fitting
+        assert all((each["host_bytes"] > 0) == bool(zero) for each in cards)
+        model = load_model("qwen3-30b-a3b")
+        for each in cards:
+            training = Training(1, 4096, each["zero"], lora=16 if "--lora" in given else 0, offload=bool(zero))
+            memory = memory_of(model, Groups(each["gpus"], each["gpus"], ep=each["ep"]), training)
+            assert each["peak_bytes"] == round(memory.total)

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 
 import pytest
 
+from ds_fsmoe.commands import plan
+from ds_fsmoe.commands.plan_memory import print_memory
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import model_layers
+from ds_fsmoe.planning.memory import largest_batch, memory_of
+from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import BEST, NAMES
@@ -19,11 +23,11 @@ from ds_fsmoe.planning.scale_layouts import (
     crossings_of,
     dtype_bytes_of,
     ep_sizes,
-    state_bytes,
     variants,
 )
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
 from ds_fsmoe.planning.steady_state import plan_composed
+from ds_fsmoe.planning.training import Training
 from ds_fsmoe.planning.workload import AllToAll, Layer, kind_costs
 
 ADAPTIVE = ("fsmoe_no_iio", "fsmoe", "best")
@@ -52,7 +56,7 @@ def times_ms(planner: Planner, plan) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_plan_composed_of_single_layers_takes_what_the_whole_one_does_within_two_percent(case: str) -> None:
+def test_a_plan_composed_of_single_layers_takes_what_the_whole_one_does_within_three_percent(case: str) -> None:
     planner, layers = case_of(case)
     settings = planner.settings
     for name in ADAPTIVE:
@@ -60,7 +64,7 @@ def test_a_plan_composed_of_single_layers_takes_what_the_whole_one_does_within_t
         whole = plan_by_name(planner, name, layers)
         whole_ms = whole.step_ms(planner.costs, settings.contention, settings.host_ms)
         # The head's gradients are more than a layer beside them can hide, where all layers together can.
-        share = 0.06 if case == "a head with more gradients than a layer" else 0.02
+        share = 0.06 if case == "a head with more gradients than a layer" else 0.03
         assert composed_ms == pytest.approx(whole_ms, rel=share), name
 
 
@@ -156,16 +160,41 @@ def test_variants_are_in_a_node_and_over_nodes_flat_and_once_per_node() -> None:
     assert found("olmoe", "h100_400", 1) == [(1, "flat")]
 
 
-def test_what_a_gpu_keeps_is_counted_parameter_by_parameter() -> None:
-    model = load_model("mixtral-8x7b")
-    experts = 32 * 8 * 3 * 4096 * 14336
-    others = model.num_parameters - experts
-    groups = Groups(32, 8, ep=8)
-    # bf16: weights 2, and 2 of gradients, 4 of another weight and 8 of moments over 4 ranks or over 32.
-    assert state_bytes(model, groups, 2) == pytest.approx(experts / 8 * (2 + 14 / 4) + others * (2 + 14 / 32))
-    assert state_bytes(model, groups, 4) == pytest.approx(experts / 8 * (4 + 12 / 4) + others * (4 + 12 / 32))
-    fits = {ranks: variants(Job("mixtral-8x7b", "h100_400", ranks))[0].fits for ranks in (8, 64)}
-    assert fits == {8: False, 64: True}
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("model", "cluster", "ranks"),
+    [("qwen3-30b-a3b", "h100_400", 8), ("gpt-oss-20b", "h100_400", 8), ("mixtral-8x7b", "a100_200", 32)],
+)
+def test_memory_is_what_plan_says_of_the_same_step(
+    model: str, cluster: str, ranks: int, zero: int, checkpointing: bool
+) -> None:
+    job = Job(model, cluster, ranks, 2, 2048, zero=zero, checkpointing=checkpointing)
+    asked = ["--cluster", cluster, "--nodes", str(ranks // 8), "--model", model, "--samples", "2", "--length", "2048"]
+    asked += ["--zero", str(zero), "--layers", "1", "--max-degree", "1"]
+    for variant in variants(job):
+        groups = variant.groups
+        training = Training(2, 2048, zero, checkpointing=checkpointing)
+        memory = memory_of(load_model(model), groups, training)
+        assert variant.memory_gb == memory.total / 1e9
+        assert variant.fits == (largest_batch(load_model(model), groups, training, 80) >= 2)
+        if variant.alltoall != "flat":
+            continue
+        parser = argparse.ArgumentParser()
+        plan.add_arguments(parser)
+        given = parser.parse_args([*asked, *["--activation-checkpointing"] * checkpointing])
+        architecture = load_model(model)
+        shape = moe_shape(architecture, commonest_moe(architecture), 2, 2048, 2)
+        said = print_memory(given, architecture, groups, shape)["memory"]
+        assert said["peak_bytes"] == pytest.approx(1e9 * variant.memory_gb, abs=1)
+
+
+def test_what_plan_says_cannot_run_is_not_drawn_as_fitting() -> None:
+    # Weights, gradients and states alone would: 63.8 and 67 GB.
+    for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        assert [each.fits for each in variants(Job(model, "h100_400", 8))] == [False]
+    fits = {ranks: variants(Job("mixtral-8x7b", "h100_400", ranks))[0].fits for ranks in (8, 512)}
+    assert fits == {8: False, 512: True}
 
 
 @pytest.mark.parametrize(("alltoall", "ep", "peers"), [("flat", 64, 64), ("once_per_node", 64, 8), ("flat", 16, 16)])

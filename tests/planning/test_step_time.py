@@ -10,7 +10,8 @@ import pytest
 from ds_fsmoe.planning.block import ORDERS, Links
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.bounds import lower_bound_ms
-from ds_fsmoe.planning.cluster import UNITS, Cluster, Operation
+from ds_fsmoe.planning.cluster import Cluster, Operation
+from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.measured import (

@@ -14,6 +14,7 @@ from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,
     ATTENTION,
+    DENSE,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
@@ -29,7 +30,7 @@ from ds_fsmoe.planning.schedule import (
     SOFTMAX,
     Lane,
 )
-from ds_fsmoe.planning.workload import DENSE, BlockWork, Layer, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, kind_costs, layer_work
 
 ODD = Shape(B=3, L=5, M=7, H=22, E=3, K=2, capacity_factor=1.5, ffn="gpt", heads=7, dtype_bytes=2)
 ODD_GROUPS = Groups(world=6, gpus_per_node=3, mp=3, esp=2, ep=3)
