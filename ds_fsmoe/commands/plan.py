@@ -191,7 +191,7 @@ def _zero(args: argparse.Namespace, job: dict[str, Any]) -> Zero:
 
     size = job["shape"].dtype_bytes
     other_type = args.grad_accum_fp32 and size < 4
-    return Zero(args.zero, size, has_windows=not (other_type and args.zero == 1), accumulates=not other_type)
+    return Zero(args.zero, size, has_windows=not (other_type and args.zero == 1))
 
 
 def _settings(args: argparse.Namespace, cluster: Cluster, architecture: Architecture | None) -> Settings:

@@ -5,7 +5,8 @@
   ours sends them in windows of the last backward.
 - Stage 1: the same, and the updated parameters are gathered. DeepSpeed gathers them at the end of the step; ours while
   the next forward runs.
-- Stage 2: as stage 1, but DeepSpeed sums gradients in every micro-batch; ours once a step where it can.
+- Stage 2: as stage 1, but gradients are summed in every micro-batch; by ours too, unless the config says
+  ``"accumulate": "before_sum"`` or a GPU has room for all gradients, which is not predicted.
 - Stage 3: each layer's parameters are gathered for its forward and again for its backward, and its gradients are
   reduce-scattered, in every micro-batch, by DeepSpeed for both. Gathers run ahead and reduce-scatters beside the
   backward (``overlap_comm``, which is on at this stage unless the config says otherwise). There are no windows.
@@ -39,8 +40,6 @@ class Zero:
     dtype_bytes: int = 2
     has_windows: bool = True
     """Whether gradients of ours may be sent in windows below stage 3; otherwise DeepSpeed sums them."""
-    accumulates: bool = True
-    """Whether ours sums gradients once a step at stage 2."""
     gathers: bool = True
     """Whether gathers of parameters count, and the reduce-scatters of stage 3."""
     persistence: int = 100_000
@@ -84,8 +83,7 @@ class Zero:
                 found = replace(
                     found, tail=(*found.tail, *gathers_of([each for layer in layers for each in layer.gradients]))
                 )
-            return replace(found, sums_each=self.stage == 2)
-        return replace(found, sums_each=self.stage == 2 and not self.accumulates)
+        return replace(found, sums_each=self.stage == 2)
 
     def _sharded(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
         if not self.gathers:

@@ -98,7 +98,7 @@ def test_parameters_that_the_backward_needs_soon_are_not_gathered_again() -> Non
 
 
 @pytest.mark.parametrize(("stage", "sums"), [(1, 1), (2, 4)])
-def test_stock_sums_gradients_in_every_micro_batch_at_stage_2_alone(stage: int, sums: int) -> None:
+def test_gradients_are_summed_in_every_micro_batch_at_stage_2_alone(stage: int, sums: int) -> None:
     found = planned(stage, micro_batches=4)
     planner = Planner(found.costs, found.settings)
     plan = found.plans["deepspeed"]
@@ -111,7 +111,7 @@ def test_stock_sums_gradients_in_every_micro_batch_at_stage_2_alone(stage: int, 
     assert times.busy_ms(4) == pytest.approx(4 * (forward_ms + bare_ms) + sums * sum_ms + gather_ms, rel=1e-6)
     assert planner.batch_ms(plan) == pytest.approx(times.busy_ms(4))
     ours = stage_times(planner, found.plans["best"]).times
-    assert ours.backward_ms < ours.last_backward_ms, "ours sums once a step"
+    assert (ours.backward_ms < ours.last_backward_ms) is (sums == 1)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
