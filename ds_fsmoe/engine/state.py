@@ -276,6 +276,10 @@ class FSMoEState:
             The comparison, if one was made.
         """
         self._cut_by_rule()
+        for layer in self.inner_layers.values():
+            # It would keep the graph of the forward, and what the graph holds keeps a dropped engine.
+            if (loss := getattr(layer, "l_aux", None)) is not None:
+                layer.l_aux = loss.detach()
         if self.running.step_clock is not None:
             self.running.step_clock.step_is_over()
         if self.placement_watch is not None:
