@@ -18,6 +18,7 @@ from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.engine.described import describe_alltoall, describe_degrees, describe_dispatch, describe_gate
+from ds_fsmoe.engine.dropped import forget_graph
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
@@ -87,7 +88,6 @@ class FSMoEState:
         """The reason why no expert moves, though that is asked for."""
         self.gradients = "DeepSpeed's own reduction"
         """The way gradients are reduced, in words."""
-
         self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
         if self._router_check is not None:
             running.instruments.append(self._router_check.watch)
@@ -198,8 +198,7 @@ class FSMoEState:
         self.uncut.settle(self.inner_layers)
         # A schedule that was named is run as it is.
         can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.is_worth_trying
-        count = self.micro_batches()
-        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, count):
+        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, self.micro_batches()):
             return
         if self.reduction is not None and self.autotune.trials is None:
             self.reduction.plan_anew()
@@ -276,10 +275,6 @@ class FSMoEState:
             The comparison, if one was made.
         """
         self._cut_by_rule()
-        for layer in self.inner_layers.values():
-            # It would keep the graph of the forward, and what the graph holds keeps a dropped engine.
-            if (loss := getattr(layer, "l_aux", None)) is not None:
-                layer.l_aux = loss.detach()
         if self.running.step_clock is not None:
             self.running.step_clock.step_is_over()
         if self.placement_watch is not None:
@@ -314,6 +309,7 @@ class FSMoEState:
         if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
             groups.append(inner[0].fsmoe.mp_group)
         for each in inner:
+            forget_graph(each)
             if each.fsmoe.replicas is not None:
                 each.fsmoe.replicas.weights_changed()
         update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
