@@ -25,6 +25,12 @@ def let_go_when_dropped(optimizer: Any) -> None:
         _stand_weakly(sys.modules[type(offload).__module__].FWD_MODULE_STACK, offload.module)
 
 
+def forget_graph(layer: Any) -> None:
+    """Let a layer's loss, which the step is over for, hold the graph of its forward no more, and the engine by that."""
+    if (loss := getattr(layer, "l_aux", None)) is not None:
+        layer.l_aux = loss.detach()
+
+
 def _hold_hooks(optimizer: Any) -> None:
     """Let the optimizer hold its gradient hooks, and parameters refer to them weakly.
 

@@ -18,6 +18,7 @@ from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.engine import described
+from ds_fsmoe.engine.dropped import forget_graph
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
@@ -200,8 +201,7 @@ class FSMoEState:
         self.uncut.settle(self.inner_layers)
         # A schedule that was named is run as it is.
         can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.is_worth_trying
-        count = self.micro_batches()
-        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, count):
+        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, self.micro_batches()):
             return
         if self.reduction is not None and self.autotune.trials is None:
             self.reduction.plan_anew()
@@ -312,6 +312,7 @@ class FSMoEState:
         if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
             groups.append(inner[0].fsmoe.mp_group)
         for each in inner:
+            forget_graph(each)
             if each.fsmoe.replicas is not None:
                 each.fsmoe.replicas.weights_changed()
         update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)

@@ -13,6 +13,7 @@ node's parts those of the first layers come first, and nodes send at the same ti
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -230,10 +231,12 @@ class UpdatedParameters:
             # Compiled code is made for parameters of one class.
             self.wait()
             return
+        # The model keeps the engine, and with it this; a parameter alone does not.
+        own = weakref.ref(self)
         for parameter in self._parameters:
             messages = self._brought_by.get(self._numbers[id(parameter)], ())
             if can_be_waited_for(parameter):
-                let_arrive(parameter, lambda messages=messages: self._wait_for(messages))
+                let_arrive(parameter, functools.partial(_arrive, own, messages))
             else:
                 self._wait_for(messages)
 
@@ -268,6 +271,11 @@ def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
     group = make_parts("parameters", getattr(groups.layout, kind), groups.max_ctas)
     nodes = node_links(groups, kind, "parameters")
     return None if group is None else _Among(group, nodes)
+
+
+def _arrive(own: weakref.ref[UpdatedParameters], messages: Sequence[int]) -> None:
+    if (updated := own()) is not None:
+        updated._wait_for(messages)
 
 
 def _is_compiled(module: nn.Module) -> bool:
