@@ -121,7 +121,8 @@ class GraphCall:
 
     def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape, may be the same memory; adds to the weights' gradients."""
-        retains = self._keeps_graph and torch._C._autograd._get_current_graph_task_keep_graph()
+        # Several chunks without rows are one cut.
+        retains = self._keeps_graph and (start == stop or torch._C._autograd._get_current_graph_task_keep_graph())
         if self._keeps_graph:
             run = self._runs.get((start, stop)) if retains else self._runs.pop((start, stop), None)
             if run is None:
