@@ -23,7 +23,8 @@ from ds_fsmoe.measuring.measurements import Measurements, Measuring
 from ds_fsmoe.measuring.microbenchmarks import COMPUTING, ProfileNames, Shape, groups_of
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.observing.clock import HOST, Clock
-from ds_fsmoe.planning.cluster import UNITS, Cluster, cluster_as_json, load_cluster
+from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
+from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane

@@ -99,7 +99,7 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(
 
     assert cli.main(["plan", "--cluster", str(out), *MODEL]) == 0
     planned = capsys.readouterr().out
-    assert "2 ranks, 1 per node: dp = 2 (inter), ep = 2 (inter)" in planned
+    assert "2 ranks, 1 per node: dp = 2 (inter), ep_size = 2 (inter)" in planned
     assert "the plan of best" in planned
 
 

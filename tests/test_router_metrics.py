@@ -128,7 +128,7 @@ def test_brief_is_silent_on_single_layers_and_off_on_everything(folder: Path, sa
     assert not names["off"]
     assert not any("L00" in name for name in names["brief"])
     assert "fsmoe_router_entropy" in names["brief"]
-    assert "fsmoe_L01_backward_degree" in names["detailed"]
+    assert "fsmoe_L01_backward_num_chunks" in names["detailed"]
     assert names["brief"] < names["detailed"]
     assert [each["listens"] for each in said["off"]] == [False, False]
 

@@ -52,7 +52,7 @@ from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.way_back import refuse_while_shared_out
 from ds_fsmoe.engine.whole_models import keep_whole
 from ds_fsmoe.engine.whole_states import show_whole_experts
-from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm, differing_norm
+from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
@@ -82,18 +82,15 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self._take_over_reduction()
         if self._hf_layers and self.zero_optimization_partition_weights():
             fence_gathers(self.optimizer, [each.deepspeed_moe for each in self._hf_layers])
-        correct_norm(self)
-        if len(self._hf_layers) < len(self.fsmoe.layers) and (said := differing_norm(self)):
-            log_on_rank_0(said, logging.WARNING)
+        correct_norm(self, has_stock_layers=len(self._hf_layers) < len(self.fsmoe.layers))
         show_whole_experts(self)
         count_all_experts(self)
         if self.fsmoe.block.debug.check_results:
             self._watch_results()
-        self.fsmoe.routing = RoutingData(
-            self.fsmoe, self.module, self.global_steps, isinstance(self.module, PipelineModule)
-        )
-        begin_placement(self, isinstance(self.module, PipelineModule))
-        begin_splitting(self.module, self.fsmoe, isinstance(self.module, PipelineModule))
+        in_stages = isinstance(self.module, PipelineModule)
+        self.fsmoe.routing = RoutingData(self.fsmoe, self.module, self.global_steps, in_stages)
+        begin_placement(self, in_stages)
+        begin_splitting(self.module, self.fsmoe, in_stages)
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
         self.fsmoe.running.put_on_model.append(MarkedExperts(self.module).close)
         let_go_when_dropped(self.optimizer)

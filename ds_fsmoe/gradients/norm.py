@@ -8,6 +8,7 @@ spread; and gradients are clipped by it.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +27,7 @@ from torch import nn
 
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.log import log_on_rank_0
 
 
 def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
@@ -82,13 +84,26 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any =
     return norm
 
 
-def correct_norm(engine: Any) -> None:
-    """Let the optimizer of an engine clip by the true norm, where it would not do so itself.
+def correct_norm(engine: Any, has_stock_layers: bool) -> None:
+    """Let the optimizer of an engine clip by the true norm where it would not do so itself, and warn of the difference.
 
     A plain optimizer has its clipping done by the engine (see ``FSMoEEngine.clip_fp32_gradients``).
+
+    Args:
+        engine: the engine.
+        has_stock_layers: whether there are DeepSpeed's own MoE layers. Of a Hugging Face model stock's norm is right.
     """
     optimizer = engine.optimizer
-    if isinstance(optimizer, ZeROOptimizer) or not isinstance(optimizer, FP16_UnfusedOptimizer):
+    if isinstance(optimizer, ZeROOptimizer):
+        return
+    if has_stock_layers and engine.gradient_clipping() > 0:
+        log_on_rank_0(
+            f"gradient_clipping = {engine.gradient_clipping():g}, zero_optimization.stage = 0: ds_fsmoe clips by the "
+            "norm of all gradients. Stock DeepSpeed's norm depends on ep_size or leaves experts out, so its weights "
+            "differ. To compare the two, set zero_optimization.stage to 1 or gradient_clipping to 0.",
+            logging.WARNING,
+        )
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return
     stock_unscale = optimizer.unscale_and_clip_grads
 
@@ -100,21 +115,6 @@ def correct_norm(engine: Any) -> None:
         return stock_unscale(norm, apply_scale)
 
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
-
-
-def differing_norm(engine: Any) -> str | None:
-    """Return a sentence if an engine clips by another norm than stock DeepSpeed would; ``None``: it does not.
-
-    Args:
-        engine: with DeepSpeed's own MoE layers. Of a Hugging Face model stock's norm is right.
-    """
-    if isinstance(engine.optimizer, ZeROOptimizer) or engine.gradient_clipping() <= 0:
-        return None
-    return (
-        f"gradient_clipping = {engine.gradient_clipping():g}, zero_optimization.stage = 0: ds_fsmoe clips by the norm "
-        "of all gradients. Stock DeepSpeed's norm depends on ep_size or leaves experts out, so its weights differ. To "
-        "compare the two, set zero_optimization.stage to 1 or gradient_clipping to 0."
-    )
 
 
 def complete_norms(optimizer: Any) -> None:

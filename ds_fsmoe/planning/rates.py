@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ds_fsmoe.planning.architecture import Architecture, Attention
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, Placement
 from ds_fsmoe.planning.memory_activations import has_sinks, norms_of_heads
 from ds_fsmoe.planning.schedule import (
     ATTENTION,
@@ -29,6 +29,7 @@ from ds_fsmoe.planning.schedule import (
     RESTORE,
     ROUTE,
     SOFTMAX,
+    Lane,
 )
 
 if TYPE_CHECKING:
@@ -116,3 +117,23 @@ def attention_bytes(attention: Attention, M: int, samples: int, length: int) -> 
 def head_bytes(architecture: Architecture, positions: float) -> float:
     """Return a third of the bytes of the last norm and of the loss."""
     return positions * (NORM_BYTES * architecture.M + LOGIT_BYTES * architecture.vocab)
+
+
+def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
+    """Return the cost of a collective among the ranks of a group, by the name that it has in :class:`Groups`.
+
+    Args:
+        cluster: the cluster.
+        group, at: the group, and where its ranks lie.
+        collective: the operation.
+        peers: how many messages a rank starts; ``None``: one for each node.
+
+    Raises:
+        ValueError: the cluster has no number for it.
+    """
+    lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
+    if at.lanes == (Lane.INTRA,):
+        return cluster.operation(f"intra.{collective}", lies).among(at.size)
+    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes, peers)
+    share = 1 if collective == "all_to_all" else at.per_node
+    return LinearCost(cost.alpha_ms, cost.beta_ms / share)

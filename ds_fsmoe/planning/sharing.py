@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.rates import cost_among
 from ds_fsmoe.planning.schedule import EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
-from ds_fsmoe.planning.workload import Work, cost_among
+from ds_fsmoe.planning.workload import Work
 
 
 @dataclass(frozen=True, slots=True)

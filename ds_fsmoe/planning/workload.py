@@ -22,7 +22,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups, Placement
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.rates import computing_costs, experts_cost
+from ds_fsmoe.planning.rates import computing_costs, cost_among, experts_cost
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -375,8 +375,7 @@ def kind_costs(
     """
     costs = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0), **computing_costs(cluster)}
     if shape is not None:
-        of_experts = experts_cost(cluster, shape, GEMMS[shape.ffn], groups)
-        costs |= dict.fromkeys((EXPERT, EXPERT_DX, EXPERT_DW), of_experts)
+        costs |= dict.fromkeys((EXPERT, *HALVES), experts_cost(cluster, shape, GEMMS[shape.ffn], groups))
     for kinds, group, collective in (
         ((A2A_IN, A2A_OUT), "ep", "all_to_all"),
         ((GATHER,), "esp", "all_gather"),
@@ -399,12 +398,3 @@ def kind_costs(
         inside = cluster.operation("intra.all_to_all", f"once_per_node ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))
     return costs
-
-
-def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
-    lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
-    if at.lanes == (Lane.INTRA,):
-        return cluster.operation(f"intra.{collective}", lies).among(at.size)
-    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes, peers)
-    share = 1 if collective == "all_to_all" else at.per_node
-    return LinearCost(cost.alpha_ms, cost.beta_ms / share)

@@ -59,8 +59,9 @@ class Zero:
             return self._sharded(layers)
         if self.stage == 0 or not self.gathers or not self.has_windows_of(name):
             return tuple(layers)
+        gathers = (tuple(map(_gather_of, each.gradients)) for each in layers)
         return tuple(
-            replace(each, sharing=Sharing(forward=tuple(map(_gather, each.gradients)), in_all=False)) for each in layers
+            replace(each, sharing=Sharing(forward=of, in_all=False)) for each, of in zip(layers, gathers, strict=True)
         )
 
     def plan(self, planner: Planner, name: str, layers: Sequence[Layer]) -> ModelPlan:
@@ -109,13 +110,13 @@ class Zero:
         small = 0 if gradient.kind == EXPERT_GRAD else self.persistence * self.dtype_bytes
         size_bytes = sum(each for each in tensors if each >= small)
         launches = max(1, round(size_bytes / (PREFETCH * self.dtype_bytes)))
-        return (replace(_gather(gradient), size=size_bytes, launches=launches),) if size_bytes else ()
+        return (replace(_gather_of(gradient), size=size_bytes, launches=launches),) if size_bytes else ()
 
 
 NO_ZERO = Zero()
 
 
-def _gather(gradient: Gradient) -> Work:
+def _gather_of(gradient: Gradient) -> Work:
     kind = EXPERT_PARAMETERS if gradient.kind == EXPERT_GRAD else PARAMETERS
     return Work(kind, gradient.lanes, gradient.size_bytes)
 
@@ -128,7 +129,7 @@ def _parts(gradient: Gradient) -> Work:
 def gathers_of(gradients: Sequence[Gradient]) -> tuple[Slice, ...]:
     """Return the gathers of the parameters that have these gradients, at the end of a step: one for each kind."""
     whole: dict[str, Slice] = {}
-    for each in map(_gather, gradients):
+    for each in map(_gather_of, gradients):
         before = whole[each.kind].size_bytes if each.kind in whole else 0
         whole[each.kind] = Slice(each.kind, each.lanes, before + each.size)
     return tuple(whole.values())
