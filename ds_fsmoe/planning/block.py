@@ -56,7 +56,7 @@ class BlockPlan:
 
     def __post_init__(self) -> None:
         if self.degree < 1:
-            raise ValueError(f"degree = {self.degree}: must be at least 1")
+            raise ValueError(f"num_chunks = {self.degree}: must be at least 1")
         if self.links not in ORDERS:
             raise ValueError(f"links = {self.links!r}: the choices are {', '.join(ORDERS)}")
 

@@ -115,7 +115,7 @@ class DegreeChoice:
         """Return the choice in one sentence."""
         runner = "no other was allowed" if self.runner_up is None else f"{self.runner_up} takes {self.margin:+.1%}"
         case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
-        return f"degree {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck}{case}; {runner}"
+        return f"num_chunks {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck}{case}; {runner}"
 
 
 def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:

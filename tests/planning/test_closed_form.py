@@ -88,7 +88,7 @@ def test_a_layer_of_nothing_takes_nothing(links: str) -> None:
     choice = choose_exact(phase, 64)
     assert (choice.degree, choice.makespan_ms, choice.margin) == (1, 0.0, 0.0)
     assert makespan_ms(Phase(NOTHING, NOTHING, NOTHING, NOTHING, 7.0, links), 5) == 7.0
-    assert "degree 1" in choice.explain()
+    assert "num_chunks 1" in choice.explain()
 
 
 def test_start_ups_alone_ask_for_one_chunk_and_slopes_alone_for_as_many_as_allowed() -> None:

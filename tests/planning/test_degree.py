@@ -101,7 +101,7 @@ def test_a_choice_says_why() -> None:
     assert choice.paper_case == 1
     assert choice.degree == 1
     assert choice.explain() == (
-        "degree 1: 89.200 ms, bound by the inter-node link (case 1 of the paper); 2 takes +0.2%"
+        "num_chunks 1: 89.200 ms, bound by the inter-node link (case 1 of the paper); 2 takes +0.2%"
     )
     assert choose_exact(Phase(quick, quick, slow, quick), 1).runner_up is None
     stream = choose_exact(Phase(slow, quick, quick, quick, grad_ms=9.0, links="shared"))

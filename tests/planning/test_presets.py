@@ -178,7 +178,7 @@ def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"degree": 0}, "degree = 0: must be at least 1"),
+        ({"degree": 0}, "num_chunks = 0: must be at least 1"),
         ({"links": "both"}, "links = 'both': the choices are shared, paper, reduce_first"),
     ],
 )
