@@ -199,6 +199,7 @@ class Stages1And2:
             kept = [(each, self.gradient_of(each)) for each in reducer.parameters]
             for parameter, _ in kept:
                 self.replace(parameter, None)
+            optimizer.setup_buckets()  # its end needs them, whatever came
             stock_epilogue()
             for parameter, gradient in kept:
                 self.replace(parameter, gradient)
