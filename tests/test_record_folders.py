@@ -71,6 +71,7 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     held = [owner_of(root / "own", name) for name in (OF_RECORD, OF_ROUTING)]
     said["held"] = [None if each is None else (each.life, each.process) for each in held]
     said["first process"] = os.getpid()
+    dist.barrier()  # or a rank that is ahead releases what another one looks for
     engine.destroy()
     dist.barrier()
     said["released"] = [owner_of(root / "own", name) is None for name in (OF_RECORD, OF_ROUTING)]
