@@ -27,9 +27,9 @@ VARIANTS = {
     "cases/bench_models.py": {"models": FEW, "models_loss": FEW},
     "cases/bench_stages.py": {"stages": {"stock", "deepspeed", "tutel", "fsmoe", "best"}},
     "cases/bench_one_word.py": {
-        "one_word": ONE_WORD,
-        "one_word_memory": ONE_WORD,
-        "one_word_tuning": {"ours", "ours, rows", "fsmoe"},
+        "whole": ONE_WORD,
+        "whole_memory": ONE_WORD,
+        "whole_tuning": {"ours", "ours, rows", "fsmoe"},
     },
     "cases/bench_ladder.py": {"ladder": {"stock", "ep_size", "once per node", "schedule"}},
     "cases/bench_schedule.py": {"schedule": {"serial", "windows", "best"}},
@@ -48,7 +48,7 @@ JOBS = {
     "cases/bench_stages.py": (["--only", "tiny", "--blocks", "2"], ["stages", "stages_predicted"]),
     "cases/bench_one_word.py": (
         ["--sweep", "--only", "gpt", "--tiny", "--blocks", "2"],
-        ["one_word", "one_word_sweep", "one_word_operations", "one_word_memory", "one_word_tuning"],
+        ["whole", "whole_sweep", "whole_operations", "whole_memory", "whole_tuning"],
     ),
     "cases/bench_ladder.py": (["--only", "qwen3", "--tiny", "--blocks", "2"], ["ladder"]),
     "cases/bench_schedule.py": (["--only", "gpt", "--tiny", "--blocks", "2"], ["schedule"]),
@@ -97,7 +97,7 @@ def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path
         if name in VARIANTS.get(job, {}):
             assert {row["variant"] for row in found} - {AA, "AutoEP, best layout"} == VARIANTS[job][name]
     if job == "cases/bench_one_word.py":
-        for row in rows["one_word_memory"]:
+        for row in rows["whole_memory"]:
             assert 0 < float(row["held"]) < float(row["peak"])
     if job == "cases/bench_layer.py":
         # What was predicted stands beside what was measured of the same.

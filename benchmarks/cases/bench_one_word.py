@@ -8,15 +8,15 @@ Hugging Face model every rank has all experts then. ``stock, no more memory`` is
 no more than ours. ``ours`` is ``stock``'s config with ``true`` and nothing else, measured once the autotuner, which
 nobody has asked for, has settled; then come schedules by name, of which ``tutel`` and ``pipemoe_lina`` have the number
 of chunks that they are fastest with. ``--sweep`` looks for all that first, and keeps what it saw in
-``one_word_sweep.csv``; without it an earlier one is read. Steps are whole: forward, backward, optimizer, the gather of
+``whole_sweep.csv``; without it an earlier one is read. Steps are whole: forward, backward, optimizer, the gather of
 parameters. A turn is two steps of one engine: ours gathers parameters under the next forward, so the first step's are
 hidden, and the second's are waited for before the clock stops, where in training all are hidden. AutoEP has rows where
 the installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all; OLMoE, of
 which it has no preset, is described to it by hand.
 
-Rows go to ``benchmarks/results/one_word.csv``, what stock's step spends its time on to ``one_word_operations.csv``,
-what each variant's tensors take, in one step that is not timed, to ``one_word_memory.csv``, and what tuning took, with
-after how many steps it has paid, to ``one_word_tuning.csv``.
+Rows go to ``benchmarks/results/whole.csv``, what stock's step spends its time on to ``whole_operations.csv``,
+what each variant's tensors take, in one step that is not timed, to ``whole_memory.csv``, and what tuning took, with
+after how many steps it has paid, to ``whole_tuning.csv``.
 """
 
 from __future__ import annotations
@@ -158,12 +158,12 @@ def main() -> None:
         goals = [Goal(OURS, at_least=0.98)] if is_judged and OURS in wanted else []
         effort = Effort(args.blocks, args.steps, warmup=1, in_a_row=IN_A_ROW)
         over = {NO_MORE_MEMORY: [OURS]} if {NO_MORE_MEMORY, OURS} <= set(wanted) else {}
-        write_operations(case, swept.stock, args.results / "one_word_operations.csv")
-        (result,) = run_grid(Grid("one_word", (case,)), variants, STOCK, effort, goals, args.results, further=over)
-        write_memory(case, memories, args.results / "one_word_memory.csv")
+        write_operations(case, swept.stock, args.results / "whole_operations.csv")
+        (result,) = run_grid(Grid("whole", (case,)), variants, STOCK, effort, goals, args.results, further=over)
+        write_memory(case, memories, args.results / "whole_memory.csv")
         if dist.get_rank() == 0:
             engines = {name: training.engine for name, training in named.items()}
-            write_tuning(case, engines, result, args.results / "one_word_tuning.csv")
+            write_tuning(case, engines, result, args.results / "whole_tuning.csv")
     dist.destroy_process_group()
 
 
