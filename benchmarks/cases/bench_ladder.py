@@ -16,7 +16,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.harness import RESULTS, Effort, Grid, Variant, run_grid
 from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
 from benchmarks.models.sweeps import OFF, STOCK, found, sweep
-from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole
+from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole, tiny
 
 LAYOUT, ONCE, WINDOWS, SCHEDULE = "ep_size", "once per node", "windows", "schedule"
 
@@ -72,7 +71,7 @@ def main() -> None:
     for key in args.only:
         case = CASES[key]
         if args.tiny:
-            case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1, stages=case.settings.stages[-1:]))
+            case = tiny(case)
             sweep(case, args.results)
         setting = found(case, args.results).stock
         blocks = rungs(case.settings, setting.stage, dist.get_world_size())

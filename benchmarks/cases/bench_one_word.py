@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from benchmarks.harness.routing import parsed
 from benchmarks.models.layers import ranks_per_node
 from benchmarks.models.step_costs import StepMemory, storages_now, write_memory, write_tuning
 from benchmarks.models.sweeps import CUT, OFF, OURS, STOCK, Swept, counted, found, sweep, with_chunks
-from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole
+from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole, tiny
 
 NEWEST_FOR_AUTOEP = Version("5.22.2")
 NO_MORE_MEMORY = "stock, no more memory"
@@ -142,7 +142,7 @@ def main() -> None:
     for key in args.only:
         case = CASES[key]
         if args.tiny:
-            case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1, stages=case.settings.stages[-1:]))
+            case = tiny(case)
         if args.sweep:
             sweep(case, args.results)
         swept = found(case, args.results)

@@ -27,10 +27,10 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.harness import RESULTS, Effort, Grid, Variant, run_grid
 from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
-from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole
+from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole, tiny
 from ds_fsmoe.planning.block import BlockPlan
 
 OURS, NOTHING = "ours", "nothing"
@@ -138,7 +138,7 @@ def main() -> None:
         for key in args.only:
             case = CASES[key]
             if args.tiny:
-                case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1))
+                case = tiny(case)
             variants, over = variants_of(case.settings, cache)
             effort = Effort(args.blocks, steps=1, warmup=1, in_a_row=IN_A_ROW)
             run_grid(Grid("parts", (case,)), variants, OURS, effort, results=args.results, further=over)

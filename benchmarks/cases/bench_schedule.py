@@ -17,7 +17,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run
 from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
 from benchmarks.models.contenders import Contenders
-from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole
+from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole, tiny
 
 SERIAL = "serial"
 STAGE = 1
@@ -82,7 +81,7 @@ def main() -> None:
             if key in MODELS:
                 case = CASES[key]
                 if args.tiny:
-                    case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1))
+                    case = tiny(case)
                 variants, in_a_row = of_whole(case.settings, cache), IN_A_ROW
             else:
                 layer = cases()[int(key)].settings

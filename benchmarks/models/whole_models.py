@@ -85,6 +85,12 @@ CASES = {
 """The last is for users whose model fits in no other stage."""
 
 
+def tiny(case: Case) -> Case:
+    """Return a case as small as it can be, at its last stage, to see that all runs."""
+    stages = case.settings.stages[-1:]
+    return Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1, stages=stages))
+
+
 @functools.cache
 def _groups(kind: str) -> StockGroups:
     """Return what DeepSpeed keeps of the groups of one kind of engines: ours make a group once for all of theirs."""

@@ -13,7 +13,7 @@ from ds_fsmoe.untrusted import read_regular
 _BEGIN = "Traceback (most recent call last):"
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 _PREFIX = re.compile(r"\[(?:rank|default)?(\d+)\]: ?")
-"""What torch and its launchers put ahead of what a rank says."""
+"""The prefix that torch and its launchers put before each line of a rank."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SEEN_OF_OTHERS = re.compile(
     r"closed by peer|reset by peer|remote worker|broken pipe|ChildFailedError|SignalException|CalledProcessError"

@@ -42,7 +42,7 @@ class Baselines:
 
     @property
     def stock_label(self) -> str:
-        """What stock's row is called."""
+        """Return the name of stock's row."""
         if self.stock is None:
             return self.label("deepspeed")
         return f"stock (ep_size 1, ZeRO {self.stock.zero.stage}{'' if self.stock_fits else ', does not fit'})"

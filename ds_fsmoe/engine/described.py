@@ -25,7 +25,7 @@ WORTH_SAYING = 0.1
 
 @dataclass(frozen=True)
 class Chosen:
-    """What an engine runs at this moment."""
+    """Describes what an engine runs now."""
 
     words: dict[str, str]
     """Field of the config -> what runs, in the order a token meets them."""

@@ -57,7 +57,7 @@ class Memory:
 
     moments: tuple[Moment, ...]
     host: Account = field(default_factory=dict)
-    """What the host has of it besides."""
+    """The bytes that a rank holds on the host, in the optimizer's offload."""
 
     @property
     def peak(self) -> Moment:

@@ -29,7 +29,7 @@ class _Run:
     edge: GradientEdge | None
     """Where the gradient of the result goes in; ``None``: the result depends on nothing."""
     dtype: torch.dtype
-    """Of the result."""
+    """The type that the result has."""
     y_NcM: torch.Tensor | None
 
 
