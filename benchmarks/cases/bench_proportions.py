@@ -10,7 +10,7 @@ down (kappa 0) and for links that do (0.45) the same step is simulated with ``tu
 all-to-all.
 
 Rows go to ``benchmarks/results/proportions.csv``; ``python -m benchmarks.report proportions`` prints them beside what
-was measured of stock's step on the testbed (``one_word_operations.csv``).
+was measured of stock's step on the testbed (``whole_operations.csv``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of stock's schedule and one of ours, task by task, and what the autotuner measured: for the report.
 
-``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_timeline.py``. Both
-are run by our runtime, in the node layout of ``models/layers.py``; tasks are those of MoE layers and the gradients that
-travel in them. Of rank 0; rows go to ``benchmarks/results/timeline.csv`` and ``fits.csv``.
+``cluster.py up --nodes 2 --ranks-per-node 1 --inter 25mbit``, where each rank has a core of its own, then ``cluster.py
+run -- benchmarks/cases/bench_timeline.py``. Both are run by our runtime, in the node layout of ``models/layers.py``;
+tasks are those of MoE layers and the gradients that travel in them. Of rank 0; rows go to
+``benchmarks/results/timeline.csv`` and ``fits.csv``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def fits(steps: Steps) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", type=int, default=1, help="number of the layer in bench_layer.py")
+    parser.add_argument("--case", type=int, default=4, help="number of the layer in bench_layer.py")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")

@@ -14,7 +14,6 @@ _ON_THE_BED = (
     ("cases/bench_operations.py", "--steps 3 --only 0"),
     ("cases/bench_layer.py", "--blocks 2 --only 0"),
     ("cases/bench_interference.py", "--steps 20"),
-    ("cases/bench_timeline.py", ""),
 )
 NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_MANY, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 8, 5, 6, 7
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
@@ -59,6 +58,7 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_halves.py --only {n}") for n in range(NUM_HALVES)),
     *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_schedule.py --only {n}") for n in ONE_WORD[:-1]),
     *((_ALONE | {"nodes": 2, "inter": "25mbit"}, f"cases/bench_schedule.py --only {n}") for n in JUDGED_LAYERS),
+    (_ALONE | {"nodes": 2, "inter": "25mbit"}, "cases/bench_timeline.py"),
     *((_ALONE, f"cases/bench_inference.py --only {number}") for number in range(NUM_INFERENCE)),
 )
 """Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes, nodes of one rank."""

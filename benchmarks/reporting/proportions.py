@@ -17,7 +17,7 @@ from benchmarks.reporting.figures import Claim, Figure, Results, shown
 from benchmarks.reporting.rows import Row, line
 from benchmarks.reporting.shares import PARTS, Shares
 
-NAME, MEASURED = "proportions", "one_word_operations"
+NAME, MEASURED = "proportions", "whole_operations"
 PART_OF_OPERATION = {"all-to-all": "all_to_all", "experts": "experts"}
 PART_OF_OPERATION |= dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather", "reduce", "broadcast"), "gradients")
 BEGIN, END = f"<!-- {NAME} -->", f"<!-- /{NAME} -->"

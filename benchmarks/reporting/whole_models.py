@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs/benchmarks.md say of whole models by one word, and of what each part is worth in two of them."""
+"""What README and docs/benchmarks.md say of whole models: one word, what each thing adds, and the schedule by itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _WHOLE = {
     "olmoe": "OLMoE, k 8, H 1/2 M",
     "qwen3": "Qwen3, k 8, H 3/4 M",
 }
+"""The models of the mean."""
+_AT_ZERO_3 = "Qwen3, k 8, H 3/4 M, ZeRO 3"
+_EVERY = (*_WHOLE.values(), _AT_ZERO_3)
+_GPT = _WHOLE["gpt"]
 _OVER_ALL = "ours, over all ranks"
+_LIGHT = "stock, no more memory"
 _AUTO_EP = "AutoEP over 4"
 _IN_ROWS = "ours, rows"
-_WITH_AUTO_EP = ("mixtral", "qwen3")
-"""The models that it takes."""
 
 
 def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
@@ -36,50 +39,60 @@ def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
     yield from _front_page(of, readme)
     yield from _page(of, page)
     yield from _memory(of, page)
+    yield from _ladder(of, page)
+    yield from _schedule(of, readme, page)
     yield from _parts(of, page)
 
 
 def _front_page(of: Results, readme: str) -> Iterator[Claim]:
-    ours = of.of_cases("one_word", "ours")
-    gain = of.computed(mean(ours), ".2f", "one_word", "ours over stock: geometric mean of four models", {"ours"})
+    gain = _mean(of, "ours", "ours over the fastest stock")
     yield Claim(readme, "**With one word in the config, for the same model: {} times**", (gain,))
-    yield Claim(readme, "the gain is {}, the geometric mean of four models", (gain,))
-    for shown, short in (
-        ("GPT, stock's MoE layers | 1", "gpt"),
-        ("Mixtral | 1", "mixtral"),
-        ("OLMoE | 2", "olmoe"),
-        ("Qwen3 | 3", "qwen3"),
-    ):
-        case = _WHOLE[short]
-        columns = {"ours": True, _OVER_ALL: short != "gpt", _AUTO_EP: short in _WITH_AUTO_EP}
-        figures = [of.ratio_in("one_word", case, each) for each, is_there in columns.items() if is_there]
-        cells = " | ".join("{}" if is_there else "-" for is_there in columns.values())
-        yield Claim(readme, f"| {shown} | {cells} | {{}} |", (*figures, _communication(of, case)))
+    yield Claim(readme, "{} is the geometric mean of the first four rows", (gain,))
+    wide = _mean(of, _OVER_ALL, 'and `"ep_size": 4` over the fastest stock')
+    yield Claim(readme, 'With `"ep_size": 4` as well it is {} times', (wide,))
+    shown = ("GPT, stock's MoE layers", "Mixtral", "OLMoE", "Qwen3", "Qwen3 at ZeRO 3")
+    for name, case in zip(shown, _EVERY, strict=True):
+        figures = [_peak(of, case, "stock"), _peak(of, case, "ours"), of.ratio_in("whole", case, "ours")]
+        cells = ["{} / {}", "{}"]
+        for found, otherwise in ((_over_light(of, case), "the same"), *((each, "-") for each in _others(of, case))):
+            cells.append("{}" if found else otherwise)
+            figures += [found] if found else []
+        yield Claim(readme, f"| {name} | {_stage(of, case)} | {' | '.join(cells)} |", tuple(figures))
 
 
 def _page(of: Results, page: str) -> Iterator[Claim]:
-    for short, case in _WHOLE.items():
-        asked = ["ours", *([_OVER_ALL] if short != "gpt" else []), "tutel", "pipemoe_lina", "fsmoe"]
-        asked += [_AUTO_EP] if short in _WITH_AUTO_EP else []
-        again = of.ratio("one_word", case, "A/A")
-        yield Claim(
-            page,
-            f"| {case} | {{}} | {{}} | {'{}' if short != 'gpt' else '-'} | {{}} | {{}} | {{}} | "
-            f"{'{}' if _AUTO_EP in asked else '-'} | {{}} |",
-            (_communication(of, case), *(of.ratio_in("one_word", case, each) for each in asked), again),
-        )
-    over = tuple(of.over("one_word", case, "ours", "tutel") for case in _WHOLE.values())
+    for case in _EVERY:
+        figures = [_communication(of, case), of.ratio_in("whole", case, "ours")]
+        cells = ["{}", "{}"]
+        over_all, auto_ep = _others(of, case)
+        presets = [of.ratio_in("whole", case, each) for each in ("tutel", "pipemoe_lina")]
+        again = of.ratio("whole", case, "A/A")
+        for found, otherwise in (
+            (_over_light(of, case), "the same"),
+            (over_all, "-"),
+            *((each, "") for each in presets),
+            (auto_ep, "-"),
+            (again, ""),
+        ):
+            cells.append("{}" if found else otherwise)
+            figures += [found] if found else []
+        yield Claim(page, f"| {case} | {_stage(of, case)} | {' | '.join(cells)} |", tuple(figures))
+    over = tuple(of.over("whole", case, "ours", "tutel") for case in _WHOLE.values())
     yield Claim(page, "by one word is {}, {}, {} and {} times as fast as `tutel`", over)
-    over = tuple(of.over("one_word", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "qwen3"))
-    yield Claim(page, "{} (Mixtral) and {} times (Qwen3) as fast as AutoEP over the same four ranks", over)
-    rows = of.ratio_in("one_word", _WHOLE["gpt"], _IN_ROWS)
-    yield Claim(page, '`"dispatch": "rows"` GPT gains {}', (rows,))
-    tuned = [row for row in newest(of.rows("one_word_tuning"), ("case", "variant")) if row["variant"] != "fsmoe"]
+    over = tuple(of.over("whole", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "olmoe", "qwen3"))
+    yield Claim(page, "{} (Mixtral), {} (OLMoE) and {} times (Qwen3) as fast as AutoEP over the same four ranks", over)
+    yield Claim(page, '`"dispatch": "rows"` GPT gains {}', (of.ratio_in("whole", _GPT, _IN_ROWS),))
+    yield from _tuning(of, page)
+
+
+def _tuning(of: Results, page: str) -> Iterator[Claim]:
+    file = "whole_tuning"
+    tuned = newest([row for row in of.rows(file) if row["case"] in _EVERY], ("case", "variant"))
     off = [abs(float(row["predicted_ms"]) / float(row["in_trials_ms"]) - 1) for row in tuned]
     low, high = (format(end(float(row["measured_s"]) for row in tuned), ".0f") for end in (min, max))
     few, many = (format(end(int(row["steps_of_trials"]) for row in tuned), "d") for end in (min, max))
     figures = [
-        Figure(text, "one_word_tuning", tuple(tuned), f"best, all models: {what}")
+        Figure(text, file, tuple(tuned), f"best, all models: {what}")
         for text, what in (
             (low, "seconds of measuring, the least"),
             (high, "seconds of measuring, the most"),
@@ -91,26 +104,96 @@ def _page(of: Results, page: str) -> Iterator[Claim]:
     ]
     yield Claim(page, "takes {} to {} s of measuring and {} to {} steps of trials", tuple(figures[:4]))
     yield Claim(page, "a step is off its prediction by {} on average and {} at worst", tuple(figures[4:]))
-    below = max(1 - float(row["in_trials_ms"]) / float(row["bound_ms"]) for row in tuned)
-    what = Figure(format(below, ".0%"), "one_word_tuning", tuple(tuned), "best, all models: below its bound, at most")
-    yield Claim(page, "was shorter than its bound by {}", (what,))
 
 
 def _memory(of: Results, page: str) -> Iterator[Claim]:
-    asked = (("gpt", "ours"), ("olmoe", "ours"), ("olmoe", _OVER_ALL))
-    cells = (of.cell("one_word_memory", "times_stock", ".2f", case=_WHOLE[name], variant=each) for name, each in asked)
-    yield Claim(
-        page, "a step holds {} times stock's tensors in GPT, and {} times in OLMoE, {} times with", tuple(cells)
-    )
-    asked = tuple((name, each) for name in ("mixtral", "qwen3") for each in ("ours", _OVER_ALL))
-    cells = (of.cell("one_word_memory", "times_stock", ".2f", case=_WHOLE[name], variant=each) for name, each in asked)
-    yield Claim(page, "in Mixtral {} and {} times, in Qwen3 {} and {} times", tuple(cells))
+    def times(short: str, variant: str) -> Figure:
+        return of.cell("whole_memory", "times_stock", ".2f", case=_WHOLE[short], variant=variant)
+
+    cells = (times("gpt", "ours"), times("olmoe", "ours"), times("olmoe", _OVER_ALL))
+    yield Claim(page, "a step holds {} times stock's tensors in GPT, and {} times in OLMoE, {} times with", cells)
+    cells = tuple(times(name, each) for name in ("mixtral", "qwen3") for each in ("ours", _OVER_ALL))
+    yield Claim(page, "in Mixtral {} and {} times, in Qwen3 {} and {} times", cells)
+
+
+_RUNGS = ("ep_size", "once per node", "windows", "schedule")
+
+
+def _ladder(of: Results, page: str) -> Iterator[Claim]:
+    """Each rung over the rung before, and the last one over stock."""
+    for case in of.comparison("ladder").cases:
+        there = [each for each in _RUNGS if any(_is(row, case, each) for row in of.rows("ladder"))]
+        below = dict(zip(there, ("", *there[:-1]), strict=True))
+        figures = [of.ratio_in("ladder", case, each, over=below[each]) for each in there]
+        figures += [of.ratio_in("ladder", case, there[-1], over=""), of.ratio("ladder", case, "A/A", over="")]
+        cells = " | ".join("{}" if each in there else "-" for each in _RUNGS)
+        yield Claim(page, f"| {case} | {cells} | {{}} | {{}} |", tuple(figures))
+
+
+def _schedule(of: Results, readme: str, page: str) -> Iterator[Claim]:
+    """All cases of the file: whole models and layers."""
+    file = "schedule"
+    found = of.comparison(file)
+    for case in found.cases:
+        figures = (of.ratio_in(file, case, "windows"), of.ratio_in(file, case, "best"), of.ratio(file, case, "A/A"))
+        # The name of a layer has numbers, too.
+        name = Figure(case.removesuffix(", all ranks"), file, figures[0].rows, "the case")
+        yield Claim(page, "| {} | {} | {} | {} |", (name, *figures))
+    models = [each for each in found.cases if each in _EVERY]
+    layers = [each for each in found.cases if each not in _EVERY]
+    for cases, words in ((models, "whole models"), (layers, "layers of the paper's grid")):
+        gain = of.computed(
+            mean([found.ratio(each, "best") for each in cases]),
+            ".2f",
+            file,
+            f"best over our serial schedule: geometric mean of {words}",
+            {"best"},
+        )
+        yield Claim(page, f"geometric mean of {words}: {{}}", (gain,))
+        yield Claim(readme, f"{{}} times in {words}", (gain,))
+
+
+def _is(row: dict[str, str], case: str, variant: str) -> bool:
+    return (row["case"], row["variant"]) == (case, variant)
+
+
+def _mean(of: Results, variant: str, what: str) -> Figure:
+    """Of the four models. GPT has its experts over all ranks in any case."""
+    names = {case: "ours" if case == _GPT else variant for case in _WHOLE.values()}
+    rows = tuple(of.find("whole", case=case, variant=name, over="") for case, name in names.items())
+    gains = [float(row["ratio"]) for row in rows]
+    return Figure(format(mean(gains), ".2f"), "whole", rows, f"{what}: geometric mean of four models")
+
+
+def _others(of: Results, case: str) -> tuple[Figure | None, Figure | None]:
+    """Ours over all ranks and AutoEP over them, where there is one."""
+    if case == _GPT:
+        return None, None
+    return of.ratio_in("whole", case, _OVER_ALL), of.ratio_in("whole", case, _AUTO_EP)
+
+
+def _over_light(of: Results, case: str) -> Figure | None:
+    """Ours over the fastest stock with no more memory; ``None``: that is the fastest of all."""
+    if not any(_is(row, case, "ours") and row["over"] == _LIGHT for row in of.rows("whole")):
+        return None
+    return of.ratio_in("whole", case, "ours", over=_LIGHT)
+
+
+def _peak(of: Results, case: str, variant: str) -> Figure:
+    return of.cell("whole_memory", "peak", ".0f", case=case, variant=variant)
+
+
+def _stage(of: Results, case: str) -> str:
+    """Of ZeRO, of the fastest stock."""
+    stock = [row for row in of.rows("whole_sweep") if _is(row, case, "stock")]
+    rows = newest(stock, ("stage", "bucket", "overlap"))
+    return min(rows, key=lambda row: float(row["ms"]))["stage"]
 
 
 def _communication(of: Results, case: str) -> Figure:
-    rows = newest([row for row in of.rows("one_word_operations") if row["case"] == case], ("operation",))
+    rows = newest([row for row in of.rows("whole_operations") if row["case"] == case], ("operation",))
     share = sum(float(row["share"]) for row in rows if row["operation"] in _SENT)
-    return Figure(f"{share:.0%}", "one_word_operations", tuple(rows), f"{case}: communication of stock's step")
+    return Figure(f"{share:.0%}", "whole_operations", tuple(rows), f"{case}: communication of stock's step")
 
 
 _SENT = ("all-to-all", "all-reduce", "all-gather", "reduce-scatter", "reduce", "broadcast")
