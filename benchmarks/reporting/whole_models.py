@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs/benchmarks.md say of whole models: one word, what each thing adds, and the schedule by itself."""
+"""What README and docs/benchmarks.md say of whole models: one word, what each thing adds, the schedule by itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _front_page(of: Results, readme: str) -> Iterator[Claim]:
         '`"ep_size": 4` as well',
         (gain, wide),
     )
-    yield Claim(readme, "the gain is {} by one word and {} with `\"ep_size\": 4`, geometric means", (gain, wide))
+    yield Claim(readme, 'the gain is {} by one word and {} with `"ep_size": 4`, geometric means', (gain, wide))
     shown = ("GPT, stock's MoE layers", "Mixtral", "OLMoE", "Qwen3", "Qwen3 at ZeRO 3")
     for name, case in zip(shown, _EVERY, strict=True):
         figures = [_peak(of, case, "stock"), _peak(of, case, "ours"), of.ratio_in("whole", case, "ours")]
