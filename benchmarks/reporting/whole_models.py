@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from benchmarks.reporting.figures import Claim, Figure, Results, mean
@@ -56,31 +56,18 @@ def _front_page(of: Results, readme: str) -> Iterator[Claim]:
     yield Claim(readme, 'the gain is {} by one word and {} with `"ep_size": 4`, geometric means', (gain, wide))
     shown = ("GPT, stock's MoE layers", "Mixtral", "OLMoE", "Qwen3", "Qwen3 at ZeRO 3")
     for name, case in zip(shown, _EVERY, strict=True):
-        figures = [_peak(of, case, "stock"), _peak(of, case, "ours"), of.ratio_in("whole", case, "ours")]
-        cells = ["{} / {}", "{}"]
-        for found, otherwise in ((_over_light(of, case), "the same"), *((each, "-") for each in _others(of, case))):
-            cells.append("{}" if found else otherwise)
-            figures += [found] if found else []
-        yield Claim(readme, f"| {name} | {_stage(of, case)} | {' | '.join(cells)} |", tuple(figures))
+        peaks = (_peak(of, case, "stock"), _peak(of, case, "ours"))
+        cells = [of.ratio_in("whole", case, "ours"), _over_light(of, case) or "the same", *_others(of, case)]
+        yield _line(readme, f"| {name} | {_stage(of, case)} | {{}} / {{}}", peaks, cells)
 
 
 def _page(of: Results, page: str) -> Iterator[Claim]:
     for case in _EVERY:
-        figures = [_communication(of, case), of.ratio_in("whole", case, "ours")]
-        cells = ["{}", "{}"]
         over_all, auto_ep = _others(of, case)
-        presets = [of.ratio_in("whole", case, each) for each in ("tutel", "pipemoe_lina")]
-        again = of.ratio("whole", case, "A/A")
-        for found, otherwise in (
-            (_over_light(of, case), "the same"),
-            (over_all, "-"),
-            *((each, "") for each in presets),
-            (auto_ep, "-"),
-            (again, ""),
-        ):
-            cells.append("{}" if found else otherwise)
-            figures += [found] if found else []
-        yield Claim(page, f"| {case} | {_stage(of, case)} | {' | '.join(cells)} |", tuple(figures))
+        cells = [_communication(of, case), of.ratio_in("whole", case, "ours"), _over_light(of, case) or "the same"]
+        cells += [over_all, *(of.ratio_in("whole", case, each) for each in ("tutel", "pipemoe_lina"))]
+        cells += [auto_ep, of.ratio("whole", case, "A/A")]
+        yield _line(page, f"| {case} | {_stage(of, case)}", (), cells)
     over = tuple(of.over("whole", case, "ours", "tutel") for case in _WHOLE.values())
     yield Claim(page, "by one word is {}, {}, {} and {} times as fast as `tutel`", over)
     over = tuple(of.over("whole", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "olmoe", "qwen3"))
@@ -157,6 +144,13 @@ def _schedule(of: Results, readme: str, page: str) -> Iterator[Claim]:
         yield Claim(readme, f"{{}} times in {words}", (gain,))
 
 
+def _line(page: str, head: str, of_head: tuple[Figure, ...], cells: Sequence[Figure | str]) -> Claim:
+    """Return a line of a table, whose further cells are figures or words."""
+    shown = " | ".join(each if isinstance(each, str) else "{}" for each in cells)
+    figures = (each for each in cells if isinstance(each, Figure))
+    return Claim(page, f"{head} | {shown} |", (*of_head, *figures))
+
+
 def _is(row: dict[str, str], case: str, variant: str) -> bool:
     return (row["case"], row["variant"]) == (case, variant)
 
@@ -169,10 +163,10 @@ def _mean(of: Results, variant: str, what: str) -> Figure:
     return Figure(format(mean(gains), ".2f"), "whole", rows, f"{what}: geometric mean of four models")
 
 
-def _others(of: Results, case: str) -> tuple[Figure | None, Figure | None]:
-    """Ours over all ranks and AutoEP over them, where there is one."""
+def _others(of: Results, case: str) -> tuple[Figure | str, Figure | str]:
+    """Return ours over all ranks and AutoEP over them, or dashes where neither differs from what is there."""
     if case == _GPT:
-        return None, None
+        return "-", "-"
     return of.ratio_in("whole", case, _OVER_ALL), of.ratio_in("whole", case, _AUTO_EP)
 
 

@@ -42,7 +42,7 @@ class PlannedRounds:
         self._new_plan: GradientPlan | None = None
         self._new_windows: tuple[str, ...] = ()
         self._is_new = True
-        """Whether no round has been observed yet."""
+        """Return whether no round has been observed yet."""
         self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
         # Of the round under way.
         self._opened = 0
