@@ -21,7 +21,7 @@ import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from . import SOURCE_ROOT, SOURCE_TAG, locks, toolkit
+from . import SOURCE_ROOT, SOURCE_TAG, architectures, locks, toolkit
 
 if TYPE_CHECKING:
     from setuptools import Extension
@@ -117,7 +117,8 @@ class FSMoEBuilder(OpBuilder):
         if reasons := self.obstacles():
             raise RuntimeError("; ".join(reasons))
         self._wait_for_lock()
-        return super().jit_load(verbose)
+        with locks.building(self.lock_path()):
+            return super().jit_load(verbose)
 
     def _wait_for_lock(self) -> None:
         if (lock := locks.wait_for(self.lock_path())) is not None:
@@ -154,7 +155,23 @@ class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
             found.append("torch finds no CUDA device")
         if reason := toolkit.obstacle(torch.version.cuda):
             found.append(reason)
-        return found
+        return found or self._of_architectures()
+
+    def _of_architectures(self) -> list[str]:
+        """What is wrong with TORCH_CUDA_ARCH_LIST. A wheel may be for other cards than those of this machine."""
+        asked = architectures.asked()
+        try:
+            made = self._architecture_flags(self._for_wheel())
+        except architectures.ArchitectureError as error:
+            return [str(error)]
+        reason = None if self._for_wheel() or not asked else architectures.unfit(asked, made)
+        return [] if reason is None else [reason]
+
+    def _architecture_flags(self, for_wheel: bool) -> list[str]:
+        asked = architectures.asked()
+        if for_wheel and not asked:
+            asked = toolkit.wheel_architectures(toolkit.release())
+        return architectures.flags(asked)
 
     def builder(self) -> Extension:
         """The extension to compile into a wheel, if there are no obstacles.
@@ -177,6 +194,7 @@ class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
         return ["-O3", f"-DFSMOE_TORCH_{TORCH_TAG}"]
 
     def nvcc_args(self) -> list[str]:
-        # Not DeepSpeed's --use_fast_math: sums must have the same bits as the reference, denormals included.
+        # Not DeepSpeed's --use_fast_math: sums must have the same bits as the reference, denormals included. With flags
+        # that name architectures torch adds none of its own.
         arguments = ["-O3", "--fmad=false", f"-DFSMOE_TORCH_{TORCH_TAG}"]
-        return arguments + self.compute_capability_args(toolkit.wheel_architectures(toolkit.release()))
+        return arguments + self._architecture_flags(for_wheel=not self.jit_mode)
