@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where ops are built just in time, and the locks that are held there.
 
-torch makes a file named ``lock`` in an op's folder while it builds it. A build that was killed leaves the file behind,
-and everyone who wants that op waits for it: for ever, and without a word.
+torch makes a file named ``lock`` in an op's folder while it builds it. Up to 2.13 the file is the lock: a build that
+was killed leaves it behind, and everyone who wants that op waits for it, for ever and without a word. So who builds an
+op of ours holds a file of ours as well, which the system lets go of when the process ends. From 2.14 on torch locks its
+file in this way, and leaves it there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
+import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,9 @@ import torch
 STALE_LOCK_S = 600.0
 """A lock that is older is taken for a left-over: no op takes that long to build."""
 _POLL_S = 0.5
+_WARN_AFTER_S = 5.0
+_BUILDER = "fsmoe_builder"
+"""The file beside a lock that the process which builds holds; it has the name of its machine."""
 _LOG = logging.getLogger("ds_fsmoe")
 
 
@@ -62,11 +71,70 @@ def extensions_folder() -> Path:
 
 
 def find_lock(path: Path, clock: Any = time) -> Lock | None:
-    """The lock at a path, if it is held."""
+    """The lock at a path, if somebody may hold it."""
     try:
-        return Lock(path, clock.time() - os.stat(path).st_mtime)
+        found = Lock(path, clock.time() - os.stat(path).st_mtime)
     except FileNotFoundError:
         return None
+    return found if _may_be_held(path) else None
+
+
+def _may_be_held(path: Path) -> bool:
+    from torch.utils import cpp_extension
+
+    if not hasattr(cpp_extension, "FileBaton"):
+        return _is_locked(path)
+    builder = path.with_name(_BUILDER)
+    try:
+        # A file system may keep what another machine locks to itself.
+        return builder.read_text() != socket.gethostname() or _is_locked(builder)
+    except FileNotFoundError:
+        return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds the file at a path."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def building(path: Path) -> Iterator[None]:
+    """Hold a file beside the lock at a path meanwhile, so that others can tell whether this process still builds.
+
+    Args:
+        path: the lock. If nobody holds it any more, it is taken away first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from torch.utils import cpp_extension
+
+    # Opened without being emptied: another process may hold it, and has its name there.
+    with open(path.with_name(_BUILDER), "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # Somebody builds; torch waits for them.
+            yield
+            return
+        was_here = _read(file) == socket.gethostname()
+        if was_here and hasattr(cpp_extension, "FileBaton"):
+            path.unlink(missing_ok=True)
+        file.seek(0)
+        file.truncate()
+        file.write(socket.gethostname())
+        file.flush()
+        yield
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def wait_for(path: Path, clock: Any = time) -> Lock | None:
@@ -78,14 +146,15 @@ def wait_for(path: Path, clock: Any = time) -> Lock | None:
         path: the lock.
         clock: what tells the time and sleeps, with the functions of the module ``time``.
     """
-    start_s, is_told = clock.monotonic(), False
+    start_s, told = clock.monotonic(), logging.NOTSET
     while (found := find_lock(path, clock)) is not None:
         lock = Lock(path, found.age_s, clock.monotonic() - start_s)
         if lock.is_stale:
             return lock
-        if not is_told:
-            _LOG.info("the build lock %s is %s: waiting for the process that builds there", path, lock.age)
-            is_told = True
+        level = logging.WARNING if lock.watched_s >= _WARN_AFTER_S else logging.INFO
+        if level > told:
+            _LOG.log(level, "the build lock %s is %s: waiting for the process that builds there", path, lock.age)
+            told = level
         clock.sleep(_POLL_S)
     return None
 

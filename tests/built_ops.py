@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = dict(os.environ)  # before any test changes it
 
@@ -23,7 +25,7 @@ def build_ops() -> None:
     if not ops_are_built():
         print("compiling the ops, about a minute, once", file=sys.stderr, flush=True)
         command = [sys.executable, "-c", "from ds_fsmoe.ops import load_ops; load_ops('auto', 'cpu')"]
-        environment = _ENVIRONMENT | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        environment = _ENVIRONMENT | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
         subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=900, check=False)
 
 

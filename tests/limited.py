@@ -16,6 +16,8 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.python_path import python_path
+
 MEMORY_BYTES = 3 << 28
 LIMIT_S = 60
 
@@ -25,7 +27,7 @@ def run_limited(commands: Sequence[Sequence[str]], folder: Path, python: str = s
     done = subprocess.run(
         [python, "-m", "tests.limited"],
         input=json.dumps([list(each) for each in commands]),
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
         cwd=folder,
         capture_output=True,
         text=True,

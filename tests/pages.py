@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.built_ops import build_ops
+from tests.python_path import python_path
 from tests.scripts import ROOT, free_port
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
@@ -82,7 +83,7 @@ class Reader:
         # Commands that start ranks need a port of their own: others are running tests, too.
         command = command.replace("--num_accelerators", f"--master_port {free_port()} --num_accelerators")
         beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        environment = os.environ | VARIABLES | {"PYTHONPATH": str(ROOT), "PATH": beside} | self.variables
+        environment = os.environ | VARIABLES | {"PYTHONPATH": python_path(), "PATH": beside} | self.variables
         done = subprocess.run(
             shlex.split(command),
             cwd=self.folder,

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.built_ops import build_ops
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,9 @@ def launch(folder: Path, *arguments: str, **variables: str) -> str:
     """What a job of two ranks printed, started in a folder by DeepSpeed's launcher."""
     build_ops()
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(NUM_RANKS)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    environment = (
+        os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"} | variables
+    )
     command = [*launcher, "--master_port", str(free_port()), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -15,6 +15,7 @@ from ds_fsmoe.commands.compare import tell
 from ds_fsmoe.commands.training_command import OURS, STOCK, PlannedRun, config_of, find_config
 from ds_fsmoe.engine.compat import load_ds_config
 from tests.built_ops import build_ops
+from tests.python_path import python_path
 from tests.scripts import ROOT, free_port
 
 TRAIN = "import sys; print('trained'); sys.exit({status})"
@@ -72,7 +73,7 @@ def with_config_inside(config: Path, folder: Path) -> Path:
 def test_an_untouched_script_is_compared_with_itself(
     inside: bool, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     build_ops()
     out = tmp_path / "out"

@@ -16,6 +16,7 @@ from deepspeed.moe.layer import MoE
 
 import ds_fsmoe
 from ds_fsmoe.distributed.agreement import DisagreementError
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, free_port, launch
 
@@ -180,7 +181,7 @@ def test_run_names_a_module_that_is_not_there(arguments: list[str], sentence: st
 def test_run_runs_a_module_as_python_does(site: Path, tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text(SHOW + "\nimport deepspeed; " + WHOSE)
     command = [sys.executable, "-m", "ds_fsmoe.run", "--module", "shown", "sft", "--module", "x"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     shown = f"__main__ ['{tmp_path}/shown.py', 'sft', '--module', 'x']"
     assert [each for each in (shown, "True") if each not in done.stdout.splitlines()] == [], done.stderr

@@ -22,6 +22,7 @@ from ds_fsmoe.checkpoint_files import guards
 from ds_fsmoe.checkpoint_files.guards import guarded
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face_files import Layout, make, train
 
@@ -131,7 +132,7 @@ def check_script(folder: Path) -> None:
     assert os.access(folder / "zero_to_fp32.py", os.X_OK)
     (folder / "latest").write_text("tag")
     command = [sys.executable, "zero_to_fp32.py", ".", "out", "-t", "tag", "--safe_serialization"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on GPUs whose script sets no device: each rank's streams, parameters and gradients are on its own.
 
-What the ranks do is run here on the CPU as well; on a GPU nothing has run yet.
+What the ranks do is run here on the CPU as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 
 from tests.gpu_engine_job import STEPS, train
 from tests.lane_cases import NEEDS_GPU, NEEDS_GPUS
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT
 from tests.waiting import LIMIT_S
@@ -28,7 +29,10 @@ def launch(folder: Path, world_size: int, **variables: str) -> list[list[dict[st
     """What each rank found, started by torchrun, which leaves it to the script on which device a rank is."""
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}
-    environment |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | variables
+    environment |= {
+        "PYTHONPATH": python_path(),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    } | variables
     command = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), JOB, str(folder)]
     options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
     done = subprocess.run(command, env=environment, cwd=folder, **options)

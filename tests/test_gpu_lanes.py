@@ -3,7 +3,7 @@
 
 On a GPU a delay in every task of experts gives whatever would overwrite their rows the time to do it: memory of the
 forward that is given away before the backward has read it shows as other weight gradients. The same bodies run here on
-threads; on a GPU nothing has run yet.
+threads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ds_fsmoe.planning.schedule import EXPERT, Lane, Task
 from tests import gpu_cases
 from tests.gpu_cases import DEGREES, KINDS, ON_DEVICE, SEEDS, Case, case_of, checksums, differing_seeds, run_layer
 from tests.lane_cases import CPU, NEEDS_GPU
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Chunks of 32 KiB and more on a GPU: of one size, so that the allocator gives one the memory of another.
@@ -88,7 +89,7 @@ def test_an_allocator_that_never_gives_memory_twice_changes_no_bit(tmp_path: Pat
     found = []
     for caching in ("0", "1"):
         file = tmp_path / f"without_cache_{caching}.json"
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": python_path()}
         environment.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)
         if caching == "1":
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

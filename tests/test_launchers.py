@@ -16,6 +16,7 @@ import yaml
 
 from ds_fsmoe.checks.launchers import accelerate_warnings, launcher_warnings
 from tests.built_ops import build_ops
+from tests.python_path import python_path
 from tests.scripts import ROOT, free_port
 from tests.waiting import LIMIT_S
 
@@ -32,7 +33,7 @@ def start(folder: Path, *command: str, **variables: str) -> None:
     # None of the variables by which launchers tell ranks apart may come from outside.
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     environment |= {"PATH": f"{BIN}:{os.environ['PATH']}"} | variables
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

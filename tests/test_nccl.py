@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from ds_fsmoe.tuning.tuned_model import TunedModel
 from tests.lane_cases import INTER, INTRA, schedule_of
 from tests.pretended_device import pretended, run_pretended
 from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
 
@@ -326,3 +328,24 @@ def test_layers_and_engines_of_the_same_sizes_share_their_communicators(monkeypa
         second = make_groups(2, 2, mp_size=2, ranks_per_node=4, same_tokens=False)
         assert (second.ep_group, second.esp_group, second.mp_group) == (first.ep_group, first.esp_group, first.mp_group)
         assert len(found.made) - count <= 1, "who has to agree may differ, nothing else"
+
+
+LIBRARY = """
+int ncclGetVersion(int *version) { *version = VERSION; return 0; }
+"""
+
+
+@pytest.mark.parametrize(("number", "expected"), [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (2804, (2, 8, 4))])
+def test_the_version_is_that_of_the_library_that_is_loaded(tmp_path: Path, number: int, expected: tuple) -> None:
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    (tmp_path / "nccl.c").write_text(LIBRARY)
+    library = tmp_path / "libnccl.so.2"
+    options = ["-shared", "-fPIC", f"-DVERSION={number}", "-Wl,-soname,libnccl.so.2", "-o", str(library)]
+    subprocess.run([compiler, *options, str(tmp_path / "nccl.c")], check=True)
+    script = (
+        "import ctypes, sys; ctypes.CDLL(sys.argv[1]); from ds_fsmoe.distributed import nccl; print(nccl.version())"
+    )
+    environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", script, str(library)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[-2] == str(expected)

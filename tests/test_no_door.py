@@ -16,8 +16,8 @@ import torch
 import ds_fsmoe
 from ds_fsmoe.checks import no_door
 from tests.logged import Said
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
-from tests.scripts import ROOT
 from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel
 
 
@@ -117,7 +117,7 @@ def test_a_block_that_is_not_read_is_said_once_by_the_first_rank_with_all_ways_i
 def test_engines_are_looked_at_whichever_is_imported_first_and_deepspeeds_functions_stay_its_own(order: str) -> None:
     code = f"{order}, inspect; engine = deepspeed.DeepSpeedEngine.__init__; print(engine.__name__, 'args' in "
     code += "inspect.signature(engine).parameters, engine.__globals__['__name__'], deepspeed.initialize.__module__)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.split()[-4:] == ["__init__", "True", "ds_fsmoe.door", "deepspeed"], done.stderr
 

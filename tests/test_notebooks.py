@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 import pytest
 
-from tests.scripts import ROOT
-from tools.notebooks import FOLDER, KEPT, bare, printed, run
+nbformat = pytest.importorskip("nbformat")
+
+from tests.scripts import ROOT  # noqa: E402
+from tools.notebooks import FOLDER, KEPT, bare, printed, run  # noqa: E402
 
 pytestmark = pytest.mark.long
 

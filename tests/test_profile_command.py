@@ -15,8 +15,9 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cluster_schema import UNITS
+from tests.python_path import python_path
 from tests.samples import sampled
-from tests.scripts import ROOT, free_port, on_ranks
+from tests.scripts import free_port, on_ranks
 
 COMPUTING = {name for name in UNITS if "." not in name}
 SMALL = ["--max-bytes", "4099"]
@@ -28,7 +29,7 @@ def typed(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     command = [sys.executable, *(launcher if ranks else []), "-m", "ds_fsmoe", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 

@@ -17,6 +17,7 @@ from ds_fsmoe.files.runs import Run, read_run
 from ds_fsmoe.files.traces import read_trace
 from tests.built_ops import build_ops
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, WIDTH, batch, loss_of, model_of
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT
 from tests.test_flops_profiler import macs_of
@@ -176,7 +177,7 @@ def test_deepspeeds_flops_profiler_counts_the_products_of_the_experts(case: tupl
 def test_a_plain_loop_over_a_hugging_face_model_is_compared_with_itself(
     stage: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     build_ops()

@@ -124,6 +124,8 @@ def test_on_a_gpu_times_are_those_of_the_device_from_when_the_host_set_them(make
     tracer.step(0)
     for number in range(5):
         run(lanes, tracer, schedule, f"L0{number}/forward", lambda task: torch.cuda._sleep(20_000_000))
+    # The tracer waits by its own clock, on which no time passes for the device.
+    torch.cuda.synchronize()
     tracer.step(1)
     trace = written(tracer)
     assert_valid(trace)

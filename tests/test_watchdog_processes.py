@@ -22,6 +22,7 @@ from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task
 from tests.fake_clock import SteppedClock
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S, linger, stand_still
 from tests.watchdog_cases import (
@@ -175,7 +176,7 @@ def expert(task):
     raise ValueError("not enough \\udcff rows")
 engine.lanes.run(Schedule((Task("EXPERT", Lane.COMPUTE, 2),)), {"EXPERT": expert}, "L05/backward")
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "7"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "RANK": "7"}
     failed = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, timeout=600, check=False
     )

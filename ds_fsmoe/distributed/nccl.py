@@ -8,8 +8,10 @@ where each communicator has few thread blocks.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -35,11 +37,23 @@ def is_used(group: dist.ProcessGroup | None = None) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
+def version() -> tuple[int, ...]:
+    """Return the version of NCCL that is loaded, which may be another than the one that torch was compiled with."""
+    number = ctypes.c_int()
+    # Nothing is loaded by asking: torch has loaded what it runs on.
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        if library.ncclGetVersion(ctypes.byref(number)) == 0:
+            major = number.value // 10_000 or number.value // 1000
+            return major, number.value // 100 % (100 if number.value >= 10_000 else 10), number.value % 100
+    return torch.cuda.nccl.version()
+
+
 def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why a GPU may start this rank's collectives in another order than they are issued; ``None`` if not."""
     if torch.version.hip is not None:
         return "RCCL has no order of launches that can be relied on"
-    found = torch.cuda.nccl.version()
+    found = version()
     if found[:2] < ORDERED_FROM:
         return f"NCCL {'.'.join(map(str, found))} has no {VARIABLE}: it came with {'.'.join(map(str, ORDERED_FROM))}"
     value = environment.get(VARIABLE)

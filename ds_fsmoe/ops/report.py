@@ -91,7 +91,8 @@ def machine_rows(environment: Mapping[str, str] = os.environ) -> list[Row]:
     else:
         rows += [("GPUs", "none", NO, "torch finds no CUDA device")]
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version())), OKAY, "torch's own"))
+        compiled = ".".join(map(str, torch.cuda.nccl.version()))
+        rows.append(("NCCL", compiled, OKAY, "as torch was compiled; a job asks the library that is loaded"))
     else:
         rows.append(("NCCL", "none", NO, "this torch is built without it"))
     told = {name: environment[name] for name in _LAUNCHER if name in environment}
