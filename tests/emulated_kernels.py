@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
 EMULATION = REPOSITORY / "tests" / "emulated_cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # in the order of the enum in launchers.h
+FORMS = ("silu", "gelu", "gelu_tanh", "silu_of_clamped", "clamped_silu", "swish_of_clamped")  # likewise
 PRIORITIES = ("choice", "token", "score")  # likewise
 
 PLAIN, CHECKED, RACING = "plain", "checked", "racing"
@@ -57,7 +58,7 @@ class Address:
     value: int
 
 
-Argument = Tensor | Behind | Address | torch.dtype | int | None
+Argument = Tensor | Behind | Address | torch.dtype | int | float | None
 
 
 def nonsense(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -128,19 +129,62 @@ class Kernels:
         y = y_NM.tensor if isinstance(y_NM, Behind) else y_NM
         num_choices, num_tokens = slots_KS.shape
         out = Behind(nonsense((num_tokens, y.shape[1]), dtype), how.pop("out_offset_bytes", 0))
-        sizes = (num_tokens, num_choices, *y.shape)
-        return self.call("launch_restore", y_NM, y.dtype, slots_KS, weights, out, dtype, *sizes, **how)[-1]
+        sizes, by_slot = (num_tokens, num_choices, *y.shape), int(how.pop("by_slot", False))
+        return self.call(
+            "launch_restore", y_NM, y.dtype, slots_KS, *_weights(weights), by_slot, out, dtype, *sizes, **how
+        )[-1]
 
     def restore_backward(
         self, d_out_SM: Tensor | Behind, y_NM: Tensor | Behind, slots_KS: Tensor, weights_KS: Tensor, **how
     ) -> tuple[Tensor, Tensor]:
         d_out, y = (each.tensor if isinstance(each, Behind) else each for each in (d_out_SM, y_NM))
         dy = Behind(nonsense(y.shape, y.dtype), how.pop("out_offset_bytes", 0))
-        results = (dy, nonsense(slots_KS.shape, torch.float32), nonsense((len(y),), torch.uint8))
+        results = (dy, nonsense((weights_KS.numel(),), torch.float32), nonsense((len(y),), torch.uint8))
         sizes = (slots_KS.shape[1], slots_KS.shape[0], *y.shape)
-        inputs = (d_out_SM, d_out.dtype, y_NM, y.dtype, slots_KS, weights_KS)
-        *_, dy_NM, d_weights_KS, _ = self.call("launch_restore_backward", *inputs, *results, *sizes, **how)
-        return dy_NM, d_weights_KS
+        inputs = (d_out_SM, d_out.dtype, y_NM, y.dtype, slots_KS, *_weights(weights_KS))
+        *_, dy_NM, d_weights, _ = self.call("launch_restore_backward", *inputs, *results, *sizes, **how)
+        return dy_NM, d_weights.as_strided(weights_KS.shape, weights_KS.stride())
+
+    def gated(
+        self,
+        x_RF: Tensor | Behind,
+        dh_RH: Tensor | Behind | None,
+        form: str,
+        interleaved: bool,
+        limit: float,
+        alpha: float,
+        **how,
+    ) -> tuple[Tensor | None, Tensor]:
+        x = x_RF.tensor if isinstance(x_RF, Behind) else x_RF
+        num_rows, width = len(x), x.shape[1] // 2
+        offset_bytes = how.pop("out_offset_bytes", 0)
+        dx = None if dh_RH is None else Behind(nonsense(x.shape, x.dtype), offset_bytes)
+        h = Behind(nonsense((num_rows, width), x.dtype), offset_bytes)
+        of_form = (x.dtype, FORMS.index(form), int(interleaved), float(limit), float(alpha))
+        found = self.call("launch_gated", x_RF, dh_RH, *of_form, dx, h, num_rows, width, **how)
+        return None if dh_RH is None else found[-2], found[-1]
+
+    def number_rows(
+        self,
+        choices_KS: Tensor,
+        num_experts: int,
+        capacity: int = 1,
+        segments_3T: Tensor | None = None,
+        limits_E: Tensor | None = None,
+        **how,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_choices, num_tokens = choices_KS.shape
+        num_segments = 1 if segments_3T is None else segments_3T.shape[1]
+        sizes = (num_tokens, num_choices, num_experts, capacity)
+        decision = (_memory(choices_KS), *choices_KS.stride(), *sizes, segments_3T, num_segments)
+        space = nonsense((self.number("number_rows_workspace", *decision),), torch.int32)
+        rows, counts = nonsense(choices_KS.shape, torch.int64), nonsense((num_experts * num_segments,), torch.int64)
+        ends, fault = nonsense(counts.shape, torch.int32), nonsense((1,), torch.int64)
+        results = rows, counts, ends, fault
+        *_, rows_KS, counts_V, ends_V, fault, _ = self.call(
+            "launch_number_rows", *decision, limits_E, *results, space, **how
+        )
+        return rows_KS, counts_V, ends_V, fault.view(())
 
     def choose(self, scores_SE: Tensor, k: int, **how) -> Tensor:
         experts = nonsense((k, len(scores_SE)), torch.int64)
@@ -167,6 +211,15 @@ class Kernels:
         return slots_KS, counts_E
 
 
+def _memory(tensor: Tensor) -> Tensor:
+    """All that a tensor is a view of, as it lies there."""
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+
+
+def _weights(weights_KS: Tensor | None) -> tuple[Argument, int, int]:
+    return (None, 0, 0) if weights_KS is None else (_memory(weights_KS), *weights_KS.stride())
+
+
 def _written(argument: Argument) -> bytes:
     if argument is None:
         return b"null\n"
@@ -174,6 +227,8 @@ def _written(argument: Argument) -> bytes:
         return f"address {argument.value}\n".encode()
     if isinstance(argument, torch.dtype):
         argument = DTYPES.index(argument)
+    if isinstance(argument, float):
+        (argument,) = struct.unpack("<q", struct.pack("<d", argument))
     if isinstance(argument, int):
         return f"number {argument}\n".encode()
     offset_bytes = argument.offset_bytes if isinstance(argument, Behind) else 0
@@ -202,7 +257,7 @@ def build(file: str, how: str, *edits: tuple[str, str]) -> Kernels:
     (folder / file).write_text(text)
     stem = Path(file).stem
     named = [f'-DFSMOE_KERNELS="{file}"', f"-DFSMOE_OF_{stem.upper()}"]
-    folders = [f"-I{each}" for each in (folder, EMULATION, FOLDER)]
+    folders = [f"-I{each}" for each in (folder, EMULATION, FOLDER, REPOSITORY / "csrc" / "includes")]
     strict = ["-std=c++20", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-pthread"]
     output = folder / stem
     command = [compiler, *strict, *FLAGS[how], *named, *folders, str(EMULATION / "program.cpp"), "-o", str(output)]

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from torch import Tensor  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from ds_fsmoe.ops import Ops, load_ops  # noqa: E402
 from tests.ops_cases import (  # noqa: E402
@@ -37,7 +38,12 @@ def reference() -> Ops:
     return load_ops("reference", "cpu")
 
 
-@pytest.fixture(params=["reference", "compiled"])
+@pytest.fixture
+def plain() -> Ops:
+    return load_ops("plain", "cpu")
+
+
+@pytest.fixture(params=["reference", "plain", "compiled"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     return request.getfixturevalue(request.param)
 
@@ -110,7 +116,7 @@ def test_compiled_arrange_equals_reference_bit_for_bit(
     expected_out_NM, _ = arranged(reference, *case)
     assert_same_bits(out_NM, expected_out_NM)
     # In float32, and in the order of the slots, which is torch's when it adds up what was gathered.
-    assert_same_bits(dx_SM, reference.restore(case[-1], slots_KS.sort(dim=0).values, None, dtype))
+    assert_same_bits(dx_SM, reference.restore(case[-1], slots_KS, None, dtype, by_slot=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,6 +138,8 @@ def test_compiled_restore_equals_reference(
         expected_SM, expected_dy_NM, expected_d_weights_KS = restored(reference, *case)
         assert_same_bits(out_SM, expected_SM)
         assert_same_bits(dy_NM, expected_dy_NM)
+        by_slot = (*case[:-1], True)
+        assert_same_bits(compiled.restore(*by_slot), reference.restore(*by_slot))
         # A dot product over the width: the order of the sum is each one's own.
         is_double = FP64 in (dtype, out_dtype, weight_dtype)
         is_empty = 0 in shape_SMKN
@@ -235,7 +243,18 @@ def test_torch_accepts_the_operators(compiled: Ops, dtype: torch.dtype) -> None:
     torch.library.opcheck(fsmoe.arrange.default, (x_SM, slots_KS, num_slots))
     torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, weights_KS))
     torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, None, FP32))
-    torch.library.opcheck(fsmoe.restore_backward.default, (x_SM, y_NM, slots_KS, weights_KS))
+    for weights in (weights_KS, weights_KS.detach().t().contiguous().t()):
+        torch.library.opcheck(fsmoe.restore_backward.default, (x_SM, y_NM, slots_KS, weights))
+
+
+def test_gradients_of_weights_without_data_lie_as_on_each_device(compiled: Ops) -> None:
+    assert compiled.name == "compiled"
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode():
+            x_SM, y_NM, weights_SK = (torch.empty(shape, device=device) for shape in ((7, 5), (11, 5), (7, 2)))
+            slots_KS = torch.empty((2, 7), dtype=torch.int64, device=device)
+            _, d_weights_KS = torch.ops.fsmoe.restore_backward(x_SM, y_NM, slots_KS, weights_SK.t())
+        assert d_weights_KS.stride() == ((7, 1) if device == "cpu" else (1, 2))
 
 
 @pytest.mark.parametrize(

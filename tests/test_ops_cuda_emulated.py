@@ -9,12 +9,15 @@ a GPU can show.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from ds_fsmoe.execution.token_cuts import TokenCuts  # noqa: E402
+from ds_fsmoe.layer.row_routing import segments_with_queues  # noqa: E402
 from ds_fsmoe.ops import reference  # noqa: E402
 from tests.emulated_kernels import (  # noqa: E402
     CHECKED,
@@ -26,7 +29,7 @@ from tests.emulated_kernels import (  # noqa: E402
     Kernels,
     build,
 )
-from tests.ops_cases import assert_same_bits, random_rows, random_slots  # noqa: E402
+from tests.ops_cases import assert_same_bits, random_rows, random_slots, segments_of  # noqa: E402
 from tests.samples import sampled  # noqa: E402
 
 # (S, M, K, N); widths that go in vectors of 16 bytes and others, and more than one round of the block's threads.
@@ -61,9 +64,10 @@ def test_restore_and_its_gradients_equal_reference(shape_SMKN, dtype, out_dtype,
     y_NM = random_rows(num_slots, width, dtype).requires_grad_()
     weights_KS = random_rows(num_choices, num_tokens, torch.float32, 2).requires_grad_()
     d_out_SM = random_rows(num_tokens, width, out_dtype, 3)
-    for weights in (None, weights_KS):
-        expected_SM = reference.restore(y_NM, slots_KS, weights, out_dtype)
-        assert_same_bits(kernels.restore(y_NM, slots_KS, weights, out_dtype), expected_SM.detach())
+    for weights, by_slot in itertools.product((None, weights_KS), (True, False)):
+        expected_SM = reference.restore(y_NM, slots_KS, weights, out_dtype, by_slot)
+        found_SM = kernels.restore(y_NM, slots_KS, weights, out_dtype, by_slot=by_slot)
+        assert_same_bits(found_SM, expected_SM.detach())
     expected_SM.backward(d_out_SM)
     dy_NM, d_weights_KS = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS)
     assert_same_bits(dy_NM, y_NM.grad)
@@ -71,7 +75,25 @@ def test_restore_and_its_gradients_equal_reference(shape_SMKN, dtype, out_dtype,
     torch.testing.assert_close(d_weights_KS, weights_KS.grad, rtol=0, atol=1e-6 * largest)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["transposed", "the same for all choices", "the same for all tokens"])
+def test_weights_are_read_where_they_lie_and_their_gradients_lie_there_too(layout: str) -> None:
+    kernels, (num_tokens, num_choices, num_slots, width) = build("rows.cu", CHECKED), (5, 3, 17, 24)
+    slots_KS, y_NM = random_slots(num_tokens, num_choices, num_slots), random_rows(num_slots, width, torch.bfloat16)
+    weights_KS = {
+        "transposed": random_rows(num_tokens, num_choices, torch.float32).t(),
+        "the same for all choices": random_rows(1, num_tokens, torch.float32).expand(num_choices, -1),
+        "the same for all tokens": random_rows(num_choices, 1, torch.float32).expand(-1, num_tokens),
+    }[layout]
+    restored_SM = kernels.restore(y_NM, slots_KS, weights_KS, torch.float32)
+    assert_same_bits(restored_SM, reference.restore(y_NM, slots_KS, weights_KS, torch.float32))
+    if layout == "transposed":  # those that overlap have gradients of their own
+        d_out_SM = random_rows(num_tokens, width, torch.float32, 3)
+        dy_NM, d_weights_KS = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS)
+        expected = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS.contiguous())
+        assert_same_bits(dy_NM, expected[0])
+        assert_same_bits(d_weights_KS, expected[1])
+
+
 @pytest.mark.parametrize("shape_SMKN", EMPTY_SMKN, ids=str)
 def test_nothing_to_move_is_moved_without_a_fault(shape_SMKN: tuple[int, int, int, int]) -> None:
     kernels, (num_tokens, width, num_choices, num_slots) = build("rows.cu", CHECKED), shape_SMKN
@@ -79,9 +101,13 @@ def test_nothing_to_move_is_moved_without_a_fault(shape_SMKN: tuple[int, int, in
     x_SM, y_NM = (random_rows(rows, width, torch.float32) for rows in (num_tokens, num_slots))
     arranged_NM = kernels.arrange(x_SM, slots_KS, num_slots, torch.bfloat16)
     assert torch.equal(arranged_NM, reference.arrange(x_SM, slots_KS, num_slots, torch.bfloat16))
-    if num_choices > 0:  # the reference has no sum over none
-        restored_SM = kernels.restore(y_NM, slots_KS, None, torch.float32)
-        assert torch.equal(restored_SM, reference.restore(y_NM, slots_KS, None, torch.float32))
+    for by_slot in (False, True):
+        restored_SM = kernels.restore(y_NM, slots_KS, None, torch.float32, by_slot=by_slot)
+        assert torch.equal(restored_SM, reference.restore(y_NM, slots_KS, None, torch.float32, by_slot))
+    if num_slots == 0:  # otherwise the bindings return zeros
+        weights_KS = random_rows(num_choices, num_tokens, torch.float32)
+        _, d_weights_KS = kernels.restore_backward(x_SM, y_NM, slots_KS, weights_KS)
+        assert torch.equal(d_weights_KS, torch.zeros_like(weights_KS))
 
 
 OFFSETS = [(0, 0), (4, 0), (0, 4), (8, 4)]
@@ -186,3 +212,116 @@ def test_16_bytes_at_a_misaligned_address_are_reported_with_their_line(which: st
         build("rows.cu", CHECKED, planted).arrange(
             x_SM, random_slots(3, 1, 5), 5, torch.float32, out_offset_bytes=behind
         )
+
+
+# (S, E, K, C); several tiles, more experts than have their share of shared memory at once, places within an expert.
+DECISIONS_SEKC = [(1, 1, 1, 1), (13, 3, 2, 1), (541, 7, 2, 1), (700, 384, 8, 1), (300, 1500, 3, 2), (64, 5, 2, 3)]
+
+
+@sampled("how", BUILDS, kept=[0])
+@sampled(("shape_SEKC", "count"), list(itertools.product(DECISIONS_SEKC, (None, 1, 4, 30))), kept=range(0, 24, 2))
+def test_rows_are_numbered_counted_and_checked_as_by_the_reference(shape_SEKC, count: int | None, how: str) -> None:
+    num_tokens, num_experts, num_choices, capacity = shape_SEKC
+    generator, none = torch.Generator().manual_seed(1), num_experts * capacity
+    # Of one shape some choices are out of range.
+    lowest, highest = (-1, none + 2) if num_tokens == 64 else (0, none + 1)
+    choices_KS = torch.randint(lowest, highest, (num_choices, num_tokens), generator=generator)
+    segments_3T = None if count is None else segments_of(num_tokens, count)
+    limits_E = torch.full((num_experts,), 3) if num_tokens == 541 else None
+    decision = choices_KS, num_experts, capacity, segments_3T, limits_E
+    expected = reference.number_rows(*decision)
+    for found, each in zip(build("slots.cu", how).number_rows(*decision), expected, strict=True):
+        assert torch.equal(found, each)
+    assert int(expected.fault) == {64: 1, 541: 2}.get(num_tokens, 0)
+
+
+@pytest.mark.parametrize("shape_KS", [(2, 0), (0, 5), (2, 5)])
+@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize("capacity", [0, 2])
+def test_nothing_to_number_is_numbered_without_a_fault(shape_KS, count: int | None, capacity: int) -> None:
+    none = 3 * capacity
+    choices_KS = torch.full(shape_KS, none)
+    segments_3T = None if count is None else segments_of(shape_KS[1], count)
+    decision = choices_KS, 3, capacity, segments_3T, torch.zeros(3, dtype=torch.int64)
+    found, expected = build("slots.cu", CHECKED).number_rows(*decision), reference.number_rows(*decision)
+    assert all(map(torch.equal, found, expected))
+    assert not int(expected.fault)
+    assert not expected.counts_V.any()
+
+
+def test_a_decision_is_read_where_it_lies() -> None:
+    choices_KS = torch.randint(0, 8, (300, 3), generator=torch.Generator().manual_seed(0)).t()
+    assert not choices_KS.is_contiguous()
+    decision = choices_KS, 7, 1, segments_of(300, 4)
+    found, expected = build("slots.cu", CHECKED).number_rows(*decision), reference.number_rows(*decision)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_rows_of_384_experts_are_numbered_for_degrees_16_and_15() -> None:
+    cuts = TokenCuts(16, 15)
+    num_tokens, num_experts = 256, 384
+    choices_KS = torch.randint(0, num_experts + 1, (8, num_tokens), generator=torch.Generator().manual_seed(3))
+    segments_3T = segments_with_queues(cuts, num_experts, num_tokens, choices_KS)
+    assert num_experts * cuts.num_segments > 11_000
+    expected = reference.number_rows(choices_KS, num_experts, 1, segments_3T)
+    for found, each in zip(
+        build("slots.cu", PLAIN).number_rows(choices_KS, num_experts, 1, segments_3T), expected, strict=True
+    ):
+        assert torch.equal(found, each)
+
+
+def terms(x_RF: torch.Tensor, dh_RH: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """How large is what a gated product's gradient, [R, 2H], and the product, [R, H], are added up of."""
+    x_RF, dh_RH = x_RF.double().abs(), dh_RH.double().abs()
+    gate_RH, up_RH = (x_RF[:, ::2], x_RF[:, 1::2]) if interleaved else x_RF.chunk(2, dim=1)
+    of_x = torch.stack([dh_RH * (up_RH + 1), dh_RH * gate_RH], dim=2 if interleaved else 1)
+    return of_x.reshape(x_RF.shape), gate_RH * (up_RH + 1)
+
+
+def assert_near(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], sizes, last_bits: int) -> None:
+    """1 + erf(x) and 1 + tanh(x) cancel: the last bit of their terms is more than that of their sum."""
+    for each, its, size in zip(found, expected, sizes, strict=True):
+        ends = torch.finfo(each.dtype)
+        assert torch.all((each.double() - its.double()).abs() <= last_bits * ends.eps * (size + ends.tiny))
+
+
+GATED = list(itertools.product(reference.FORMS, (False, True), DTYPES))
+
+
+@sampled("how", BUILDS, kept=[0])
+@sampled(("form", "interleaved", "dtype"), GATED, kept=range(0, len(GATED), 5), ids=str)
+def test_gated_products_and_their_gradients_equal_the_reference(form, interleaved, dtype, how: str) -> None:
+    kernels = build("gated.cu", how)
+    for num_rows, width, offset_bytes in ((1, 1, 0), (7, 24, 0), (3, 2056, 0), (5, 13, 0), (2, 16, 8)):
+        x_RF, dh_RH = random_rows(num_rows, 2 * width, dtype), random_rows(num_rows, width, dtype, 1)
+        x_RF[0, ::3] *= 40
+        arguments = form, interleaved, 1.25, 1.702
+        x, dh = Behind(x_RF, offset_bytes), Behind(dh_RH, offset_bytes)
+        _, h_RH = kernels.gated(x, None, *arguments, out_offset_bytes=offset_bytes)
+        dx_RF, again_RH = kernels.gated(x, dh, *arguments, out_offset_bytes=offset_bytes)
+        assert_same_bits(again_RH, h_RH)
+        expected, sizes = reference.gated_backward(x_RF, dh_RH, *arguments), terms(x_RF, dh_RH, interleaved)
+        # Two libraries' functions differ in their last bit, and a step that is rounded may differ by one more.
+        assert_near((dx_RF, h_RH), expected, sizes, last_bits=4)
+        if dtype == torch.float32:  # narrower steps may fall on the other side of a limit
+            exact = reference.gated_backward(x_RF.double(), dh_RH.double(), *arguments)
+            assert_near((dx_RF, h_RH), exact, sizes, last_bits=8)
+
+
+@pytest.mark.parametrize("shape_RF", [(0, 16), (3, 0)])
+def test_no_rows_or_columns_have_a_gated_product_without_a_fault(shape_RF: tuple[int, int]) -> None:
+    x_RF, dh_RH = torch.zeros(shape_RF), torch.zeros(shape_RF[0], shape_RF[1] // 2)
+    dx_RF, h_RH = build("gated.cu", PLAIN).gated(x_RF, dh_RH, "silu", False, 0.0, 0.0)
+    assert (dx_RF.shape, h_RH.shape) == (x_RF.shape, dh_RH.shape)
+
+
+def test_a_gated_product_hands_on_what_is_no_number_and_clamps_what_has_no_end() -> None:
+    ends = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
+    gate, up = (each.reshape(-1) for each in torch.meshgrid(ends, ends, indexing="ij"))
+    x_RF, dh_RH = torch.stack([gate, up], dim=1), torch.ones(len(gate), 1)
+    for form in reference.FORMS:
+        arguments = form, False, 7.0, 1.702
+        dx_RF, h_RH = build("gated.cu", PLAIN).gated(x_RF, dh_RH, *arguments)
+        expected_dx, expected_h = reference.gated_backward(x_RF, dh_RH, *arguments)
+        torch.testing.assert_close(h_RH, expected_h, equal_nan=True)
+        torch.testing.assert_close(dx_RF, expected_dx, equal_nan=True)

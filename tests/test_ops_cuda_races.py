@@ -25,12 +25,16 @@ from tests.emulated_kernels import (  # noqa: E402
     Kernels,
     build,
 )
-from tests.ops_cases import assert_same_bits, random_rows, random_slots  # noqa: E402
+from tests.ops_cases import assert_same_bits, random_rows, random_slots, segments_of  # noqa: E402
 from tests.samples import sampled  # noqa: E402
 
 KERNEL_FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
 # More than one warp in each: of packs of 16 bytes, and of single values.
 WIDTHS = {"packs": 328, "values": 37}
+
+
+# A function begins in the first column, and ends there.
+FUNCTION = re.compile(r"^(?=\S)[^;{}/#]*?\b(?!__launch_bounds__)(\w+)\([^;{}]*\) \{$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +54,14 @@ class Site:
 def sites() -> list[Site]:
     found = []
     for file in KERNEL_FILES:
-        lines = (FOLDER / file).read_text().splitlines()
-        name, begin = "", 0
-        for number, line in enumerate(lines, 1):
-            if re.match(r"\S.*\b(\w+)\(", line):  # a function begins in the first column, and ends there
-                name, begin = re.match(r"\S.*?\b(\w+)\(", line)[1], number
-            if kind := re.search(r"__syncthreads\(\)|\batomic\w+(?=\()", line):
-                end = next(after for after in range(number, len(lines) + 1) if lines[after - 1] == "}")
-                found.append(Site(file, number, kind[0], name, range(begin, end + 1)))
+        text = (FOLDER / file).read_text()
+        lines = text.splitlines()
+        for head in FUNCTION.finditer(text):
+            begin = text.count("\n", 0, head.start(1)) + 1
+            body = range(begin, lines.index("}", begin) + 2)
+            for number in body:
+                if kind := re.search(r"__syncthreads\(\)|\batomic\w+(?=\()", lines[number - 1]):
+                    found.append(Site(file, number, kind[0], head[1], body))
     return found
 
 
@@ -66,7 +70,12 @@ ONE_BARRIER = next(i for i, site in enumerate(SITES) if site.file == "slots.cu" 
 ONE_ATOMIC = next(i for i, site in enumerate(SITES) if site.file == "slots.cu" and site.text == "atomicAdd")
 
 
-def take_slots(kernels: Kernels, priority: str, num_tokens: int, num_experts: int = 2, **how) -> None:
+def build_slots() -> Kernels:
+    """Rounds of two experts: few threads come by what lies between two rounds."""
+    return build("slots.cu", RACING, ("kExpertsAtOnce = 1024;", "kExpertsAtOnce = 2;"))
+
+
+def take_slots(kernels: Kernels, priority: str, num_tokens: int, num_experts: int = 3, **how) -> None:
     capacity, generator = max(1, num_tokens // 2), torch.Generator().manual_seed(0)
     scores_SE = torch.randn(num_tokens, num_experts, generator=generator).round()
     used_S = torch.rand(num_tokens, generator=generator) < 0.95
@@ -84,14 +93,27 @@ TAKEN = [("choice", 20), ("choice", 261), ("token", 261), ("score", 261), ("scor
 @pytest.mark.slow
 @sampled(("priority", "num_tokens"), TAKEN, kept=[0])
 def test_slots_are_taken_without_a_race(priority: str, num_tokens: int) -> None:
-    take_slots(build("slots.cu", RACING), priority, num_tokens)
+    take_slots(build_slots(), priority, num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_segments", [None, 3])
+@pytest.mark.parametrize("capacity", [0, 2])
+def test_rows_are_numbered_without_a_race(num_segments: int | None, capacity: int) -> None:
+    num_tokens, num_experts = 261, 3
+    choices_KS = torch.randint(-2, 3 * capacity + 3, (2, num_tokens), generator=torch.Generator().manual_seed(0))
+    segments_3T = None if num_segments is None else segments_of(num_tokens, num_segments)
+    decision = choices_KS, num_experts, capacity, segments_3T, torch.ones(num_experts, dtype=torch.int64)
+    found, expected = build_slots().number_rows(*decision), reference.number_rows(*decision)
+    assert all(map(torch.equal, found, expected))
+    assert int(expected.fault) == (3 if capacity else 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [3, 33])
 def test_experts_are_chosen_without_a_race(num_experts: int) -> None:
     scores_SE = random_rows(19, num_experts, torch.float32)
-    experts_KS = build("slots.cu", RACING).choose(scores_SE, 3)
+    experts_KS = build_slots().choose(scores_SE, 3)
     assert torch.equal(experts_KS, scores_SE.topk(3).indices.t())
 
 
@@ -105,35 +127,52 @@ def test_rows_are_moved_without_a_race(dtype: torch.dtype, wire: torch.dtype, wi
     weights_KS = random_rows(num_choices, num_tokens, torch.float32, 2)
     arranged_NM = kernels.arrange(x_SM, slots_KS, num_slots, wire)
     assert_same_bits(arranged_NM, reference.arrange(x_SM, slots_KS, num_slots, wire))
-    restored_SM = kernels.restore(y_NM, slots_KS, weights_KS, wire)
-    assert_same_bits(restored_SM, reference.restore(y_NM, slots_KS, weights_KS, wire))
+    for by_slot in (False, True):
+        restored_SM = kernels.restore(y_NM, slots_KS, weights_KS, wire, by_slot=by_slot)
+        assert_same_bits(restored_SM, reference.restore(y_NM, slots_KS, weights_KS, wire, by_slot))
     kernels.restore_backward(random_rows(num_tokens, width, wire, 3), y_NM, slots_KS, weights_KS)
+
+
+@pytest.mark.slow
+def test_gated_products_are_computed_without_a_race() -> None:
+    x_RF, dh_RH = (random_rows(3, width, torch.bfloat16) for width in (2 * WIDTHS["packs"], WIDTHS["packs"]))
+    dx_RF, h_RH = build("gated.cu", RACING).gated(x_RF, dh_RH, "silu", True, 0.0, 0.0)
+    torch.testing.assert_close((dx_RF, h_RH), reference.gated_backward(x_RF, dh_RH, "silu", True))
 
 
 def call_without(site: Site) -> Ended:
     """How the smallest call ends that comes by there, if what is there is left out."""
-    kernels = build(site.file, RACING)
+    how = {"leave_out": site.line}
     if site.file == "rows.cu":
-        slots_KS = torch.arange(6).view(2, 3)
+        kernels, weights_KS = build("rows.cu", RACING), torch.ones(2, 3)
+        # The second choice of each token has the earlier slot.
+        slots_KS = torch.arange(6).view(2, 3).flip(0)
         y_NM, d_out_SM = (random_rows(rows, WIDTHS["packs"], torch.float32) for rows in (6, 3))
-        call = kernels.restore_backward
-        inputs = (d_out_SM, y_NM, slots_KS, torch.ones(2, 3))
+        call, inputs = kernels.restore, (y_NM, slots_KS, weights_KS, torch.float32)
+        if site.function == "restore_backward_kernel":
+            call, inputs = kernels.restore_backward, (d_out_SM, y_NM, slots_KS, weights_KS)
+        else:
+            how["by_slot"] = True
+    elif site.function in ("count_kernel", "ends_kernel"):
+        # Two tiles; many choices of each are out of range, and more than one expert has too many.
+        tokens_S = torch.arange(40)
+        choices_KS = torch.stack((tokens_S % 3, -(tokens_S % 2)))
+        call = build_slots().number_rows
+        inputs = (choices_KS, 3, 1, segments_of(len(tokens_S), 2), torch.ones(3, dtype=torch.int64))
     else:
-        priority, num_tokens = {"count_kernel": ("choice", 20), "place_kernel": ("token", 40)}.get(
-            site.function, ("score", 300)
-        )
+        priority, num_tokens = ("token", 40) if site.function == "place_kernel" else ("score", 300)
         # Of those 40, every other one chooses an expert twice.
         first_S, each = torch.arange(num_tokens), 2 if priority == "token" else 1
         experts_KS = torch.stack((first_S % 2, (first_S + 1) // each % 2))
         scores_KS = random_rows(2, num_tokens, torch.float32)
-        call = kernels.take_slots
-        inputs = (experts_KS, 2, 100, None, priority, scores_KS, (num_tokens, 1, 0))
+        call = build_slots().take_slots
+        inputs = (experts_KS, 3, 100, None, priority, scores_KS, (num_tokens, 1, 0))
     with pytest.MonkeyPatch.context() as patch:
         ended: list[Ended] = []
         run = Kernels.end
         patch.setattr(Kernels, "end", lambda *given, **how: ended.append(run(*given, **how)) or ended[-1])
         with pytest.raises(AssertionError):
-            call(*inputs, leave_out=site.line)
+            call(*inputs, **how)
     return ended[-1]
 
 
@@ -152,7 +191,8 @@ def test_without_any_barrier_or_atomic_a_race_is_reported_with_its_lines(site: S
 
 def test_there_are_barriers_and_atomics_to_leave_out() -> None:
     assert {"__syncthreads()", "atomicAdd", "atomicOr"} <= {site.text for site in SITES}
-    assert {site.function for site in SITES} >= {"count_kernel", "place_kernel", "select_kernel"}
+    functions = {"count_kernel", "place_kernel", "select_kernel", "ends_kernel", "restore_kernel", "order_by_slot"}
+    assert {site.function for site in SITES} >= functions
     known = re.findall(
         r"__syncthreads\(\)|\batomic\w+\(|__syncwarp|__threadfence|\bcuda::\w+",
         "".join(re.sub(r"//.*", "", (FOLDER / file).read_text()) for file in KERNEL_FILES),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_slot_routing_reads_by_the_ops_gather() -> None:
         return REFERENCE.gather_rows(x_RM, index_N)
 
     order = ds_fsmoe.SimpleOrder()
-    order.ops = Ops("mine", *[REFERENCE.top_k_slots] * 4, gather_rows)
+    order.ops = replace(REFERENCE, name="mine", gather_rows=gather_rows)
     tokens_R = torch.tensor([1, 0, 2, 1])
     routing = SlotRouting(tokens_R, torch.ones(4), 2, torch.zeros(()), torch.ones(2), 2, 2)
     order.arrange(torch.randn(2, 3), routing)

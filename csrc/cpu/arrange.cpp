@@ -2,8 +2,8 @@
 //
 // Token rows to slots and back on the CPU.
 //
-//   arrange:          x [S, M], slots [K, S] -> [N, M]; row slots[k][s] is row s of x, rows that nothing names are
-//   zero. restore:          y [N, M], slots [K, S], weights [K, S] -> [S, M]; the weighted sum of a token's rows.
+//   arrange:          x [S, M], slots [K, S] -> [N, M]; row slots[k][s] is row s of x; zero where nothing names it.
+//   restore:          y [N, M], slots [K, S], weights [K, S] -> [S, M]; the weighted sum of a token's rows.
 //   restore_backward: the gradients of y and of the weights, in one pass over the rows in memory.
 //
 // A slot outside 0..N-1 means "no slot" (by convention it is N), so slot values are never an error. All loops go by
@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -173,17 +174,25 @@ template <typename In, typename Out>
 struct RestoreTokens {
   using Sum = at::opmath_type<In>;
 
-  // A token's rows are added in the order of its choices, starting from zero.
-  static FSMOE_INLINE void run(const In* y, const int64_t* slots, const Sum* weights, Out* out, int64_t num_choices,
-                               int64_t num_tokens, int64_t num_slots, int64_t width, int64_t begin, int64_t end) {
+  // A token's rows are added in the order of its choices, or in that of their slots, starting from zero.
+  static FSMOE_INLINE void run(const In* y, const int64_t* slots, const Sum* weights, bool by_slot, Out* out,
+                               int64_t num_choices, int64_t num_tokens, int64_t num_slots, int64_t width, int64_t begin,
+                               int64_t end) {
     Sum sums[kColumns];
+    std::vector<int64_t> order(num_choices);
+    std::iota(order.begin(), order.end(), 0);
     for (int64_t s = begin; s < end; ++s) {
+      if (by_slot) {
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int64_t a, int64_t b) { return slots[a * num_tokens + s] < slots[b * num_tokens + s]; });
+      }
       for (int64_t first = 0; first < width; first += kColumns) {
         const int64_t columns = std::min(kColumns, width - first);
         for (int64_t m = 0; m < columns; ++m) {
           sums[m] = 0;
         }
-        for (int64_t k = 0; k < num_choices; ++k) {
+        for (const int64_t k : order) {
           const int64_t slot = slots[k * num_tokens + s];
           if (!in_range(slot, num_slots)) {
             continue;
@@ -204,7 +213,7 @@ struct RestoreTokens {
 };
 
 template <typename In, typename Out>
-at::Tensor restore_as(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& weights) {
+at::Tensor restore_as(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& weights, bool by_slot) {
   using Sum = at::opmath_type<In>;
   const int64_t num_choices = slots.size(0), num_tokens = slots.size(1), num_slots = y.size(0), width = y.size(1);
   at::Tensor out =
@@ -215,14 +224,14 @@ at::Tensor restore_as(const at::Tensor& y, const at::Tensor& slots, const at::Te
   auto* target = out.mutable_data_ptr<Out>();
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(In));
   at::parallel_for(0, num_tokens, tokens_per_thread(row_bytes, num_choices), [&](int64_t begin, int64_t end) {
-    fsmoe::run_wide<RestoreTokens<In, Out>>(source, slot, weight, target, num_choices, num_tokens, num_slots, width,
-                                            begin, end);
+    fsmoe::run_wide<RestoreTokens<In, Out>>(source, slot, weight, by_slot, target, num_choices, num_tokens, num_slots,
+                                            width, begin, end);
   });
   return out;
 }
 
 at::Tensor restore(const at::Tensor& y, const at::Tensor& slots, const std::optional<at::Tensor>& weights,
-                   std::optional<at::ScalarType> dtype) {
+                   std::optional<at::ScalarType> dtype, bool by_slot) {
   check_rows("fsmoe::restore", "y", y);
   check_slots("fsmoe::restore", slots);
   if (weights.has_value()) {
@@ -245,17 +254,17 @@ at::Tensor restore(const at::Tensor& y, const at::Tensor& slots, const std::opti
   const auto in = y_dense.scalar_type();
   at::Tensor out;
   if (in == at::kDouble) {
-    out = restore_as<double, double>(y_dense, slots_dense, weights_dense);
+    out = restore_as<double, double>(y_dense, slots_dense, weights_dense, by_slot);
   } else if (in == at::kBFloat16 && asked == at::kBFloat16) {
-    out = restore_as<at::BFloat16, at::BFloat16>(y_dense, slots_dense, weights_dense);
+    out = restore_as<at::BFloat16, at::BFloat16>(y_dense, slots_dense, weights_dense, by_slot);
   } else if (in == at::kBFloat16) {
-    out = restore_as<at::BFloat16, float>(y_dense, slots_dense, weights_dense);
+    out = restore_as<at::BFloat16, float>(y_dense, slots_dense, weights_dense, by_slot);
   } else if (in == at::kHalf && asked == at::kHalf) {
-    out = restore_as<at::Half, at::Half>(y_dense, slots_dense, weights_dense);
+    out = restore_as<at::Half, at::Half>(y_dense, slots_dense, weights_dense, by_slot);
   } else if (in == at::kHalf) {
-    out = restore_as<at::Half, float>(y_dense, slots_dense, weights_dense);
+    out = restore_as<at::Half, float>(y_dense, slots_dense, weights_dense, by_slot);
   } else {
-    out = restore_as<float, float>(y_dense, slots_dense, weights_dense);
+    out = restore_as<float, float>(y_dense, slots_dense, weights_dense, by_slot);
   }
   return out.to(asked);
 }

@@ -5,43 +5,12 @@
 // allow it. Nothing is added to memory that another block adds to, so results do not depend on timing: the sums are in
 // float32, in the order of the choices, and rounded once.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "launch.cuh"
 #include "launchers.h"
+#include "values.cuh"
 
 namespace fsmoe {
 namespace {
-
-constexpr int kMaxThreads = 256;
-constexpr int kMaxWarps = kMaxThreads / kWarp;
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-
-template <typename Out>
-__device__ __forceinline__ Out from_float(float value);
-template <>
-__device__ __forceinline__ float from_float<float>(float value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float value) {
-  return __float2half_rn(value);
-}
-
-// As many values as one thread moves at a time. Of 16 bytes or a multiple of that (or of one value), so that it is
-// loaded and stored as vectors of 16 bytes.
-template <typename T, int kSize>
-struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Pack {
-  T values[kSize];
-};
 
 // 16 bytes of the narrower of two types.
 template <typename A, typename B>
@@ -103,11 +72,38 @@ __global__ void zero_kernel(Out* __restrict__ out, const uint8_t* __restrict__ t
 
 // ---- restore
 
-template <typename In, typename Out, int kSize>
-__global__ void restore_kernel(const In* __restrict__ y, const int64_t* __restrict__ slots,
-                               const float* __restrict__ weights, Out* __restrict__ out, int64_t num_tokens,
-                               int64_t num_choices, int64_t num_slots, int64_t width) {
+// The choices of a token that have a slot, in the order of these, and -1 behind them: written by all threads of a
+// block, which wait before they read.
+__device__ __forceinline__ void order_by_slot(const int64_t* slots, int64_t token, int64_t num_tokens,
+                                              int64_t num_choices, int64_t num_slots, int32_t* order) {
+  for (int64_t k = threadIdx.x; k < num_choices; k += blockDim.x) {
+    order[k] = -1;
+  }
+  __syncthreads();
+  for (int64_t k = threadIdx.x; k < num_choices; k += blockDim.x) {
+    const int64_t slot = slots[k * num_tokens + token];
+    if (!in_range(slot, num_slots)) {
+      continue;
+    }
+    int rank = 0;
+    for (int64_t other = 0; other < num_choices; ++other) {
+      const int64_t its = slots[other * num_tokens + token];
+      rank += in_range(its, num_slots) && (its < slot || (its == slot && other < k));
+    }
+    order[rank] = static_cast<int32_t>(k);
+  }
+}
+
+template <typename In, typename Out, int kSize, bool kBySlot>
+__global__ void restore_kernel(const In* __restrict__ y, const int64_t* __restrict__ slots, Weights weights,
+                               Out* __restrict__ out, int64_t num_tokens, int64_t num_choices, int64_t num_slots,
+                               int64_t width) {
+  FSMOE_DYNAMIC_SHARED(int32_t, order);
   const int64_t token = blockIdx.x, num_packs = width / kSize;
+  if constexpr (kBySlot) {
+    order_by_slot(slots, token, num_tokens, num_choices, num_slots, order);
+    __syncthreads();
+  }
   auto* target = reinterpret_cast<Pack<Out, kSize>*>(out + token * width);
   for (int64_t p = threadIdx.x; p < num_packs; p += blockDim.x) {
     float sums[kSize];
@@ -115,10 +111,17 @@ __global__ void restore_kernel(const In* __restrict__ y, const int64_t* __restri
     for (int i = 0; i < kSize; ++i) {
       sums[i] = 0.0f;
     }
-    for (int64_t k = 0; k < num_choices; ++k) {
+    for (int64_t n = 0; n < num_choices; ++n) {
+      int64_t k = n;
+      if constexpr (kBySlot) {
+        k = order[n];
+        if (k < 0) {
+          break;
+        }
+      }
       const int64_t slot = slots[k * num_tokens + token];
       if (in_range(slot, num_slots)) {
-        const float weight = weights == nullptr ? 1.0f : weights[k * num_tokens + token];
+        const float weight = weights.data == nullptr ? 1.0f : weights.data[weights.place(k, token)];
         const auto source = reinterpret_cast<const Pack<In, kSize>*>(y + slot * width)[p];
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
@@ -139,22 +142,22 @@ __global__ void restore_kernel(const In* __restrict__ y, const int64_t* __restri
 
 template <typename Grad, typename In, int kSize>
 __global__ void restore_backward_kernel(const Grad* __restrict__ d_out, const In* __restrict__ y,
-                                        const int64_t* __restrict__ slots, const float* __restrict__ weights,
-                                        In* __restrict__ dy, float* __restrict__ d_weights, uint8_t* __restrict__ taken,
-                                        int64_t num_tokens, int64_t num_choices, int64_t num_slots, int64_t width) {
+                                        const int64_t* __restrict__ slots, Weights weights, In* __restrict__ dy,
+                                        float* __restrict__ d_weights, uint8_t* __restrict__ taken, int64_t num_tokens,
+                                        int64_t num_choices, int64_t num_slots, int64_t width) {
   FSMOE_SHARED(float[kMaxWarps], warp_sums);
   const int64_t token = blockIdx.x, num_packs = width / kSize;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
   const auto* gradient = reinterpret_cast<const Pack<Grad, kSize>*>(d_out + token * width);
   for (int64_t k = 0; k < num_choices; ++k) {
-    const int64_t choice = k * num_tokens + token, slot = slots[choice];
+    const int64_t choice = weights.place(k, token), slot = slots[k * num_tokens + token];
     if (!in_range(slot, num_slots)) {  // for all threads of the block alike
       if (threadIdx.x == 0) {
         d_weights[choice] = 0.0f;
       }
       continue;
     }
-    const float weight = weights[choice];
+    const float weight = weights.data[choice];
     const auto* row = reinterpret_cast<const Pack<In, kSize>*>(y + slot * width);
     auto* target = reinterpret_cast<Pack<In, kSize>*>(dy + slot * width);
     float sum = 0.0f;
@@ -192,14 +195,6 @@ __global__ void restore_backward_kernel(const Grad* __restrict__ d_out, const In
 
 // ---- which kernel
 
-// Whole warps, and no more of them than have something to move.
-int threads_for(int64_t num_packs) {
-  const int64_t warps = ceil_divide(num_packs, kWarp);
-  return kWarp * static_cast<int>(warps < 1 ? 1 : (warps > kMaxWarps ? kMaxWarps : warps));
-}
-
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 template <typename In, typename Out, int kSize>
 cudaError_t arrange_with(const void* x, const int64_t* slots, void* out, uint8_t* taken, int64_t num_tokens,
                          int64_t num_choices, int64_t num_slots, int64_t width, cudaStream_t stream) {
@@ -218,19 +213,29 @@ cudaError_t arrange_with(const void* x, const int64_t* slots, void* out, uint8_t
 }
 
 template <typename In, typename Out, int kSize>
-cudaError_t restore_with(const void* y, const int64_t* slots, const float* weights, void* out, int64_t num_tokens,
-                         int64_t num_choices, int64_t num_slots, int64_t width, cudaStream_t stream) {
-  FSMOE_LAUNCH((restore_kernel<In, Out, kSize>), num_tokens, threads_for(width / kSize), 0, stream,
-               static_cast<const In*>(y), slots, weights, static_cast<Out*>(out), num_tokens, num_choices, num_slots,
-               width);
+cudaError_t restore_with(const void* y, const int64_t* slots, Weights weights, bool by_slot, void* out,
+                         int64_t num_tokens, int64_t num_choices, int64_t num_slots, int64_t width,
+                         cudaStream_t stream) {
+  const int threads = threads_for(width / kSize);
+  const auto* rows = static_cast<const In*>(y);
+  auto* sums = static_cast<Out*>(out);
+  if (by_slot) {
+    const size_t shared_bytes = sizeof(int32_t) * static_cast<size_t>(num_choices);
+    FSMOE_LAUNCH((restore_kernel<In, Out, kSize, true>), num_tokens, threads, shared_bytes, stream, rows, slots,
+                 weights, sums, num_tokens, num_choices, num_slots, width);
+  } else {
+    FSMOE_LAUNCH((restore_kernel<In, Out, kSize, false>), num_tokens, threads, 0, stream, rows, slots, weights, sums,
+                 num_tokens, num_choices, num_slots, width);
+  }
   return cudaGetLastError();
 }
 
 template <typename Grad, typename In, int kSize>
-cudaError_t restore_backward_with(const void* d_out, const void* y, const int64_t* slots, const float* weights,
-                                  void* dy, float* d_weights, uint8_t* taken, int64_t num_tokens, int64_t num_choices,
+cudaError_t restore_backward_with(const void* d_out, const void* y, const int64_t* slots, Weights weights, void* dy,
+                                  float* d_weights, uint8_t* taken, int64_t num_tokens, int64_t num_choices,
                                   int64_t num_slots, int64_t width, cudaStream_t stream) {
-  const cudaError_t cleared = cudaMemsetAsync(taken, 0, static_cast<size_t>(num_slots), stream);
+  const cudaError_t cleared =
+      num_slots > 0 ? cudaMemsetAsync(taken, 0, static_cast<size_t>(num_slots), stream) : cudaSuccess;
   if (cleared != cudaSuccess) {
     return cleared;
   }
@@ -243,29 +248,6 @@ cudaError_t restore_backward_with(const void* d_out, const void* y, const int64_
                  static_cast<const uint8_t*>(taken), width);
   }
   return cudaGetLastError();
-}
-
-template <typename T>
-struct Type {
-  using type = T;
-};
-
-// Calls with the types that two dtypes stand for.
-template <typename Call>
-cudaError_t with_type(Dtype dtype, const Call& call) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return call(Type<float>());
-    case Dtype::kBFloat16:
-      return call(Type<__nv_bfloat16>());
-    default:
-      return call(Type<__half>());
-  }
-}
-
-template <typename Call>
-cudaError_t with_types(Dtype one, Dtype other, const Call& call) {
-  return with_type(one, [&](auto a) { return with_type(other, [&](auto b) { return call(a, b); }); });
 }
 
 }  // namespace
@@ -286,7 +268,7 @@ cudaError_t launch_arrange(const void* x, Dtype in, const int64_t* slots, void* 
   });
 }
 
-cudaError_t launch_restore(const void* y, Dtype in, const int64_t* slots, const float* weights, void* out,
+cudaError_t launch_restore(const void* y, Dtype in, const int64_t* slots, Weights weights, bool by_slot, void* out,
                            Dtype out_dtype, int64_t num_tokens, int64_t num_choices, int64_t num_slots, int64_t width,
                            cudaStream_t stream) {
   if (num_tokens == 0 || width == 0) {
@@ -298,14 +280,13 @@ cudaError_t launch_restore(const void* y, Dtype in, const int64_t* slots, const 
     constexpr int kSize = pack_size<In, Out>();
     const auto run = width % kSize == 0 && is_aligned(y) && is_aligned(out) ? restore_with<In, Out, kSize>
                                                                             : restore_with<In, Out, 1>;
-    return run(y, slots, weights, out, num_tokens, num_choices, num_slots, width, stream);
+    return run(y, slots, weights, by_slot, out, num_tokens, num_choices, num_slots, width, stream);
   });
 }
 
 cudaError_t launch_restore_backward(const void* d_out, Dtype grad, const void* y, Dtype in, const int64_t* slots,
-                                    const float* weights, void* dy, float* d_weights, uint8_t* taken,
-                                    int64_t num_tokens, int64_t num_choices, int64_t num_slots, int64_t width,
-                                    cudaStream_t stream) {
+                                    Weights weights, void* dy, float* d_weights, uint8_t* taken, int64_t num_tokens,
+                                    int64_t num_choices, int64_t num_slots, int64_t width, cudaStream_t stream) {
   if (num_tokens == 0 || num_choices == 0 || width == 0) {
     return cudaErrorInvalidValue;  // the caller has zeros to return and no kernel to start
   }

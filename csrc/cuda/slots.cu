@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From scores to slots on the GPU; what is computed is written at the top of csrc/cpu/slots.cpp.
+// From scores to slots on the GPU, and from choices to numbered rows; what is computed is written at the top of
+// csrc/cpu/slots.cpp and csrc/cpu/number_rows.cpp.
 //
 // Places in the queues of the experts are counted in three steps: every tile of tokens counts how many of it want each
 // expert, a scan over tiles says how many came before, and every tile then places its own. Inside a tile a token's rank
-// follows from bit masks, one per warp and expert. Whole numbers only, and no result depends on which thread is first.
+// follows from bit masks, one per warp and expert. A tile ends where a segment of the tokens ends, so that it needs one
+// mask per expert, however many queues there are; more experts than shared memory has room for take several rounds.
+// Whole numbers only, and no result depends on which thread is first.
 
 #include "launch.cuh"
 #include "launchers.h"
@@ -14,7 +17,9 @@ namespace {
 
 constexpr int kThreads = static_cast<int>(kTokensPerTile);  // one token each
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kDigits = 256;  // of a key, 8 bits at a time
+constexpr int kDigits = 256;              // of a key, 8 bits at a time
+constexpr int64_t kExpertsAtOnce = 1024;  // as many as have their share of shared memory
+constexpr int kBlocksAtOnce = 4;          // on a multiprocessor, as far as registers go
 static_assert(kThreads == kDigits, "the threads of a block count one digit each");
 
 // A larger number for a larger score; equal for 0 and -0, the largest for NaN.
@@ -25,6 +30,8 @@ __device__ __forceinline__ uint32_t key_of(float score) {
   const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 becomes 0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+
+__device__ __forceinline__ int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
 
 __device__ __forceinline__ uint32_t inclusive_scan(uint32_t value, int lane) {
   for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -71,32 +78,68 @@ __global__ void choose_kernel(const float* __restrict__ scores, int64_t num_toke
 
 // ---- which slots
 
-// The choices of a queue's tile. With Priority::kChoice a tile holds one choice of its tokens, and all tiles of first
-// choices come before those of second ones; otherwise it holds all choices of its tokens.
+// What a tile holds: choices of its tokens, all in queues queue + expert * step.
+struct Tile {
+  int64_t first_token, end_token, first_choice, end_choice, queue, step;
+
+  __device__ int64_t token() const { return first_token + threadIdx.x; }
+};
+
+// The choices as tiles. With Priority::kChoice a tile holds one choice of its tokens, and all tiles of first choices
+// come before those of second ones; otherwise it holds all choices of its tokens. With segments, of which every tile is
+// in one, a tile behind the last may be asked for, and is empty.
 struct Tiles {
-  const int64_t* experts;  // [K, S]
-  const bool* used;        // [S] or null: all are
-  int64_t num_tokens, num_choices, num_experts, tiles_per_choice;
+  Choices choices;
+  const bool* used;  // [S] or null: all are
   bool choices_first;
 
-  __device__ int64_t token(int64_t tile) const { return tile % tiles_per_choice * kTokensPerTile + threadIdx.x; }
-  __device__ int64_t first_choice(int64_t tile) const { return choices_first ? tile / tiles_per_choice : 0; }
-  __device__ int64_t end_choice(int64_t tile) const { return choices_first ? first_choice(tile) + 1 : num_choices; }
+  __device__ Tile tile(int64_t index) const {
+    if (choices.segments == nullptr) {
+      const int64_t per_choice = ceil_divide(choices.num_tokens, kTokensPerTile);
+      const int64_t token = index % per_choice * kTokensPerTile, k = choices_first ? index / per_choice : 0;
+      return {token, smaller(token + kTokensPerTile, choices.num_tokens),
+              k,     choices_first ? k + 1 : choices.num_choices,
+              0,     1};
+    }
+    int64_t begin = 0;
+    for (int64_t t = 0; t < choices.num_segments; ++t) {
+      const int64_t end = choices.segments[t], token = begin + index * kTokensPerTile;
+      if (token < end) {
+        return {token,          smaller(token + kTokensPerTile, end), 0, choices.num_choices, choices.first_queue(t),
+                choices.step(t)};
+      }
+      index -= ceil_divide(end - begin, kTokensPerTile);
+      begin = end;
+    }
+    return {0, 0, 0, 0, 0, 1};
+  }
+
+  // The tiles of a segment, from the first to behind the last.
+  __device__ void of_segment(int64_t segment, int64_t num_tiles, int64_t* first, int64_t* end) const {
+    *first = 0;
+    *end = num_tiles;
+    int64_t begin = 0;
+    for (int64_t t = 0; choices.segments != nullptr && t <= segment; ++t) {
+      *first = t == 0 ? 0 : *end;
+      *end = *first + ceil_divide(choices.segments[t] - begin, kTokensPerTile);
+      begin = choices.segments[t];
+    }
+  }
 
   // The expert of a choice, or -1 if it takes no part.
   __device__ int64_t expert(int64_t k, int64_t s) const {
-    if (s >= num_tokens || (used != nullptr && !used[s])) {
+    if (used != nullptr && !used[s]) {
       return -1;
     }
-    const int64_t e = experts[k * num_tokens + s];
-    return static_cast<uint64_t>(e) < static_cast<uint64_t>(num_experts) ? e : -1;
+    const int64_t value = choices.at(k, s);
+    return choices.is_one(value) ? value / choices.capacity : -1;
   }
 
   // How many choices of an expert stand in the tile before choice k of token s, one by one.
-  __device__ uint32_t num_before(int64_t tile, int64_t k, int64_t s, int64_t e) const {
+  __device__ uint32_t num_before(const Tile& tile, int64_t k, int64_t s, int64_t e) const {
     uint32_t found = 0;
-    for (int64_t other = tile % tiles_per_choice * kTokensPerTile; other <= s; ++other) {
-      for (int64_t j = first_choice(tile); j < (other == s ? k : end_choice(tile)); ++j) {
+    for (int64_t other = tile.first_token; other <= s; ++other) {
+      for (int64_t j = tile.first_choice; j < (other == s ? k : tile.end_choice); ++j) {
         found += expert(j, other) == e;
       }
     }
@@ -104,45 +147,64 @@ struct Tiles {
   }
 };
 
-__global__ void count_kernel(Tiles tiles, uint32_t* __restrict__ tile_counts) {
-  FSMOE_DYNAMIC_SHARED(uint32_t, counts);  // [E]
-  const int64_t tile = blockIdx.x, token = tiles.token(tile);
-  for (int64_t e = threadIdx.x; e < tiles.num_experts; e += kThreads) {
-    counts[e] = 0;
-  }
-  __syncthreads();
-  for (int64_t k = tiles.first_choice(tile); k < tiles.end_choice(tile); ++k) {
-    const int64_t e = tiles.expert(k, token);
-    if (e >= 0) {
-      atomicAdd(&counts[e], 1u);
+// Also whether a tile has a choice that is out of range, in faults [tiles], which may be null.
+__global__ void count_kernel(Tiles tiles, uint32_t* __restrict__ tile_counts, uint32_t* __restrict__ faults) {
+  FSMOE_DYNAMIC_SHARED(uint32_t, counts);  // [experts of a round]
+  FSMOE_SHARED(uint32_t, some_out);
+  const int64_t index = blockIdx.x, num_experts = tiles.choices.num_experts;
+  const Tile tile = tiles.tile(index);
+  const int64_t token = tile.token();
+  for (int64_t first = 0; first < num_experts; first += kExpertsAtOnce) {
+    const int64_t here = smaller(kExpertsAtOnce, num_experts - first);
+    for (int64_t e = threadIdx.x; e < here; e += kThreads) {
+      counts[e] = 0;
     }
-  }
-  __syncthreads();
-  for (int64_t e = threadIdx.x; e < tiles.num_experts; e += kThreads) {
-    tile_counts[tile * tiles.num_experts + e] = counts[e];
+    if (threadIdx.x == 0) {
+      some_out = 0;
+    }
+    __syncthreads();
+    for (int64_t k = tile.first_choice; k < tile.end_choice && token < tile.end_token; ++k) {
+      const int64_t e = tiles.expert(k, token) - first;
+      if (0 <= e && e < here) {
+        atomicAdd(&counts[e], 1u);
+      }
+      if (faults != nullptr && tiles.choices.is_out(tiles.choices.at(k, token))) {
+        atomicOr(&some_out, 1u);
+      }
+    }
+    __syncthreads();
+    for (int64_t e = threadIdx.x; e < here; e += kThreads) {
+      tile_counts[index * num_experts + first + e] = counts[e];
+    }
+    if (faults != nullptr && threadIdx.x == 0) {
+      faults[index] = some_out;
+    }
   }
 }
 
-// One warp per expert: the count of every tile becomes the sum of those before it.
-__global__ void scan_kernel(uint32_t* __restrict__ tile_counts, int64_t num_tiles, int64_t num_experts,
+// One warp per expert and segment: the count of every tile becomes the sum of those before it.
+__global__ void scan_kernel(Tiles tiles, uint32_t* __restrict__ tile_counts, int64_t num_tiles,
                             int64_t* __restrict__ counts) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const int64_t queue = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const int64_t num_experts = tiles.choices.num_experts, e = queue % num_experts, segment = queue / num_experts;
   const int lane = threadIdx.x % kWarp;
-  if (e >= num_experts) {
+  if (segment >= tiles.choices.num_segments) {
     return;
   }
+  int64_t begin = 0, end = 0;
+  tiles.of_segment(segment, num_tiles, &begin, &end);
   uint32_t before = 0;
-  for (int64_t first = 0; first < num_tiles; first += kWarp) {
+  for (int64_t first = begin; first < end; first += kWarp) {
     const int64_t tile = first + lane;
-    const uint32_t count = tile < num_tiles ? tile_counts[tile * num_experts + e] : 0;
+    const uint32_t count = tile < end ? tile_counts[tile * num_experts + e] : 0;
     const uint32_t up_to = inclusive_scan(count, lane);
-    if (tile < num_tiles) {
+    if (tile < end) {
       tile_counts[tile * num_experts + e] = before + up_to - count;
     }
     before += __shfl_sync(kAllLanes, up_to, kWarp - 1);
   }
   if (lane == 0) {
-    counts[e] = before;
+    counts[tiles.choices.first_queue(segment) + e * tiles.choices.step(segment)] = before;
   }
 }
 
@@ -170,56 +232,71 @@ struct Queues {
   ScoreStrides strides;
 };
 
-template <bool kIntoQueues>
-__global__ void place_kernel(Tiles tiles, const uint32_t* __restrict__ tile_counts, int64_t capacity, Queues queues,
-                             int64_t* __restrict__ slots) {
-  FSMOE_DYNAMIC_SHARED(uint32_t, masks);  // [warps, E]: which lanes want the expert
+// What becomes of a choice that has a place in its queue: a slot; an entry, to be selected by its score; or a number
+// among all rows, queue by queue.
+enum class Into { kSlots, kQueues, kRows };
+
+template <Into kInto>
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+    place_kernel(Tiles tiles, const uint32_t* __restrict__ tile_counts, int64_t capacity, Queues queues,
+                 const int64_t* __restrict__ counts, const int32_t* __restrict__ ends, int64_t* __restrict__ slots) {
+  FSMOE_DYNAMIC_SHARED(uint32_t, masks);  // [warps, experts of a round]: which lanes want the expert
   FSMOE_SHARED(uint32_t, some_twice);     // whether a token wants one more than once: masks cannot tell
-  const int64_t tile = blockIdx.x, token = tiles.token(tile), num_experts = tiles.num_experts;
+  const int64_t index = blockIdx.x, num_experts = tiles.choices.num_experts, num_tokens = tiles.choices.num_tokens;
+  const Tile tile = tiles.tile(index);
+  const int64_t token = tile.token();
+  const bool is_token = token < tile.end_token;
+  const int64_t none = kInto == Into::kRows ? num_tokens * tiles.choices.num_choices : num_experts * capacity;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  for (int64_t i = threadIdx.x; i < kWarps * num_experts; i += kThreads) {
-    masks[i] = 0;
-  }
-  if (threadIdx.x == 0) {
-    some_twice = 0;
-  }
-  __syncthreads();
-  for (int64_t k = tiles.first_choice(tile); k < tiles.end_choice(tile); ++k) {
-    const int64_t e = tiles.expert(k, token);
-    if (e >= 0) {
-      const uint32_t lanes = atomicOr(&masks[warp * num_experts + e], 1u << lane);
-      if (lanes >> lane & 1) {
-        atomicOr(&some_twice, 1u);
+  for (int64_t first = 0; first < num_experts; first += kExpertsAtOnce) {
+    const int64_t here = smaller(kExpertsAtOnce, num_experts - first);
+    for (int64_t i = threadIdx.x; i < kWarps * here; i += kThreads) {
+      masks[i] = 0;
+    }
+    if (threadIdx.x == 0) {
+      some_twice = 0;
+    }
+    __syncthreads();
+    for (int64_t k = tile.first_choice; k < tile.end_choice && is_token; ++k) {
+      const int64_t e = tiles.expert(k, token) - first;
+      if (0 <= e && e < here) {
+        const uint32_t lanes = atomicOr(&masks[warp * here + e], 1u << lane);
+        if (lanes >> lane & 1) {
+          atomicOr(&some_twice, 1u);
+        }
       }
     }
-  }
-  __syncthreads();
-  if (token >= tiles.num_tokens) {
-    return;
-  }
-  for (int64_t k = tiles.first_choice(tile); k < tiles.end_choice(tile); ++k) {
-    const int64_t e = tiles.expert(k, token), choice = k * tiles.num_tokens + token;
-    slots[choice] = num_experts * capacity;
-    if (e < 0) {
-      continue;
-    }
-    uint32_t place = tile_counts[tile * num_experts + e];
-    if (some_twice) {
-      place += tiles.num_before(tile, k, token, e);
-    } else {
-      for (int w = 0; w < warp; ++w) {
-        place += __popc(masks[w * num_experts + e]);
+    __syncthreads();
+    for (int64_t k = tile.first_choice; k < tile.end_choice && is_token; ++k) {
+      const int64_t expert = tiles.expert(k, token), e = expert - first, choice = k * num_tokens + token;
+      if (first == 0) {
+        slots[choice] = none;
       }
-      place += __popc(masks[warp * num_experts + e] & ((1u << lane) - 1));
+      if (e < 0 || e >= here) {
+        continue;
+      }
+      uint32_t place = tile_counts[index * num_experts + expert];
+      if (some_twice) {
+        place += tiles.num_before(tile, k, token, expert);
+      } else {
+        for (int w = 0; w < warp; ++w) {
+          place += __popc(masks[w * here + e]);
+        }
+        place += __popc(masks[warp * here + e] & ((1u << lane) - 1));
+      }
+      if (kInto == Into::kQueues) {
+        const uint32_t at = queues.starts[expert] + place;
+        const ScoreStrides& by = queues.strides;
+        queues.keys[at] = key_of(queues.scores[k * by.k + token * by.s + expert * by.e]);
+        queues.choices[at] = static_cast<uint32_t>(choice);
+      } else if (kInto == Into::kRows) {
+        const int64_t queue = tile.queue + expert * tile.step;
+        slots[choice] = ends[queue] - counts[queue] + place;
+      } else if (place < capacity) {
+        slots[choice] = expert * capacity + place;
+      }
     }
-    if (kIntoQueues) {
-      const uint32_t at = queues.starts[e] + place;
-      const ScoreStrides& by = queues.strides;
-      queues.keys[at] = key_of(queues.scores[k * by.k + token * by.s + e * by.e]);
-      queues.choices[at] = static_cast<uint32_t>(choice);
-    } else if (place < capacity) {
-      slots[choice] = e * capacity + place;
-    }
+    __syncthreads();  // before the next round
   }
 }
 
@@ -296,8 +373,68 @@ __global__ void select_kernel(Queues queues, const int64_t* __restrict__ counts,
   }
 }
 
+// One block: where the queues end, and whether any tile or expert is at fault.
+__global__ void ends_kernel(Choices choices, const int64_t* __restrict__ counts, const int64_t* __restrict__ limits,
+                            const uint32_t* __restrict__ faults, int64_t num_tiles, int32_t* __restrict__ ends,
+                            int64_t* __restrict__ fault) {
+  FSMOE_SHARED(uint32_t[kWarps], warp_sums);
+  FSMOE_SHARED(uint32_t, found);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t num_queues = choices.num_experts * choices.num_segments;
+  // As many queues in a row for each thread.
+  const int64_t per_thread = ceil_divide(num_queues, kThreads);
+  const int64_t first = smaller(threadIdx.x * per_thread, num_queues), last = smaller(first + per_thread, num_queues);
+  uint32_t own = 0;
+  for (int64_t queue = first; queue < last; ++queue) {
+    own += static_cast<uint32_t>(counts[queue]);
+  }
+  const uint32_t up_to = inclusive_scan(own, lane);
+  if (lane == kWarp - 1) {
+    warp_sums[warp] = up_to;
+  }
+  if (threadIdx.x == 0) {
+    found = 0;
+  }
+  __syncthreads();
+  uint32_t sum = up_to - own;
+  for (int w = 0; w < warp; ++w) {
+    sum += warp_sums[w];
+  }
+  for (int64_t queue = first; queue < last; ++queue) {
+    sum += static_cast<uint32_t>(counts[queue]);
+    ends[queue] = static_cast<int32_t>(sum);
+  }
+  for (int64_t tile = threadIdx.x; tile < num_tiles; tile += kThreads) {
+    if (faults[tile]) {
+      atomicOr(&found, kOutOfRange);
+    }
+  }
+  for (int64_t e = threadIdx.x; e < choices.num_experts && limits != nullptr; e += kThreads) {
+    int64_t rows = 0;
+    for (int64_t t = 0; t < choices.num_segments; ++t) {
+      rows += counts[choices.first_queue(t) + e * choices.step(t)];
+    }
+    if (limits[e] < rows) {
+      atomicOr(&found, kAboveLimit);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *fault = found;
+  }
+}
+
 int64_t num_tiles_of(int64_t num_tokens, int64_t num_choices, Priority priority) {
   return ceil_divide(num_tokens, kTokensPerTile) * (priority == Priority::kChoice ? num_choices : 1);
+}
+
+// Enough for any lengths of the segments: each may end within a tile.
+int64_t num_tiles_of(const Choices& choices) {
+  return ceil_divide(choices.num_tokens, kTokensPerTile) + choices.num_segments - 1;
+}
+
+size_t shared_bytes(int64_t num_experts) {
+  return static_cast<size_t>(num_experts < kExpertsAtOnce ? num_experts : kExpertsAtOnce) * sizeof(uint32_t);
 }
 
 }  // namespace
@@ -325,31 +462,46 @@ cudaError_t launch_take_slots(const int64_t* experts, const bool* used, Priority
     return cudaMemsetAsync(counts, 0, static_cast<size_t>(num_experts) * sizeof(int64_t), stream);
   }
   const int64_t num_tiles = num_tiles_of(num_tokens, num_choices, priority);
-  const Tiles tiles{experts,
-                    used,
-                    num_tokens,
-                    num_choices,
-                    num_experts,
-                    ceil_divide(num_tokens, kTokensPerTile),
-                    priority == Priority::kChoice};
+  const Choices choices{experts, num_tokens, 1, num_tokens, num_choices, num_experts, 1, nullptr, 1};
+  const Tiles tiles{choices, used, priority == Priority::kChoice};
   uint32_t* tile_counts = workspace;
-  const size_t counts_bytes = static_cast<size_t>(num_experts) * sizeof(uint32_t);
-  FSMOE_LAUNCH(count_kernel, num_tiles, kThreads, counts_bytes, stream, tiles, tile_counts);
-  FSMOE_LAUNCH(scan_kernel, ceil_divide(num_experts, kWarps), kThreads, 0, stream, tile_counts, num_tiles, num_experts,
+  const size_t bytes = shared_bytes(num_experts);
+  FSMOE_LAUNCH(count_kernel, num_tiles, kThreads, bytes, stream, tiles, tile_counts, nullptr);
+  FSMOE_LAUNCH(scan_kernel, ceil_divide(num_experts, kWarps), kThreads, 0, stream, tiles, tile_counts, num_tiles,
                counts);
   if (priority != Priority::kScore) {
-    FSMOE_LAUNCH(place_kernel<false>, num_tiles, kThreads, kWarps * counts_bytes, stream, tiles, tile_counts, capacity,
-                 Queues{}, slots);
+    FSMOE_LAUNCH(place_kernel<Into::kSlots>, num_tiles, kThreads, kWarps * bytes, stream, tiles, tile_counts, capacity,
+                 Queues{}, nullptr, nullptr, slots);
     return cudaGetLastError();
   }
   uint32_t* keys = tile_counts + num_tiles * num_experts;
-  uint32_t* choices = keys + num_tokens * num_choices;
-  uint32_t* starts = choices + num_tokens * num_choices;
-  const Queues queues{keys, choices, starts, scores, strides};
+  uint32_t* selected = keys + num_tokens * num_choices;
+  uint32_t* starts = selected + num_tokens * num_choices;
+  const Queues queues{keys, selected, starts, scores, strides};
   FSMOE_LAUNCH(starts_kernel, 1, kWarp, 0, stream, counts, num_experts, starts);
-  FSMOE_LAUNCH(place_kernel<true>, num_tiles, kThreads, kWarps * counts_bytes, stream, tiles, tile_counts, capacity,
-               queues, slots);
+  FSMOE_LAUNCH(place_kernel<Into::kQueues>, num_tiles, kThreads, kWarps * bytes, stream, tiles, tile_counts, capacity,
+               queues, nullptr, nullptr, slots);
   FSMOE_LAUNCH(select_kernel, num_experts, kThreads, 0, stream, queues, counts, capacity, slots);
+  return cudaGetLastError();
+}
+
+int64_t number_rows_workspace(Choices choices) { return num_tiles_of(choices) * (choices.num_experts + 1); }
+
+cudaError_t launch_number_rows(Choices choices, const int64_t* limits, int64_t* rows, int64_t* counts, int32_t* ends,
+                               int64_t* fault, uint32_t* workspace, cudaStream_t stream) {
+  const int64_t num_tiles = num_tiles_of(choices), num_queues = choices.num_experts * choices.num_segments;
+  const Tiles tiles{choices, nullptr, false};
+  uint32_t* faults = workspace + num_tiles * choices.num_experts;
+  const size_t bytes = shared_bytes(choices.num_experts);
+  if (num_tiles > 0) {
+    FSMOE_LAUNCH(count_kernel, num_tiles, kThreads, bytes, stream, tiles, workspace, faults);
+  }
+  FSMOE_LAUNCH(scan_kernel, ceil_divide(num_queues, kWarps), kThreads, 0, stream, tiles, workspace, num_tiles, counts);
+  FSMOE_LAUNCH(ends_kernel, 1, kThreads, 0, stream, choices, counts, limits, faults, num_tiles, ends, fault);
+  if (num_tiles > 0) {
+    FSMOE_LAUNCH(place_kernel<Into::kRows>, num_tiles, kThreads, kWarps * bytes, stream, tiles, workspace, int64_t{0},
+                 Queues{}, counts, ends, rows);
+  }
   return cudaGetLastError();
 }
 

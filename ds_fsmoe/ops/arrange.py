@@ -35,7 +35,11 @@ def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype |
 
 
 def restore(
-    y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor | None = None, dtype: torch.dtype | None = None
+    y_NM: Tensor,
+    slots_KS: Tensor,
+    weights_KS: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    by_slot: bool = False,
 ) -> Tensor:
     """The weighted sum of every token's rows; zero where all its choices were dropped.
 
@@ -46,14 +50,20 @@ def restore(
         slots_KS: [K, S] int64, as for :func:`arrange`.
         weights_KS: [K, S], float32, on the CPU float64 too; ``None`` counts every row once.
         dtype: of the result; ``None`` is that of ``y_NM``.
+        by_slot: whether sums go in the order of the slots instead of that of the choices.
 
     Returns:
-        [S, M], summed in float32 (float64 if anything is), in the order of the choices, and rounded once.
+        [S, M], summed in float32 (float64 if anything is) and rounded once.
 
     Raises:
         RuntimeError: shapes or dtypes that do not fit.
     """
-    return torch.ops.fsmoe.restore.default(y_NM, slots_KS, weights_KS, dtype)
+    return torch.ops.fsmoe.restore.default(y_NM, slots_KS, weights_KS, dtype, by_slot)
+
+
+def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows, [N, M], and of the weights, [K, S], of a weighted :func:`restore`."""
+    return torch.ops.fsmoe.restore_backward.default(d_out_SM, y_NM, slots_KS, weights_KS)
 
 
 @functools.cache
@@ -80,39 +90,44 @@ def _save_for_arrange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _arrange_gradient(ctx: Any, d_out_NM: Tensor) -> tuple[Tensor, None, None, None]:
     (slots_KS,) = ctx.saved_tensors
-    if len(slots_KS) > 2:
-        # The order of a sum is part of its last bit: torch adds up what it gathers in the order of the slots.
-        slots_KS = slots_KS.sort(dim=0).values
-    return restore(d_out_NM, slots_KS, None, ctx.dtype), None, None, None
+    # The order of a sum is part of its last bit: torch adds up what it gathers in the order of the slots.
+    return restore(d_out_NM, slots_KS, None, ctx.dtype, by_slot=True), None, None, None
 
 
 def _restore_fake(
-    y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor | None = None, dtype: torch.dtype | None = None
+    y_NM: Tensor,
+    slots_KS: Tensor,
+    weights_KS: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    by_slot: bool = False,
 ) -> Tensor:
     return y_NM.new_empty((slots_KS.shape[1], y_NM.shape[1]), dtype=dtype or y_NM.dtype)
 
 
 def _save_for_restore(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y_NM, slots_KS, weights_KS, _ = inputs
+    y_NM, slots_KS, weights_KS, _, _ = inputs
     ctx.is_weighted = weights_KS is not None
     ctx.num_slots, ctx.dtype = y_NM.shape[0], y_NM.dtype
     # Without weights the rows are not needed again, and may be many.
     ctx.save_for_backward(slots_KS, *((y_NM, weights_KS) if ctx.is_weighted else ()))
 
 
-def _restore_gradient(ctx: Any, d_out_SM: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+def _restore_gradient(ctx: Any, d_out_SM: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
     slots_KS, *saved = ctx.saved_tensors
     if not ctx.is_weighted:
-        return arrange(d_out_SM, slots_KS, ctx.num_slots, ctx.dtype), None, None, None
+        return arrange(d_out_SM, slots_KS, ctx.num_slots, ctx.dtype), None, None, None, None
     y_NM, weights_KS = saved
-    dy_NM, d_weights_KS = torch.ops.fsmoe.restore_backward.default(d_out_SM, y_NM, slots_KS, weights_KS)
-    return dy_NM, None, d_weights_KS, None
+    dy_NM, d_weights_KS = restore_backward(d_out_SM, y_NM, slots_KS, weights_KS)
+    return dy_NM, None, d_weights_KS, None, None
 
 
 def _restore_backward_fake(
     d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return y_NM.new_empty(y_NM.shape), weights_KS.new_empty(weights_KS.shape)
+    # On a GPU gradients of weights lie as the weights do.
+    is_dense = not weights_KS.is_cuda
+    d_weights_KS = weights_KS.new_empty(weights_KS.shape) if is_dense else torch.empty_like(weights_KS)
+    return y_NM.new_empty(y_NM.shape), d_weights_KS
 
 
 def _save_for_restore_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_fsmoe.ops import arrange, reference, rows, schemas, slots
+from ds_fsmoe.ops import arrange, gated, plain, reference, rows, schemas, slots
 from ds_fsmoe.ops import deterministic as in_order
 
-MODES = ("auto", "reference", "required")
+MODES = ("auto", "plain", "reference", "required")
 # Device type -> the library with all ops for it, by the name of its builder.
 LIBRARIES = {"cpu": "fsmoe_cpu", "cuda": "fsmoe_cuda"}
 
@@ -43,11 +43,15 @@ class Ops:
     """The operators of an MoE layer, all of one origin.
 
     Attributes:
-        name: "reference" or "compiled".
+        name: "reference", "plain" or "compiled".
         top_k_slots: (scores_SE, k, capacity, used_S, priority) -> ``reference.Slots``: experts, slots and counts.
         take_slots: (experts_KS, num_experts, capacity, used_S, priority, scores_KS) -> ``reference.Slots``.
+        number_rows: (choices_KS, num_experts, capacity, segments_3T, limits_E) -> ``reference.Rows``.
         arrange: (x_SM, slots_KS, num_slots, dtype) -> [N, M].
-        restore: (y_NM, slots_KS, weights_KS, dtype) -> [S, M].
+        restore: (y_NM, slots_KS, weights_KS, dtype, by_slot) -> [S, M].
+        restore_backward: (d_out_SM, y_NM, slots_KS, weights_KS) -> [N, M], [K, S].
+        gated: (x_RF, form, interleaved, limit, alpha) -> [R, H].
+        gated_backward: (x_RF, dh_RH, form, interleaved, limit, alpha) -> [R, F], [R, H].
         gather_rows: (x_RM, index_N) -> [N, M]; zeros where the index is outside 0..R-1.
         add_rows: (y_NM, index_N, num_rows) -> [R, M]; rows whose index is outside 0..R-1 are left out.
     """
@@ -55,8 +59,12 @@ class Ops:
     name: str
     top_k_slots: Callable[..., reference.Slots]
     take_slots: Callable[..., reference.Slots]
+    number_rows: Callable[..., reference.Rows]
     arrange: Callable[..., Tensor]
     restore: Callable[..., Tensor]
+    restore_backward: Callable[..., tuple[Tensor, Tensor]]
+    gated: Callable[..., Tensor]
+    gated_backward: Callable[..., tuple[Tensor, Tensor]]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     add_rows: Callable[[Tensor, Tensor, int], Tensor] = reference.add_rows
 
@@ -65,19 +73,45 @@ REFERENCE = Ops(
     "reference",
     reference.top_k_slots,
     reference.take_slots,
+    reference.number_rows,
     reference.arrange,
     reference.restore,
+    reference.restore_backward,
+    reference.gated,
+    reference.gated_backward,
     reference.gather_rows,
 )
-_ON_CPU = Ops("compiled", slots.top_k_slots, slots.take_slots, arrange.arrange, arrange.restore, rows.gather_rows)
+PLAIN = replace(
+    REFERENCE,
+    name="plain",
+    number_rows=plain.number_rows,
+    arrange=plain.arrange,
+    restore=plain.restore,
+    restore_backward=plain.restore_backward,
+    gated=plain.gated,
+    gated_backward=plain.gated_backward,
+)
+_ON_CPU = Ops(
+    "compiled",
+    slots.top_k_slots,
+    slots.take_slots,
+    slots.number_rows,
+    arrange.arrange,
+    arrange.restore,
+    arrange.restore_backward,
+    gated.gated,
+    gated.gated_backward,
+    rows.gather_rows,
+)
 
 
 def _unless_double(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """For kernels that have no float64: what is tested in it goes by the reference."""
 
     def operator(*args: Any) -> Any:
-        is_double = any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in args)
-        return (plain if is_double or torch.float64 in args else compiled)(*args)
+        # "in" would compare tensors with a dtype, which takes longer than the operator.
+        is_double = any(each is torch.float64 or getattr(each, "dtype", None) is torch.float64 for each in args)
+        return (plain if is_double else compiled)(*args)
 
     return operator
 
@@ -89,8 +123,12 @@ COMPILED = {
         "compiled",
         _unless_double(slots.top_k_slots, reference.top_k_slots),
         _unless_double(slots.take_slots, reference.take_slots),
+        slots.number_rows,
         _unless_double(arrange.arrange, reference.arrange),
         _unless_double(arrange.restore, reference.restore),
+        _unless_double(arrange.restore_backward, reference.restore_backward),
+        _unless_double(gated.gated, reference.gated),
+        _unless_double(gated.gated_backward, reference.gated_backward),
         reference.gather_rows,
     ),
 }
@@ -101,15 +139,17 @@ _IN_ORDER = {
     "gather_rows": in_order.gather_rows,
     "add_rows": in_order.add_rows,
 }
-_PLAIN_IN_ORDER = {
+_OF_REFERENCE = {
     "arrange": partial(reference.arrange, gather=in_order.gather_rows),
     "restore": partial(reference.restore, gather=in_order.gather_rows),
 }
-_REFERENCE_IN_ORDER = replace(REFERENCE, **_PLAIN_IN_ORDER, **_IN_ORDER)
+_REFERENCE_IN_ORDER = replace(REFERENCE, **_OF_REFERENCE, **_IN_ORDER)
+# Its own gradients gather, and torch adds up in one order what lies in one tensor.
+_PLAIN_IN_ORDER = replace(PLAIN, **_IN_ORDER)
 _CUDA_IN_ORDER = replace(
     COMPILED["cuda"],
-    arrange=_unless_double(arrange.arrange, _PLAIN_IN_ORDER["arrange"]),
-    restore=_unless_double(arrange.restore, _PLAIN_IN_ORDER["restore"]),
+    arrange=_unless_double(arrange.arrange, _OF_REFERENCE["arrange"]),
+    restore=_unless_double(arrange.restore, _OF_REFERENCE["restore"]),
     **_IN_ORDER,
 )
 
@@ -121,7 +161,7 @@ def adding_in_order(ops: Ops, device_type: str) -> Ops:
     """
     if device_type == "cpu":
         return ops
-    return _CUDA_IN_ORDER if ops is COMPILED["cuda"] else _REFERENCE_IN_ORDER if ops is REFERENCE else ops
+    return {id(COMPILED["cuda"]): _CUDA_IN_ORDER, id(REFERENCE): _REFERENCE_IN_ORDER}.get(id(ops), _PLAIN_IN_ORDER)
 
 
 # Device types for which "auto" has found, on all ranks, that there is nothing to load. It does not build again.
@@ -129,15 +169,16 @@ _given_up: set[str] = set()
 
 
 def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
-    """The operators to train with. Unless ``mode`` is "reference" this is a collective: every rank has to call it.
+    """The operators to train with. A collective with "auto" and "required": every rank has to call it.
 
     The library comes from the installed wheel if that brings one, and is built otherwise: by the rank with LOCAL_RANK 0
     on each node first, so that one process per node compiles, then the others load the result. Ranks agree on the
     outcome, so all compute with the same operators.
 
     Args:
-        mode: "reference" for plain torch operators, "required" for the compiled ones, "auto" for the compiled ones
-            where they can be had; where not, rank 0 warns once and says why.
+        mode: "plain" for torch's own operators, "reference" for the slower ones that all others are measured against,
+            "required" for the compiled ones, "auto" for the compiled ones where they can be had; where not, rank 0
+            warns once, says why, and "plain" it is.
         device_type: torch device type of the tensors, such as "cpu" or "cuda".
         deterministic: :func:`adding_in_order`.
 
@@ -146,7 +187,7 @@ def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
         RuntimeError: "required", and building or loading failed on some rank; on every rank, with the reason.
 
     Returns:
-        The operators, for ``MOELayer(ops=...)``; ``name`` is "reference" or "compiled".
+        The operators, for ``MOELayer(ops=...)``; ``name`` says which.
 
     Examples:
         >>> import ds_fsmoe
@@ -159,8 +200,10 @@ def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
 
 def _loaded(mode: str, device_type: str) -> Ops:
     _check(mode, device_type)
-    if mode == "reference" or (mode == "auto" and device_type in _given_up):
+    if mode == "reference":
         return REFERENCE
+    if mode == "plain" or (mode == "auto" and device_type in _given_up):
+        return PLAIN
     if device_type not in LIBRARIES:
         return _give_up(device_type, f"there are none for {device_type!r}, only for {', '.join(LIBRARIES)}")
     failure = _load_on_every_rank(device_type)
@@ -204,7 +247,7 @@ def _check(mode: str, device_type: str) -> None:
     if mode == "required" and device_type not in LIBRARIES:
         raise ValueError(
             f"ops = 'required': there are compiled ops for {', '.join(LIBRARIES)} only, and this run is on "
-            f"{device_type!r}; use 'auto' or 'reference'"
+            f"{device_type!r}; use 'auto' or 'plain'"
         )
 
 
@@ -216,17 +259,17 @@ def _give_up(device_type: str, reason: str) -> Ops:
     _given_up.add(device_type)
     if _is_rank_0():
         _LOG.warning(
-            "compiled ops cannot be had, so all ranks use the slower reference ops: %s\n"
-            "Set ops to 'reference' to go without them and without this warning, or to 'required' to be stopped.",
+            "compiled ops cannot be had, so all ranks use torch's own operators, which are slower: %s\n"
+            "Set ops to 'plain' to go without them and without this warning, or to 'required' to be stopped.",
             reason,
         )
-    return REFERENCE
+    return PLAIN
 
 
 def _refusal(device_type: str, failure: RuntimeError) -> RuntimeError:
     return RuntimeError(
         f"ops = 'required': the compiled ops ({LIBRARIES[device_type]}) could not be loaded: {failure}\n"
-        "Mend that, or do without compiled ops: set ops to 'auto' or 'reference'."
+        "Mend that, or do without compiled ops: set ops to 'auto' or 'plain'."
     )
 
 
@@ -240,7 +283,7 @@ def _load_on_every_rank(device_type: str) -> RuntimeError | None:
         if failure is not None:
             return failure
     schemas.define()
-    for operators in (rows, arrange, slots):
+    for operators in (rows, arrange, gated, slots):
         operators.register_formulas()
     return None
 

@@ -10,8 +10,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+FORMS = ("silu", "gelu", "gelu_tanh", "silu_of_clamped", "clamped_silu", "swish_of_clamped")
+"""Gated products, L being a limit.
+
+``"silu"``, ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``.
+``"silu_of_clamped"``: ``silu(min(gate, L)) * clamp(up, -L, L)``.
+``"clamped_silu"``: ``min(silu(gate), L) * clamp(up, -L, L)``.
+``"swish_of_clamped"``: ``g * sigmoid(alpha * g) * (clamp(up, -L, L) + 1)`` with ``g = min(gate, L)``.
+"""
 PRIORITIES = ("choice", "token", "score")
 """Who goes first when more tokens want an expert than it has slots.
 
@@ -30,6 +39,19 @@ class Slots(NamedTuple):
     """[K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was dropped."""
     counts_E: Tensor
     """[E] int64: how many tokens chose each expert, before any was dropped; without those that take no part."""
+
+
+class Rows(NamedTuple):
+    """The numbers of the rows of a decision. V: queues, one for each expert in each segment of the tokens."""
+
+    rows_KS: Tensor
+    """[K, S] int64: the number of each choice among all rows, queue by queue; K * S for none."""
+    counts_V: Tensor
+    """[V] int64: the rows of each queue."""
+    ends_V: Tensor
+    """[V] int32: where each queue ends."""
+    fault: Tensor
+    """Scalar int64: bit 0 for a choice that is out of range, bit 1 for an expert with more rows than its limit."""
 
 
 def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
@@ -104,6 +126,7 @@ def restore(
     slots_KS: Tensor,
     weights_KS: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    by_slot: bool = False,
     *,
     gather: Callable[[Tensor, Tensor], Tensor] = gather_rows,
 ) -> Tensor:
@@ -116,11 +139,15 @@ def restore(
         slots_KS: [K, S] int64, as for :func:`arrange`.
         weights_KS: [K, S], float32 or float64; ``None`` counts every row once.
         dtype: of the result; ``None`` is that of ``y_NM``.
+        by_slot: whether sums go in the order of the slots instead of that of the choices.
         gather: as :func:`gather_rows`.
 
     Returns:
-        [S, M], summed in float32 (float64 if anything is), in the order of the choices, and rounded once.
+        [S, M], summed in float32 (float64 if anything is) and rounded once.
     """
+    if by_slot:
+        slots_KS, order_KS = slots_KS.sort(dim=0, stable=True)
+        weights_KS = None if weights_KS is None else weights_KS.gather(0, order_KS)
     dtype = dtype or y_NM.dtype
     sum_dtype = torch.float32
     for each in (y_NM.dtype, dtype, *(() if weights_KS is None else (weights_KS.dtype,))):
@@ -134,6 +161,56 @@ def restore(
             rows_SM = rows_SM * weights_KS[choice].to(sum_dtype).masked_fill(is_dropped_S, 0).unsqueeze(1)
         out_SM = out_SM + rows_SM
     return out_SM.to(dtype)
+
+
+def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows, [N, M], and of the weights, [K, S], of a weighted :func:`restore`."""
+    with torch.enable_grad():
+        y_NM, weights_KS = y_NM.detach().requires_grad_(), weights_KS.detach().requires_grad_()
+        out_SM = restore(y_NM, slots_KS, weights_KS, d_out_SM.dtype)
+    return torch.autograd.grad(out_SM, (y_NM, weights_KS), d_out_SM)
+
+
+def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
+    """The gated product of rows, step by step, each rounded to the type of the rows. Differentiable in ``x_RF``.
+
+    Args:
+        x_RF: [R, 2H], floating point: gate and up.
+        form: one of :data:`FORMS`.
+        interleaved: whether gate and up are the even and odd columns, instead of the halves of a row.
+        limit: of the clamped forms.
+        alpha: of ``"swish_of_clamped"``.
+
+    Returns:
+        [R, H].
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form = {form!r}: must be one of {', '.join(map(repr, FORMS))}")
+    gate_RH, up_RH = (x_RF[:, ::2], x_RF[:, 1::2]) if interleaved else x_RF.chunk(2, dim=1)
+    if "clamped" in form:
+        up_RH = up_RH.clamp(-limit, limit)
+    if form.endswith("_of_clamped"):
+        gate_RH = gate_RH.clamp(max=limit)
+    if form == "swish_of_clamped":
+        return gate_RH * torch.sigmoid(gate_RH * alpha) * (up_RH + 1)
+    if form.startswith("gelu"):
+        return F.gelu(gate_RH, approximate="tanh" if form == "gelu_tanh" else "none") * up_RH
+    act_RH = F.silu(gate_RH)
+    return (act_RH.clamp(max=limit) if form == "clamped_silu" else act_RH) * up_RH
+
+
+def gated_backward(
+    x_RF: Tensor, dh_RH: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the rows of :func:`gated`, [R, 2H], and its result once more."""
+    with torch.enable_grad():
+        leaf_RF = x_RF.detach().requires_grad_()
+        h_RH = gated(leaf_RF, form, interleaved, limit, alpha)
+    (dx_RF,) = torch.autograd.grad(h_RH, leaf_RF, dh_RH)
+    return dx_RF, h_RH.detach()
 
 
 def top_k_slots(
@@ -208,6 +285,50 @@ def take_slots(
     counts_E = queues_KS.new_zeros(num_experts + 1)
     counts_E.scatter_add_(0, queues_KS.reshape(-1), torch.ones_like(queues_KS.reshape(-1)))
     return Slots(experts_KS, slots_KS.contiguous(), counts_E[:-1])
+
+
+def number_rows(
+    choices_KS: Tensor,
+    num_experts: int,
+    capacity: int = 1,
+    segments_3T: Tensor | None = None,
+    limits_E: Tensor | None = None,
+) -> Rows:
+    """Number, count and check the rows of a decision; nothing waits for the device.
+
+    Args:
+        choices_KS: [K, S] int64, ``expert * capacity + place``; ``num_experts * capacity`` is a choice not made, and so
+            is what is out of range, which is a fault.
+        num_experts: E.
+        capacity: the places of every expert.
+        segments_3T: [3, T] int64, for tokens that are cut: where a segment ends, its queue of expert 0, and the step
+            from one expert's queue to the next. ``None``: one segment, whose queues are the experts.
+        limits_E: [E] int64, the rows that each expert may have; ``None``: any number.
+    """
+    num_choices, num_tokens = choices_KS.shape
+    none = num_experts * capacity
+    is_row_KS = (choices_KS >= 0) & (choices_KS < none)
+    queue_KS = expert_KS = choices_KS.div(max(1, capacity), rounding_mode="floor")
+    num_queues = num_experts
+    if segments_3T is not None:
+        num_queues *= segments_3T.shape[1]
+        end_T, first_T, step_T = segments_3T.unbind()
+        tokens = torch.arange(num_tokens, device=choices_KS.device)
+        segment_S = torch.bucketize(tokens, end_T.contiguous(), right=True)
+        queue_KS = expert_KS * step_T[segment_S] + first_T[segment_S]
+    queue_KS = torch.where(is_row_KS, queue_KS, num_queues)
+    queue_of_place = queue_KS.t().reshape(-1)
+    lengths = queue_KS.new_zeros(num_queues + 1).scatter_add_(0, queue_of_place, torch.ones_like(queue_of_place))
+    by_queue = torch.sort(queue_of_place, stable=True).indices
+    rows = torch.empty_like(by_queue).scatter_(0, by_queue, torch.arange(len(by_queue), device=by_queue.device))
+    rows_KS = torch.where(is_row_KS, rows.view(num_tokens, num_choices).t(), num_choices * num_tokens)
+    fault = ((choices_KS < 0) | (choices_KS > none)).any().long()
+    if limits_E is not None:
+        expert_KS = torch.where(is_row_KS, expert_KS, num_experts).reshape(-1)
+        of_experts = queue_KS.new_zeros(num_experts + 1).scatter_add_(0, expert_KS, torch.ones_like(expert_KS))
+        fault = fault + 2 * (limits_E < of_experts[:-1]).any().long()
+    counts_V = lengths[:-1]
+    return Rows(rows_KS.contiguous(), counts_V, counts_V.cumsum(0).to(torch.int32), fault)
 
 
 def with_capacity(slots_KS: Tensor, num_experts: int, old: int, new: int) -> Tensor:

@@ -16,12 +16,17 @@ SCHEMAS = (
     "gather_rows(Tensor x, Tensor index) -> Tensor",
     "gather_rows_backward(Tensor dy, Tensor index, SymInt num_rows) -> Tensor",
     "arrange(Tensor x, Tensor slots, SymInt num_slots, ScalarType? dtype=None) -> Tensor",
-    "restore(Tensor y, Tensor slots, Tensor? weights=None, ScalarType? dtype=None) -> Tensor",
+    "restore(Tensor y, Tensor slots, Tensor? weights=None, ScalarType? dtype=None, bool by_slot=False) -> Tensor",
     "restore_backward(Tensor d_out, Tensor y, Tensor slots, Tensor weights) -> (Tensor, Tensor)",
+    "gated(Tensor x, str form, bool interleaved=False, float limit=0.0, float alpha=0.0) -> Tensor",
+    "gated_backward(Tensor x, Tensor dh, str form, bool interleaved=False, float limit=0.0, float alpha=0.0)"
+    " -> (Tensor, Tensor)",
     "top_k_slots(Tensor scores, SymInt k, SymInt capacity, Tensor? used=None, str priority='choice')"
     " -> (Tensor, Tensor, Tensor)",
     "take_slots(Tensor experts, SymInt num_experts, SymInt capacity, Tensor? used=None, str priority='choice',"
     " Tensor? scores=None) -> (Tensor, Tensor)",
+    "number_rows(Tensor choices, SymInt num_experts, SymInt capacity, Tensor? segments=None, Tensor? limits=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 

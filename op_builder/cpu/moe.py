@@ -11,6 +11,8 @@ class MoEBuilder(CPUBuilder):
         return [
             "csrc/python_module.cpp",
             "csrc/cpu/arrange.cpp",
+            "csrc/cpu/gated.cpp",
+            "csrc/cpu/number_rows.cpp",
             "csrc/cpu/rows.cpp",
             "csrc/cpu/slots.cpp",
         ]

@@ -11,6 +11,7 @@ class MoEBuilder(CUDABuilder):
         return [
             "csrc/python_module.cpp",
             "csrc/cuda/bindings.cpp",
+            "csrc/cuda/gated.cu",
             "csrc/cuda/rows.cu",
             "csrc/cuda/slots.cu",
         ]

@@ -25,6 +25,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __launch_bounds__(...)
 
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
@@ -209,7 +210,12 @@ inline unsigned __float_as_uint(float value) {
   return bits;
 }
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
-  if (!emulation::only_lists && bytes > 0) {
+  if (bytes == 0) {
+    emulation::stop("a memset of nothing, of which CUDA's manual does not say how it ends");
+  }
+  if (emulation::only_lists) {
+    std::fprintf(stderr, "memset: %zu bytes\n", bytes);
+  } else {
     std::memset(at, value, bytes);
   }
   return cudaSuccess;

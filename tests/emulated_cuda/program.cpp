@@ -84,6 +84,11 @@ class Arguments {
         reinterpret_cast<int64_t*>(&of_numbers)[i] = number();
       }
       return of_numbers;
+    } else if constexpr (std::is_floating_point_v<T>) {  // the bits of a double
+      const int64_t bits = number();
+      double value = 0;
+      std::memcpy(&value, &bits, sizeof(value));
+      return static_cast<T>(value);
     } else {
       return static_cast<T>(number());
     }
@@ -118,6 +123,9 @@ int64_t run(std::string_view name, Arguments& arguments) {
   if (name == #launcher) {                  \
     return run(fsmoe::launcher, arguments); \
   }
+#ifdef FSMOE_OF_GATED
+  FSMOE_CALLED(launch_gated)
+#endif
 #ifdef FSMOE_OF_ROWS
   FSMOE_CALLED(launch_arrange)
   FSMOE_CALLED(launch_restore)
@@ -127,6 +135,8 @@ int64_t run(std::string_view name, Arguments& arguments) {
   FSMOE_CALLED(launch_choose)
   FSMOE_CALLED(take_slots_workspace)
   FSMOE_CALLED(launch_take_slots)
+  FSMOE_CALLED(number_rows_workspace)
+  FSMOE_CALLED(launch_number_rows)
 #endif
   emulation::stop("a call of something that is not in this file");
 }

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds which gated product a module of experts computes, by comparing results, and computes it in one operator.
+
+``module._apply_gate`` is called with rows of all kinds, and each form of :data:`ds_fsmoe.ops.reference.FORMS` is
+computed on the same rows. The form whose results and gradients have the same bits is used from then on. Where none has,
+and where experts have no gate, the module's own function is differentiated by autograd.
+
+Letters: R rows, H width of an expert, F = 2 * H where experts are gated, else H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_fsmoe.ops import Ops
+from ds_fsmoe.ops.reference import FORMS
+
+_LIMITS = ("limit", "swiglu_limit")
+_ALPHAS = ("alpha", "swiglu_alpha")
+_WIDTH = 64
+_NUM_ROWS = 96
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, int, float, str, type(None))
+_OWN_STATE = ("_parameters", "_buffers", "_modules")
+
+_found: dict[Hashable, tuple[Any, ...] | None] = {}
+"""A function of transformers and the settings of what it reads, dtype and device -> the arguments of the operator;
+``None`` where no form fits. It keeps no modules."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a module was like when its form was looked up."""
+
+    function: Any
+    act: Any
+    names: tuple[str, ...]
+    settings: tuple[Any, ...]
+    act_names: tuple[str, ...]
+    act_settings: tuple[Any, ...]
+    sizes: tuple[int, int]
+    """How many attributes the module and its activation had."""
+    dtype: torch.dtype
+    form: tuple[Any, ...] | None
+
+    def is_still(self, function: Any, act: Any, own: dict[str, Any], of_act: dict[str, Any], dtype: Any) -> bool:
+        """Whether nothing has changed of what the function may read."""
+        return (
+            self.function is function
+            and self.act is act
+            and self.dtype is dtype
+            and self.sizes == (len(own), len(of_act))
+            and self.settings == tuple(map(own.get, self.names))
+            and self.act_settings == tuple(map(of_act.get, self.act_names))
+        )
+
+
+class Gate:
+    """What lies between the two products of the experts of one module.
+
+    Args:
+        module: the module of the experts.
+        has_gate: whether the first product gives gate and up, ``_apply_gate``, or the value alone, ``act_fn``.
+        ops: the operators to use; ``None``: the module's own functions.
+    """
+
+    def __init__(self, module: nn.Module, has_gate: bool, ops: Ops | None) -> None:
+        self._module, self._has_gate, self._ops = module, has_gate, ops
+        self._seen: _Seen | None = None
+
+    def forward(self, up_RF: torch.Tensor) -> torch.Tensor:
+        """[R, F] to [R, H]."""
+        form = self.form(up_RF)
+        if form is not None:
+            return self._ops.gated(up_RF, *form)
+        return self._module._apply_gate(up_RF) if self._has_gate else self._module.act_fn(up_RF)
+
+    def backward(self, up_RF: torch.Tensor, dh_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradient of what :meth:`forward` was given, [R, F], and its result once more, [R, H].
+
+        Args:
+            up_RF: what it was given.
+            dh_RH: the gradient of its result.
+        """
+        form = self.form(up_RF)
+        if form is not None:
+            return self._ops.gated_backward(up_RF, dh_RH, *form)
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            leaf_RF = up_RF.detach().requires_grad_()
+            h_RH = self.forward(leaf_RF)
+        (dup_RF,) = torch.autograd.grad(h_RH, leaf_RF, dh_RH.to(h_RH.dtype))
+        return dup_RF, h_RH.detach().to(up_RF.dtype)
+
+    def form(self, up_RF: torch.Tensor) -> tuple[Any, ...] | None:
+        """Return the arguments of the operator that computes what the module does now; ``None``: there is none.
+
+        Args:
+            up_RF: rows as they are computed.
+        """
+        if self._ops is None or not self._has_gate or up_RF.is_meta:
+            return None
+        own = self._module.__dict__
+        function = own.get("_apply_gate") or type(self._module)._apply_gate
+        act = self._module._modules.get("act_fn") or own.get("act_fn")
+        of_act, seen, dtype = getattr(act, "__dict__", _NOTHING), self._seen, up_RF.dtype
+        if seen is None or not seen.is_still(function, act, own, of_act, dtype):
+            seen = self._seen = self._look_up(function, act, up_RF)
+        if seen.form is None or any(_GLOBAL_HOOKS) or any(map(of_act.get, _HOOKS)):
+            return None
+        return seen.form
+
+    def _look_up(self, function: Any, act: Any, up_RF: torch.Tensor) -> _Seen:
+        own, of_act = self._module.__dict__, getattr(act, "__dict__", _NOTHING)
+        names, act_names = _settings(own), _settings(of_act)
+        settings, act_settings = tuple(map(own.get, names)), tuple(map(of_act.get, act_names))
+        form = None
+        if _is_known(function, "transformers") and _is_simple(act) and _has_one_child(self._module):
+            key = function, names, settings, type(act), act_names, act_settings
+            key = *key, None if isinstance(act, nn.Module) else act, up_RF.dtype, up_RF.device.type, self._ops.gated
+            if key not in _found:
+                # Without gradients, too, since a backward may come later.
+                with torch.inference_mode(False), torch.device("cpu"):
+                    _found[key] = _search(self._module, up_RF, self._ops)
+            form = _found[key]
+        sizes = len(own), len(of_act)
+        return _Seen(function, act, names, settings, act_names, act_settings, sizes, up_RF.dtype, form)
+
+
+_NOTHING: dict[str, Any] = {}
+_GLOBAL_HOOKS = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _settings(attributes: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of plain settings; those of an engine are not the module's."""
+    return tuple(sorted(name for name, each in attributes.items() if isinstance(each, _PLAIN) and name[:3] != "ds_"))
+
+
+def _is_known(function: Any, package: str) -> bool:
+    """Whether a function is a package's own, so that what it reads is known: settings of its module and ``act_fn``."""
+    return getattr(function, "__module__", "").partition(".")[0] == package and hasattr(function, "__code__")
+
+
+def _is_simple(act: Any) -> bool:
+    """Whether an activation is torch's or transformers' own, without state, so that its settings say what it does."""
+    if act is None or act in (F.silu, F.gelu):
+        return True
+    if not isinstance(act, nn.Module) or type(act).__module__ not in _ACTIVATIONS or "forward" in vars(act):
+        return False
+    functions = [each for name, each in vars(act).items() if name[0] != "_" and callable(each)]
+    return not any(map(vars(act).get, _OWN_STATE)) and all(each in (F.silu, F.gelu) for each in functions)
+
+
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+
+
+def _has_one_child(module: nn.Module) -> bool:
+    return not set(module._modules) - {"act_fn"} and not module._buffers
+
+
+def _search(module: nn.Module, like: torch.Tensor, ops: Ops) -> tuple[Any, ...] | None:
+    """Return the arguments of the operator with which every bit of result and gradient is the module's own."""
+    own = module.__dict__
+    limit, alpha = (
+        next((each for each in map(own.get, some) if isinstance(each, int | float)), None)
+        for some in (_LIMITS, _ALPHAS)
+    )
+    x_RF, dh_RH = _rows(limit, like)
+    try:
+        own = _own(module, x_RF, dh_RH)
+    except Exception:  # of whatever the function asks of its rows: then it stays
+        return None
+    for form in FORMS:
+        if ("clamped" in form and limit is None) or (form == "swish_of_clamped" and alpha is None):
+            continue
+        for interleaved in (False, True):
+            arguments = form, interleaved, float(limit or 0.0), float(alpha or 0.0)
+            with torch.no_grad():
+                found = ops.gated(x_RF, *arguments), *ops.gated_backward(x_RF, dh_RH, *arguments)
+            if all(map(_is_same, found, (own[1], own[0], own[1]))):
+                return arguments
+    return None
+
+
+def _own(module: nn.Module, x_RF: torch.Tensor, dh_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        leaf_RF = x_RF.clone().requires_grad_()
+        h_RH = module._apply_gate(leaf_RF)
+    (dx_RF,) = torch.autograd.grad(h_RH, leaf_RF, dh_RH.to(h_RH.dtype))
+    return dx_RF, h_RH.detach()
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    # What is no number has no sign; zeros have one.
+    is_equal = ((one == other) & (one.signbit() == other.signbit())) | (one.isnan() & other.isnan())
+    return bool(is_equal.all())
+
+
+def _rows(limit: float | None, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of all kinds and gradients: of every size, at the limit, and at the ends of what the type holds."""
+    generator = torch.Generator().manual_seed(0)
+    shape = _NUM_ROWS, _WIDTH
+    ends = torch.finfo(like.dtype)
+    at = 1.0 if limit is None else float(limit)
+    sizes = 0.0, at, at * 1.01, ends.max, ends.tiny, math.inf, 20.0, 88.0, 100.0
+    special = torch.tensor([*sizes, *(-each for each in sizes), math.nan], dtype=torch.float64)
+
+    def values(columns: int) -> torch.Tensor:
+        size = 10.0 ** torch.randint(-4, 3, (shape[0], 1), generator=generator)
+        drawn = torch.randn(shape[0], columns, generator=generator, dtype=torch.float64) * size
+        chosen = special[torch.randint(len(special), drawn.shape, generator=generator)]
+        is_special = torch.rand(drawn.shape, generator=generator) < 0.2
+        is_special[: shape[0] // 2] = False
+        return torch.where(is_special, chosen, drawn).to(like.dtype).to(like.device)
+
+    return values(2 * shape[1]), values(shape[1])

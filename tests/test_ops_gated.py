@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated products in one operator: the compiled ones are the reference's bit for bit, and a form is used only where a
+module's own function has the same bits."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+import weakref
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from ds_fsmoe.components.expert_compute.gated_forms import Gate  # noqa: E402
+from ds_fsmoe.ops import Ops, load_ops, reference  # noqa: E402
+from tests.ops_cases import assert_same_bits, compiled_ops  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LIMIT, ALPHA = 7.0, 1.702
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return load_ops("plain", "cpu") if request.param == "plain" else request.getfixturevalue("compiled")
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
+    return compiled_ops(tmp_path_factory)
+
+
+def rows(dtype: torch.dtype, width: int = 37, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x_RF = torch.randn(19, 2 * width, generator=generator, dtype=torch.float64) * 5
+    return x_RF.to(dtype), torch.randn(19, width, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "interleaved"), list(itertools.product(reference.FORMS, (False, True))))
+def test_products_have_the_bits_of_the_reference(ops: Ops, form: str, interleaved: bool, dtype) -> None:
+    arguments = form, interleaved, LIMIT, ALPHA
+    x_RF, dh_RH = rows(dtype)
+    assert_same_bits(ops.gated(x_RF, *arguments), reference.gated(x_RF, *arguments))
+    found, expected = (each.gated_backward(x_RF, dh_RH, *arguments) for each in (ops, reference))
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("form", reference.FORMS)
+def test_gradients_are_those_of_the_product(form: str) -> None:
+    x_RF, dh_RH = rows(torch.float64, width=3)
+    x_RF = (x_RF / 5).requires_grad_()  # away from where a clamp has no derivative
+    function = lambda x: reference.gated(x, form, False, LIMIT, ALPHA)  # noqa: E731
+    assert torch.autograd.gradcheck(function, x_RF)
+    dx_RF, h_RH = reference.gated_backward(x_RF, dh_RH, form, False, LIMIT, ALPHA)
+    torch.testing.assert_close(dx_RF, torch.autograd.grad(function(x_RF), x_RF, dh_RH)[0])
+    torch.testing.assert_close(h_RH, function(x_RF).detach())
+
+
+def test_what_does_not_fit_is_refused(compiled: Ops) -> None:
+    x_RF, dh_RH = rows(torch.float32)
+    for call, match in (
+        (lambda: compiled.gated(x_RF, "relu"), "no form is named 'relu'"),
+        (lambda: compiled.gated(x_RF[:, 1:], "silu"), r"x must be \[R, 2 \* H\]"),
+        (lambda: compiled.gated(x_RF.long(), "silu"), "x must be floating point"),
+        (lambda: compiled.gated_backward(x_RF, dh_RH[:, 1:], "silu"), r"dh must be \[19, 37\]"),
+        (lambda: compiled.gated_backward(x_RF, dh_RH.double(), "silu"), "dh must be Float"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            call()
+    with pytest.raises(ValueError, match="form = 'relu': must be one of 'silu'"):
+        reference.gated(x_RF, "relu")
+
+
+def test_torch_is_told_the_truth_about_the_operators(compiled: Ops) -> None:
+    x_RF, dh_RH = rows(torch.float32)
+    torch.library.opcheck(torch.ops.fsmoe.gated.default, (x_RF, "gelu", True, 0.0, 0.0))
+    torch.library.opcheck(torch.ops.fsmoe.gated_backward.default, (x_RF, dh_RH, "silu", False, 0.0, 0.0))
+
+
+def of_transformers(kind: type) -> type:
+    """The class, with a function as transformers has it."""
+    kind._apply_gate.__module__ = "transformers.models.made_up"
+    return kind
+
+
+@of_transformers
+class Experts(nn.Module):
+    """Computes what transformers' modules do, or something of its own."""
+
+    def __init__(self, act: Any, **settings: float) -> None:
+        super().__init__()
+        self.act_fn = act
+        vars(self).update(settings)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+@of_transformers
+class Clamped(Experts):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
+@of_transformers
+class ClampedBehind(Experts):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate).clamp(max=self.limit) * up.clamp(min=-self.limit, max=self.limit)
+
+
+@of_transformers
+class Swish(Experts):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+@of_transformers
+class InFloat32(Experts):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
+
+
+class Learned(nn.Module):
+    """An activation with a weight, which is the identity until it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) * self.weight
+
+
+MODULES = [
+    (Experts(nn.SiLU()), ("silu", False)),
+    (Experts(F.silu), ("silu", False)),
+    (Experts(nn.GELU()), ("gelu", False)),
+    (Experts(nn.GELU(approximate="tanh")), ("gelu_tanh", False)),
+    (Clamped(nn.SiLU(), limit=LIMIT), ("silu_of_clamped", False)),
+    (ClampedBehind(nn.SiLU(), limit=LIMIT), ("clamped_silu", False)),
+    (Swish(None, limit=LIMIT, alpha=ALPHA), ("swish_of_clamped", True)),
+    (Experts(nn.ReLU()), None),
+    (Experts(Learned()), None),
+    (InFloat32(nn.SiLU()), None),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("module", "expected"), MODULES, ids=lambda each: type(each).__name__)
+def test_the_form_with_a_modules_bits_is_found_or_torchs_way_stays(ops: Ops, module, expected, dtype) -> None:
+    if isinstance(module, InFloat32) and dtype == torch.float32:
+        expected = "silu", False  # there it is the same
+    gate, (x_RF, dh_RH) = Gate(module, True, ops), rows(dtype)
+    form = gate.form(x_RF)
+    assert (None if form is None else form[:2]) == expected
+    leaf_RF = x_RF.clone().requires_grad_()
+    own_RH = module._apply_gate(leaf_RF)
+    (own_dx,) = torch.autograd.grad(own_RH, leaf_RF, dh_RH)
+    assert_same_bits(gate.forward(x_RF).detach(), own_RH.detach())
+    dx_RF, h_RH = gate.backward(x_RF, dh_RH)
+    assert_same_bits(dx_RF, own_dx)
+    assert_same_bits(h_RH, own_RH.detach())
+
+
+def test_another_limit_or_function_is_looked_up_anew(compiled: Ops) -> None:
+    module = Clamped(nn.SiLU(), limit=LIMIT)
+    gate, (x_RF, _) = Gate(module, True, compiled), rows(torch.float32)
+    assert gate.form(x_RF) == ("silu_of_clamped", False, LIMIT, 0.0)
+    module.limit = 2.0
+    assert gate.form(x_RF) == ("silu_of_clamped", False, 2.0, 0.0)
+    assert_same_bits(gate.forward(x_RF), module._apply_gate(x_RF))
+    module.act_fn = nn.ReLU()
+    assert gate.form(x_RF) is None
+    module.act_fn = nn.SiLU()
+    module._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
+    assert gate.form(x_RF) is None
+    assert_same_bits(gate.forward(x_RF), x_RF.chunk(2, dim=-1)[0])
+
+
+def test_a_hook_on_the_activation_is_called(compiled: Ops) -> None:
+    module, calls = Experts(nn.SiLU()), []
+    gate, (x_RF, _) = Gate(module, True, compiled), rows(torch.float32)
+    gate.forward(x_RF)
+    handle = module.act_fn.register_forward_hook(lambda *_: calls.append(None))
+    gate.forward(x_RF)
+    assert len(calls) == 1
+    handle.remove()
+    assert gate.form(x_RF) is not None
+
+
+def test_experts_without_a_gate_or_ops_stay_torchs(compiled: Ops) -> None:
+    x_RF, _ = rows(torch.float32)
+    module = Experts(nn.SiLU())
+    assert Gate(module, False, compiled).form(x_RF) is None
+    assert_same_bits(Gate(module, False, compiled).forward(x_RF), F.silu(x_RF))
+    assert Gate(module, True, None).form(x_RF) is None
+
+
+def test_what_is_remembered_keeps_no_module(compiled: Ops) -> None:
+    """Nor what somebody has hung on it, such as an engine's hooks."""
+
+    class Kept:
+        pass
+
+    module, kept, (x_RF, _) = Experts(nn.SiLU()), Kept(), rows(torch.float32)
+    module.act_fn.hung_on = kept
+    module._apply_gate = types.MethodType(lambda self, x: Experts._apply_gate(self, x), module)
+    Gate(module, True, compiled).form(x_RF)
+    known = weakref.ref(kept)
+    del module, kept
+    gc.collect()
+    assert known() is None
+
+
+def test_an_activation_that_cannot_be_watched_is_looked_up_each_time(compiled: Ops) -> None:
+    class Slotted:
+        __slots__ = ("function",)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.function(x)
+
+    x_RF, _ = rows(torch.float32)
+    act = Slotted()
+    act.function = F.silu
+    assert Gate(Experts(act), True, compiled).form(x_RF) is None
+
+
+class Own(Experts):
+    """A script's own function, which reads what it likes."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up * self.scale
+
+
+class Scaled(nn.SiLU):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class WithBuffer(nn.SiLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.parametrize(
+    "act", [Scaled(), WithBuffer(), nn.Sequential(nn.SiLU()), lambda x: F.silu(x)], ids=lambda each: type(each).__name__
+)
+def test_only_activations_whose_settings_say_what_they_do_have_a_form(compiled: Ops, act: Any) -> None:
+    x_RF, _ = rows(torch.float32)
+    assert Gate(Experts(act), True, compiled).form(x_RF) is None
+
+
+def test_a_scripts_own_function_stays_torchs(compiled: Ops) -> None:
+    x_RF, _ = rows(torch.float32)
+    module = Own(nn.SiLU(), scale=1.0)
+    gate = Gate(module, True, compiled)
+    assert gate.form(x_RF) is None
+    module.scale = 3.0
+    assert_same_bits(gate.forward(x_RF), module._apply_gate(x_RF))
+
+
+def test_a_forward_put_on_an_activation_is_run(compiled: Ops) -> None:
+    x_RF, _ = rows(torch.float32)
+    module = Experts(nn.SiLU())
+    gate = Gate(module, True, compiled)
+    assert gate.form(x_RF) is not None
+    module.act_fn.forward = lambda x: 2 * F.silu(x)
+    assert gate.form(x_RF) is None
+    assert_same_bits(gate.forward(x_RF), module._apply_gate(x_RF))
+
+
+def test_a_setting_of_the_module_or_its_activation_that_changes_is_looked_at(compiled: Ops) -> None:
+    x_RF, _ = rows(torch.float32)
+    module = Experts(nn.GELU())
+    gate = Gate(module, True, compiled)
+    assert gate.form(x_RF)[0] == "gelu"
+    module.act_fn.approximate = "tanh"
+    assert gate.form(x_RF)[0] == "gelu_tanh"
+    module.eval()
+    assert gate.form(x_RF)[0] == "gelu_tanh"
+
+
+def test_hooks_on_all_modules_see_the_activation(compiled: Ops) -> None:
+    x_RF, _ = rows(torch.float32)
+    calls: list[Any] = []
+    gate = Gate(Experts(nn.SiLU()), True, compiled)
+    gate.forward(x_RF)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module)))
+    gate.forward(x_RF)
+    handle.remove()
+    assert calls == [nn.SiLU]
+
+
+def test_a_default_device_changes_nothing(compiled: Ops) -> None:
+    x_RF, _ = rows(torch.float32)
+    module = Clamped(nn.SiLU(), limit=3.25)
+    with torch.device("meta"):
+        assert Gate(module, True, compiled).form(x_RF) == ("silu_of_clamped", False, 3.25, 0.0)
