@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests for a GPU share. Each has a body that takes a device, and runs it on the CPU as well, on lanes that are
-threads in place of streams: a test is not ready while none of its lines has been executed. On a GPU nothing has run
-yet."""
+threads in place of streams: a test is not ready while none of its lines has been executed."""
 
 from __future__ import annotations
 

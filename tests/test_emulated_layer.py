@@ -66,13 +66,14 @@ def test_a_part_of_a_task_has_its_part_of_the_size(kind: str) -> None:
 
 @pytest.mark.parametrize("ffn", ["gpt", "mixtral"])
 def test_experts_compute_what_autograd_does(ffn: str) -> None:
-    """With what the forward keeps in place of random numbers, dX and dW are the gradients of the forward."""
+    """With what the forward keeps in place of random numbers, dX and dW are the gradients of the forward; all experts
+    together compute what they compute one by one."""
     shape = Shape(2, 24, 16, 40, 4, heads=2, ffn=ffn)
     torch.manual_seed(0)
     of_rank = Computation(shape, Groups(4, 2, mp=2, esp=2, ep=2, dp=2), CPU, load_ops("reference", "cpu"))
     forms, sums = of_rank._experts
     assert len(forms) == 2  # 4 experts on 2 EP ranks
-    rows = 7
+    rows, expected, drawn = 7, [], []
     for index, form in enumerate(forms):
         assert isinstance(form, ManualExpert)
         x_RM, dy_RM, _, _ = of_rank._rows[index]
@@ -86,11 +87,18 @@ def test_experts_compute_what_autograd_does(ffn: str) -> None:
         weights = [linear.weight for linear in form.linears]
         dx, *dws = torch.autograd.grad(y, [x, *weights], dy_RM[:rows])
         with torch.no_grad():
-            torch.testing.assert_close(of_rank._expert(index, rows), y)
             torch.testing.assert_close(of_rank._expert_dx(index, rows), dx)
             of_rank._expert_dw(index, rows)
         for weight, dw in zip(weights, dws, strict=True):
             torch.testing.assert_close(sums._sum_of(weight).value(), dw)
+        drawn.append((x_RM[:rows], dy_RM[:rows]))
+        expected.append((y.detach(), dx))
+    x_RM, dy_RM, y_RM, dx_RM = (torch.cat(each) for pairs in (drawn, expected) for each in zip(*pairs, strict=True))
+    numbers = iter([x_RM, x_RM, dy_RM])
+    of_rank._randn = lambda *_: next(numbers)
+    with torch.no_grad():
+        torch.testing.assert_close(of_rank._experts_together(rows, False)(), y_RM)
+        torch.testing.assert_close(of_rank._experts_together(rows, True)()[0], dx_RM)
 
 
 def test_a_plan_computes_all_of_a_layer_whatever_its_chunks_are() -> None:

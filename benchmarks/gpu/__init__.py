@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules on one GPU, links emulated, and the checks for a first GPU."""
+"""Runs on one GPU: stages of checks and times, and schedules beside emulated links."""

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules on one GPU: every preset's plan on CUDA streams, real computation beside links that are emulated.
 
-``python benchmarks/gpu/bench_gpu.py`` on a machine with a GPU; nothing is asked, and ``--budget`` seconds are not
-exceeded by much. ``--device cpu --quick`` does the same on threads, in seconds and in small: a test of this file, no
-result. ``python -m benchmarks.gpu.bench_gpu --first-gpu`` runs the tests that need a GPU before that, and reports on
-both.
+``python benchmarks/gpu/bench_gpu.py`` on a machine with a GPU; ``--budget`` seconds are not exceeded by much.
+``--device cpu --quick`` does the same on threads, in seconds and in small: a test of this file, no result.
 
 1. What a rank computes is timed at several sizes, and lines are fitted: for some layers only.
 2. For these and for others (``held_out``: the same layer with other tokens, or other widths) every preset is planned
    from these lines and the links of a cluster, and predicted: ``benchmarks/results/gpu_predicted.csv``.
 3. When that is written, each plan is run, the presets in turns: ``gpu.csv``. The lines are in ``gpu_lines.csv``.
-4. One MoE layer, ours beside stock's, where there is nothing to send: ``gpu_overhead.csv``. It needs DeepSpeed.
 
 The layer is one in the middle of many: gradients of the one before travel in its backward. Ranks of a node share a
 layer's attention and its experts' width, as in the paper. The device computes what one of the ranks would. It is given
@@ -22,15 +19,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
-import os
-import socket
 import statistics
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,9 +49,8 @@ from benchmarks.gpu.emulated_plans import (
     plan_all,
     time_computation,
 )
-from benchmarks.gpu.first_gpu import first_gpu
-from benchmarks.harness.cases import Case, Grid
-from benchmarks.harness.harness import RESULTS, Effort, block_order, run_grid
+from benchmarks.harness.cases import Case
+from benchmarks.harness.harness import RESULTS, Effort, block_order
 from benchmarks.harness.intervals import MIN_BLOCKS, percentiles_ms, speedup
 from benchmarks.harness.outcome import AA, PACKAGES
 from benchmarks.harness.result_files import append_rows, check_columns, made_with
@@ -72,8 +65,8 @@ from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Timeline
 
 BASELINE = "deepspeed"
-LINES_UNTIL, OVERHEAD_SHARE = 0.25, 0.2
-"""Of the budget: until then what is timed for lines gets further rounds; for the comparison with stock."""
+LINES_UNTIL = 0.25
+"""Of the budget: until then what is timed for lines gets further rounds."""
 WHERE = ("at", "device", "quick", "cluster", "configuration", "settings", "held_out", "preset", "phase", "plan", "unit")
 BUSY = tuple(f"{lane}_ms" for lane in Lane)
 PREDICTED = (*WHERE, "task_ms", "predicted", "predicted_ratio", *(f"predicted_{each}" for each in BUSY))
@@ -118,11 +111,8 @@ class Run:
 
     def append(self, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows at the end of a file, with when it was."""
-        said = self.made | {
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": self.device.type,
-            "quick": self.quick,
-        }
+        said = self.made | {"at": datetime.now(UTC).isoformat(timespec="seconds")}
+        said |= {"device": self.device.type, "quick": self.quick}
         append_rows(self.file(name), (*self.made, *columns), [said | row for row in rows])
 
     def computation(self, configuration: Configuration) -> Computation:
@@ -281,41 +271,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
             print(f"layers {what}: off by {statistics.median(off):.1%} in the middle, {max(off):.1%} at the most")
 
 
-# ---- 4: against stock
-
-
-def measure_overhead(run: Run, effort: Effort) -> str:
-    """Our layer beside stock's in one process. Returns why it could not be done, or ""."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed"
-    if run.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: os.environ.get(name, value) for name, value in alone.items()}
-    import deepspeed
-
-    from benchmarks.cases.bench_unchunked import VARIANTS
-    from benchmarks.cases.bench_unchunked import Layer as UnchunkedLayer
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
-    sizes = {"S": 128, "M": 32, "H": 64} if run.quick else {"S": 8192, "M": 2048, "H": 8192}
-    layers = [UnchunkedLayer(k, dtype, **sizes) for k in (1, 2) for dtype in ("fp32", "bf16")]
-    grid = Grid("gpu_overhead", tuple(Case(f"k = {each.k}, {each.dtype}", each) for each in layers))
-    left_s = max(1.0, run.budget_s - run.used_s()) / len(layers)
-    try:
-        run_grid(grid, VARIANTS, "stock", replace(effort, budget_s=left_s), results=run.results)
-    finally:
-        torch.distributed.destroy_process_group()
-    return ""
-
-
-NO_ROUTERS = "its layers are schedules of tasks of given sizes, without a router"
-
-
 def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
     """Exit status 0; 1 if a measurement failed, and says so; 2 if there is no such device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -323,26 +278,20 @@ def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
     parser.add_argument("--quick", action="store_true", help="small layers and few blocks, as always on a CPU")
     parser.add_argument("--budget", type=float, default=500.0, help="seconds for everything")
     parser.add_argument("--blocks", type=int, help="of every configuration (20, quick 3), if there is time")
-    parser.add_argument("--ops", choices=("auto", "reference", "required"), help="auto; quick: reference")
-    parser.add_argument("--overhead", choices=("auto", "always", "never"), default="auto", help="auto: on a GPU")
+    parser.add_argument("--overhead", choices=("never",), help="the only choice left: speed.py has stock beside ours")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--first-gpu", action="store_true", help="the tests that need a GPU, then this, and one report")
-    args, began_s = parsed(parser, arguments, no_routers=NO_ROUTERS), host.monotonic()
-    if args.first_gpu:
-        rest = [each for each in (sys.argv[1:] if arguments is None else arguments) if each != "--first-gpu"]
-        return first_gpu(args.results, lambda: main(rest, host), args.device == "cuda" and torch.cuda.is_available())
+    said = "its layers are schedules of tasks of given sizes, without a router"
+    args, began_s = parsed(parser, arguments, no_routers=said), host.monotonic()
     device, quick = torch.device(args.device), args.quick or args.device == "cpu"
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_gpu: there is no CUDA device here; --device cpu --quick tests this file", file=sys.stderr)
         return 2
-    ops = load_ops(args.ops or ("reference" if quick else "auto"), device.type)
+    ops = load_ops("reference" if quick else "auto", device.type)
     run = Run(device, quick, args.budget, args.results, ops, began_s, host)
     effort = Effort(args.blocks or (3 if quick else 20), steps=1 if quick else 2, warmup=1 if quick else 2)
     configurations = QUICK if quick else FULL
-    print(
-        f"on {run.made['hardware']}, device {device.type}, {ops.name} ops, {run.task_ms * 1e3:.1f} us per task",
-        flush=True,
-    )
+    about = f"on {run.made['hardware']}, device {device.type}, {ops.name} ops"
+    print(f"{about}, {run.task_ms * 1e3:.1f} us per task", flush=True)
 
     status = 0
     with contextlib.closing(run.lanes):
@@ -352,22 +301,16 @@ def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
             points[each] = time_computation(computation, run.delay, lambda: run.used_s() < lines_until_s)
             print(f"{run.used_s():6.1f} s  timed {each}", flush=True)
         lines = Lines.of(points)
-        run.append(
-            "gpu_lines",
-            LINES,
-            [line_row(device.type, "delay", run.delay.line), *(line_row(*line) for line in lines.named())],
-        )
+        of_lines = (device.type, "delay", run.delay.line), *lines.named()
+        run.append("gpu_lines", LINES, [line_row(*each) for each in of_lines])
         planned = {each: plan_all(each, lines.costs(each), run.task_ms) for each in configurations}
-        predicted = {
-            each: predicted_rows(each, lines.held_out(each), planned[each], run.task_ms) for each in configurations
-        }
+        predicted = {each: predicted_rows(each, lines.held_out(each), planned[each], run.task_ms) for each in planned}
         run.append("gpu_predicted", PREDICTED, [row for rows in predicted.values() for row in rows.values()])
         print(f"{run.used_s():6.1f} s  predictions are in {run.file('gpu_predicted')}", flush=True)
 
-        overhead = args.overhead == "always" or (args.overhead == "auto" and device.type == "cuda")
-        end_s, all_rows = args.budget * (1 - OVERHEAD_SHARE if overhead else 1), []
+        all_rows = []
         for number, each in enumerate(configurations):
-            left_s, found, said = end_s - run.used_s(), None, "no time left for"
+            left_s, found, said = args.budget - run.used_s(), None, "no time left for"
             if left_s > 0:
                 until_s = run.used_s() + left_s / (len(configurations) - number)
                 try:
@@ -381,18 +324,6 @@ def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
             print(f"{run.used_s():6.1f} s  {said} {each}", flush=True)
     print_table(all_rows)
     print(f"rows in {run.file('gpu')}")
-
-    reason = "it is not measured on a CPU here: bench_unchunked.py does that"
-    if args.overhead == "never":
-        reason = "it was not asked for"
-    elif overhead:
-        try:
-            reason = measure_overhead(run, effort)
-        except Exception as error:  # the rest has been measured, and is not to be lost for it
-            traceback.print_exc()
-            reason, status = f"it failed: {type(error).__name__}: {error}", 1
-    if reason:
-        print(f"overhead against stock: skipped, {reason}")
     if device.type == "cpu":
         print("device cpu: this says nothing of a GPU")
     print(f"{run.used_s():.0f} s of {args.budget:.0f}", flush=True)

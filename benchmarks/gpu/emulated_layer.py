@@ -17,10 +17,13 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.linears import add_gradients, apply_linear
+from ds_fsmoe.components.expert_compute.linears import add_gradients
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, manual_form
+from ds_fsmoe.components.expert_compute.row_call import SizedCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.ops import Ops
@@ -120,11 +123,10 @@ class Computation:
         self._done.clear()
 
     def _made(self, kind: str, amount: int) -> Done:
-        if kind == EXPERT_BACK:
-            parts = self._made(EXPERT_DX, amount), self._made(EXPERT_DW, amount)
-            return lambda: [part() for part in parts]
+        if kind in (EXPERT, EXPERT_BACK):
+            return self._experts_together(amount, kind == EXPERT_BACK)
         if kind in CUT:
-            body = {EXPERT: self._expert, EXPERT_DX: self._expert_dx, EXPERT_DW: self._expert_dw}[kind]
+            body = {EXPERT_DX: self._expert_dx, EXPERT_DW: self._expert_dw}[kind]
             return _without_grad(lambda: [body(index, amount) for index in range(self._local_e)])
         made = {ATTENTION: self._attention, ROUTE: self._route, ORDER: self._order, RESTORE: self._restore}
         forward, inputs = made[kind.removesuffix(BACK)](amount)
@@ -206,10 +208,26 @@ class Computation:
     # ---- experts
 
     @cached_property
-    def _experts(self) -> tuple[list[ManualExpert], GradientSums]:
+    def _modules(self) -> list[nn.Module]:
         kind = {"gpt": GPTFeedForward, "mixtral": MixtralFeedForward}[self.shape.ffn]
         hidden = self.shape.H // self.groups.esp
-        modules = [kind(self.shape.M, hidden).to(self.device, self.dtype) for _ in range(self._local_e)]
+        return [kind(self.shape.M, hidden).to(self.device, self.dtype) for _ in range(self._local_e)]
+
+    def _experts_together(self, num_rows: int, is_backward: bool) -> Done:
+        """All experts as a layer computes them, so many rows each."""
+        experts, width = ExpertSet(self._modules), self.shape.M
+        ends_e = torch.arange(1, self._local_e + 1, dtype=torch.int32, device=self.device) * num_rows
+        rows = SizedCall.of([[num_rows] * self._local_e], ends_e.unsqueeze(0))
+        x_RM = self._randn(self._local_e * num_rows, width)
+        if not is_backward:
+            return lambda: experts.call_rows(False, rows, x_RM).forward(0, x_RM)
+        call, dy_RM = experts.call_rows(True, rows, x_RM), self._randn(len(x_RM), width)
+        call.forward(0, x_RM)
+        return lambda: (call.backward(0, dy_RM), call.gradients())
+
+    @cached_property
+    def _experts(self) -> tuple[list[ManualExpert], GradientSums]:
+        modules = self._modules
         forms = [form for each in modules if (form := manual_form(each)) is not None]
         return forms, GradientSums([parameter for each in modules for parameter in each.parameters()])
 
@@ -224,10 +242,6 @@ class Computation:
             kept, deltas = (tuple(self._randn(num_rows, hidden) for _ in form.up) for _ in range(2))
             found.append((x_RM, dy_RM, kept, deltas))
         return found
-
-    def _expert(self, index: int, rows: int) -> torch.Tensor:
-        form, x_RM = self._experts[0][index], self._rows[index][0]
-        return apply_linear(form.down, form.hidden(form.kept(x_RM[:rows])))
 
     def _expert_dx(self, index: int, rows: int) -> torch.Tensor:
         form = self._experts[0][index]

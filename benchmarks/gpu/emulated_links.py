@@ -2,8 +2,7 @@
 """Links that are not there: a task on a link keeps its lane busy for as long as the link would take, and sends nothing.
 
 On CUDA that is a kernel of one thread that spins on the lane's stream, on a CPU a sleep in the lane's thread. Links
-that are emulated so do not slow each other down, whatever those of the cluster would do. Also here: a node of today in
-numbers.
+that are emulated so do not slow each other down, whatever those of the cluster would do.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.reporting import one_layer, proportions, whole_models
+from benchmarks.reporting import one_gpu, one_layer, proportions, whole_models
 from benchmarks.reporting.figures import Claim, Excuse, Figure, Results
 from benchmarks.reporting.rows import newest
 
@@ -33,6 +33,7 @@ def claims(of: Results) -> Iterator[Claim]:
     yield from _stages(of)
     yield from _others(of)
     yield from proportions.claims(of, PAGE)
+    yield from one_gpu.claims(of, README)
 
 
 def _about_the_figures(of: Results) -> Iterator[Claim]:
@@ -222,6 +223,12 @@ NOT_MEASURED = (
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
     Excuse("docs/errors.md", "# When it says", OF_OTHERS),
     Excuse("docs/gpus.md", "# NCCL", OF_OTHERS),
+    Excuse(
+        "docs/gpus.md",
+        "driver 580.159, 16 cores, Python 3.12.3, torch 2.11.0 for CUDA 13, transformers 5.17",
+        OF_OTHERS,
+    ),
+    Excuse("docs/gpus.md", "copies at 3.0 TB/s", "of the card, measured beside the stages"),
     Excuse("docs/halves.md", "of transformers 5.23 or later", OF_OTHERS),
     Excuse("docs/gradients.md", "# Who adds up, and over which links", "bytes, by the formulas in the table's head"),
     Excuse("docs/gradients.md", "# Clipping without ZeRO", OF_OTHERS),
@@ -257,7 +264,7 @@ NOT_MEASURED = (
     Excuse("docs/routing.md", "# Made-up routing", "loads, counted in the recordings beside the benchmarks"),
     Excuse(ROWS, "a token's row crosses to other nodes 4.0 times on two nodes", "follows from evenly spread choices"),
     Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
-    Excuse(ROWS, "# What a part has to know", OF_OTHERS),
+    Excuse(ROWS, "of compute capability 9.0 and later", OF_OTHERS),
     Excuse("docs/scale.md", "# What it says", SIMULATED),
     Excuse("docs/scale.md", "# What limits", SIMULATED),
     Excuse("docs/scale.md", "# Systems", SIMULATED),

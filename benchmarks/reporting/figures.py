@@ -41,6 +41,8 @@ class Figure:
     rows: tuple[Row, ...]
     what: str
     """Case and variant, or how it follows from several rows."""
+    is_ratio: bool = True
+    """Whether it is the ratio of its row, if that has one."""
 
 
 def shown(number: str, form: str, scale: float = 1.0) -> str:
@@ -127,7 +129,8 @@ class Results:
     def cell(self, file: str, column: str, form: str, scale: float = 1.0, **where: str) -> Figure:
         """A number of a row, in a form such as ``.2f``."""
         row = self.find(file, **where)
-        return Figure(shown(row[column], form, scale), file, (row,), f"{column} of {', '.join(where.values())}")
+        what = f"{column} of {', '.join(filter(None, where.values()))}"
+        return Figure(shown(row[column], form, scale), file, (row,), what, column == "ratio")
 
     def ratio(self, file: str, case: str, variant: str, form: str = ".2f", over: str = "", **settings: Any) -> Figure:
         """How many times as fast as the baseline."""

@@ -17,8 +17,8 @@ _HEAD = """# Where the figures come from
 Every figure that `README.md` and the pages of `docs/` give of a measurement, with the row of this folder it is read
 from. Made by `python -m benchmarks.report --page`; do not edit it. A test reads all of these again
 (`tests/test_figures.py`). The numbers in brackets are the machines and versions at the end. An interval is of 95% over
-blocks of steps, and there is none of fewer than ten blocks. All is of processors and emulated links: nothing has been
-measured on a GPU.
+blocks of steps, and there is none of fewer than ten blocks. All is of processors and emulated links but for what
+`docs/gpus.md` has of one GPU.
 """
 _WHERE_MEASURED = ("hardware", "python", "torch", "deepspeed", "ds_fsmoe", "allocator")
 
@@ -64,13 +64,13 @@ def _interval(figure: Figure) -> str:
     if len(figure.rows) > 1:
         return "none: it follows from several rows"
     (row,) = figure.rows
-    if "ratio" not in row:
+    if "ratio" not in row or not figure.is_ratio:
         return "none: no ratio of times"
     ends = interval_of(figure.file, row)
     blocks = blocks_words(figure.file, row)
     if ends is None:
         return f"none: {blocks}, fewer than {MIN_BLOCKS_TO_JUDGE}"
-    noisy = ", noisy" if row["noisy"] == "True" else ""
+    noisy = ", noisy" if row.get("noisy") == "True" else ""
     return f"{ends[0]:.2f} to {ends[1]:.2f} ({blocks}{noisy})"
 
 
