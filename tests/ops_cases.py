@@ -51,6 +51,13 @@ def random_slots(num_tokens: int, num_choices: int, num_slots: int, seed: int = 
     return dropped.scatter(0, places, chosen[: len(places)]).view(num_choices, num_tokens)
 
 
+def segments_of(num_tokens: int, count: int) -> Tensor:
+    """[3, T]: so many segments, some of them without a token, with queues expert by expert."""
+    ends_T = torch.sort(torch.randint(0, num_tokens + 1, (count,), generator=torch.Generator().manual_seed(2))).values
+    ends_T[-1] = num_tokens
+    return torch.stack([ends_T, torch.arange(count), torch.full((count,), count)])
+
+
 def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 

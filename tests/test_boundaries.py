@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components/gates": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops", "ds_fsmoe.registry"),
     "components/hooks": ("torch", "ds_fsmoe.components"),
     "components/orders": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops", "ds_fsmoe.registry"),
-    "components/expert_compute": ("torch", "ds_fsmoe.components"),
+    "components/expert_compute": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops"),
     "distributed": ("torch", "ds_fsmoe.planning"),
     "execution": ("torch", "numpy", "ds_fsmoe.distributed", "ds_fsmoe.planning"),
     "observing": (

@@ -117,7 +117,7 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
             {"schedule": "fsmoo"},
             'fsmoe.schedule = "fsmoo": must be "best", or a system of docs/schedules.md to',
         ),
-        ({"ops": "torch"}, "fsmoe.ops = \"torch\": must be 'auto', 'reference' or 'required'"),
+        ({"ops": "torch"}, "fsmoe.ops = \"torch\": must be 'auto', 'plain', 'reference' or 'required'"),
         ({"esp_size": "2"}, 'fsmoe.esp_size = "2": must be an integer'),
         ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
         ({"esp_size": True}, "fsmoe.esp_size = true: must be an integer"),

@@ -6,6 +6,7 @@ Here is what all kinds have in common, and the usual one, in which every token c
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -129,6 +130,11 @@ class Routing(RoutingBase):
     entropy: torch.Tensor | None = None
     experts_KS: torch.Tensor | None = None
 
+    @property
+    def limits_E(self) -> torch.Tensor | None:
+        """[E]: as many slots of each expert as may be taken; ``None``: however many are."""
+        return self.counts_E
+
     def chosen(self) -> torch.Tensor:
         """[K, S] int64: the expert of every choice; E where it was dropped and the gate does not say more."""
         if self.experts_KS is not None:
@@ -143,6 +149,45 @@ class Routing(RoutingBase):
 
     def relaid(self, place: Place, capacity: int) -> Routing:
         return replace(self, slots_KS=place(self.slots_KS), capacity=capacity)
+
+
+class BareRouting(Routing):
+    """A decision of which nothing is known but the slots and weights: counts and loss are made when somebody asks."""
+
+    @classmethod
+    def of(
+        cls,
+        slots_KS: torch.Tensor,
+        weights_KS: torch.Tensor,
+        num_experts: int,
+        capacity: int = 1,
+        experts_KS: torch.Tensor | None = None,
+    ) -> BareRouting:
+        """Return a decision; see :class:`Routing`. With one slot per expert the slots are the experts."""
+        found = cls.__new__(cls)
+        vars(found).update(
+            slots_KS=slots_KS,
+            weights_KS=weights_KS,
+            capacity=capacity,
+            num_experts=num_experts,
+            entropy=None,
+            experts_KS=experts_KS,
+        )
+        return found
+
+    @property
+    def limits_E(self) -> None:
+        return None
+
+    @functools.cached_property
+    def aux_loss(self) -> torch.Tensor:  # type: ignore[override]
+        return self.weights_KS.new_zeros(())
+
+    @functools.cached_property
+    def counts_E(self) -> torch.Tensor:  # type: ignore[override]
+        counts = self.slots_KS.new_zeros(self.num_experts + 1)
+        expert_KS = self.slots_KS.div(max(1, self.capacity), rounding_mode="floor").clamp(0, self.num_experts)
+        return counts.scatter_add_(0, expert_KS.reshape(-1), torch.ones_like(expert_KS).reshape(-1))[:-1]
 
 
 @dataclass(frozen=True)

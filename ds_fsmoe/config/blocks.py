@@ -311,8 +311,10 @@ class FSMoEBlock(Block):
         False,
         description="every run rounds alike: nothing is decided by a clock, nothing added up in the order of arrival",
     )
-    ops: Annotated[Literal["auto", "reference", "required"], NullIsAuto()] = Field(
-        "auto", description="compiled ops: auto: where they can be had, required: or stop; reference: plain torch"
+    ops: Annotated[Literal["auto", "plain", "reference", "required"], NullIsAuto()] = Field(
+        "auto",
+        description="compiled ops: auto: where they can be had, required: or stop; plain: torch's; reference: slow",
+        examples=["plain"],
     )
     hooks: list[str] = Field([], description="callbacks by dotted name", examples=[["ds_fsmoe.BFloat16Wire"]])
     plugins: list[str] = Field(

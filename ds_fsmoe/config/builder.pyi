@@ -250,7 +250,7 @@ class Config(Written):
         max_ctas: int | Literal["auto"] | None = ...,
         recompute: bool = ...,
         deterministic: bool = ...,
-        ops: Literal["auto", "reference", "required"] | None = ...,
+        ops: Literal["auto", "plain", "reference", "required"] | None = ...,
         hooks: list[str] = ...,
         plugins: list[str] = ...,
         metrics: Literal["off", "brief", "detailed"] = ...,
@@ -287,7 +287,7 @@ class Config(Written):
             recompute: keep only the input of experts; compute the rest again
             deterministic: every run rounds alike: nothing is decided by a clock, nothing added up in the order of
                 arrival
-            ops: compiled ops: auto: where they can be had, required: or stop; reference: plain torch
+            ops: compiled ops: auto: where they can be had, required: or stop; plain: torch's; reference: slow
             hooks: callbacks by dotted name
             plugins: modules with parts of your own, imported before parts are looked up
             metrics: what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed

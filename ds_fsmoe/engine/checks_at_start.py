@@ -47,7 +47,7 @@ def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mode
     if block.ops == "required" and device_type not in LIBRARIES:
         raise ConfigError(
             f"fsmoe.ops = 'required': there are compiled ops for {' and '.join(LIBRARIES)}, and this is {device_type}; "
-            "use 'auto' or 'reference'"
+            "use 'auto' or 'plain'"
         )
     if isinstance(model, DualPipeVModule):
         raise LayerError("a DualPipeVModule is not supported in this version: use a PipelineModule")

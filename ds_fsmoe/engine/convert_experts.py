@@ -35,7 +35,8 @@ from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
 from ds_fsmoe.engine.left_experts import take_up
 from ds_fsmoe.engine.packed_experts import packed_ep_size
 from ds_fsmoe.execution.tensor_parallel import PLAIN
-from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer, own_class_of
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer, own_class_of
+from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.components.gate import GateBase
-from ds_fsmoe.layer.experts_layer import GivenRouter
+from ds_fsmoe.layer.experts_state import GivenRouter
 from ds_fsmoe.layer.stock_layer import FSMoEGate
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.block_times import order_words

@@ -214,9 +214,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward, timed in steps that are compared with predictions."""
-        clock = self.fsmoe.running.step_clock
         self.has_partial_gradients = True
-        if clock is None:
+        if (clock := self.fsmoe.running.step_clock) is None:
             return super().backward(*args, **kwargs)
         clock.begin_backward()
         result = super().backward(*args, **kwargs)
@@ -230,8 +229,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.has_partial_gradients = not ends_step
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
-        self.fsmoe.running.at_step(self.global_steps)
-        self.fsmoe.routing.at_step(self.global_steps)
+        self.fsmoe.step_ends(self.global_steps)
         if self.global_steps != number:
             self._tell_of_step(self.fsmoe.step_is_over(self.global_steps))
         return result
@@ -251,10 +249,13 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     def destroy(self) -> None:
         """End the lanes, then what DeepSpeed ends. Layers run on as they lie, without the engine."""
-        if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
-            self.fsmoe.close()
-            refuse_while_shared_out(self.module, self.fsmoe.running)
-        super().destroy()
+        try:
+            if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
+                self.fsmoe.close()
+                refuse_while_shared_out(self.module, self.fsmoe.running)
+                self.fsmoe.running.late_faults.look()
+        finally:
+            super().destroy()
 
     def fsmoe_dummy_forward(self) -> torch.Tensor:
         """Take part in a forward of the other ranks without a batch: the MoE layers alone, without tokens.
@@ -285,8 +286,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         total = torch.zeros(())
         telemetry = self.fsmoe.telemetry
         counts = () if telemetry is None else (telemetry.routers, telemetry.record and telemetry.record.tokens)
-        paused = [each for each in (*counts, self.fsmoe.paths) if each is not None]
-        for each in paused:
+        for each in (paused := [each for each in (*counts, self.fsmoe.paths) if each is not None]):
             each.is_paused = True
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe

@@ -267,6 +267,16 @@ class FSMoEState:
         if self.telemetry is not None:
             self.telemetry.plans_changed()
 
+    def step_ends(self, number: int) -> None:
+        """Look whether routers chose out of range, and take note that optimizer step ``number`` comes, or goes on.
+
+        Raises:
+            RoutingError: they did, on the device of the one rank.
+        """
+        self.running.late_faults.look()
+        self.running.at_step(number)
+        self.routing.at_step(number)
+
     def step_is_over(self, next_step: int) -> StepComparison | None:
         """End an optimizer step: go on with trying plans, or compare the step with its prediction. Collective where
         something is due.

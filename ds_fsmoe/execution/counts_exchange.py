@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.execution.host_copies import HostCopy
 from ds_fsmoe.execution.row_orders import moves
 from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes, expert_ends, sizes_of_phases
 from ds_fsmoe.execution.same_forward import Forward, faults_of, headed
@@ -124,7 +125,7 @@ class CountsExchange:
             received_NX = self.received_BX
             if self.block.sources != tuple(range(len(self.block.sources))):
                 received_NX = torch.stack([received_NX[source] for source in self.block.sources])
-            host = torch.cat([self.own_ET.reshape(-1), received_NX.reshape(-1)]).cpu().numpy()
+            host = HostCopy(torch.cat([self.own_ET.reshape(-1), received_NX.reshape(-1)])).wait().numpy()
         num_local = self.own_ET.shape[0] // self.block.num_exchanging
         here = 1 + num_local * self.cuts.num_segments
         own_ET = host[: self.own_ET.numel()].reshape(self.own_ET.shape)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.counts_exchange import raise_fault
+from ds_fsmoe.execution.host_copies import HostCopy
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.node_sizes import NodeCounts, NodePhase
 from ds_fsmoe.execution.row_sizes import Block, RowSizes
@@ -106,7 +107,8 @@ class NodeExchange:
         own = rows.counts_ET, rows.counts_GT, rows.counts_nT
         with waiting("the exchange of counts of", self.name):
             self.work.wait()
-            host = torch.cat([*(each.reshape(-1) for each in own), self.received_GX.reshape(-1)]).cpu().numpy()
+            of_all = torch.cat([*(each.reshape(-1) for each in own), self.received_GX.reshape(-1)])
+            host = HostCopy(of_all).wait().numpy()
         parts = []
         for each in (*own, self.received_GX):
             parts.append(host[: each.numel()].reshape(each.shape))

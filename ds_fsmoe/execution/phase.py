@@ -185,13 +185,17 @@ class Phase:
 
     def _before_dispatch(self, chunk: int) -> torch.Tensor:
         """Return the chunk before dispatch, contiguous."""
-        x = self._hooked("before_dispatch_hook", self._chunks.read(chunk), chunk)
-        self._hold(x)
+        x = self._chunks.read(chunk)
+        if self._hook is not None:
+            x = self._hooked("before_dispatch_hook", x, chunk)
+        self._held is None or self._held.append(x)
         return x.contiguous()
 
     def _after_dispatch(self, chunk: int, x: torch.Tensor) -> None:
         """Store the chunk after dispatch."""
-        self._keep(chunk, self._chunks.dispatched(self._hooked("after_dispatch_hook", x, chunk)))
+        if self._hook is not None:
+            x = self._hooked("after_dispatch_hook", x, chunk)
+        self._keep(chunk, self._chunks.dispatched(x))
 
     def _all_to_all_out(self, chunk: int) -> None:
         """Send the chunk to the ranks that have the tokens."""
@@ -199,28 +203,26 @@ class Phase:
 
     def _before_combine(self, chunk: int) -> torch.Tensor:
         """Return the chunk before combine, contiguous."""
-        y = self._hooked("before_combine_hook", self._chunks.leaving(self._at.pop(chunk)), chunk)
-        self._hold(y)
+        y = self._chunks.leaving(self._at.pop(chunk))
+        if self._hook is not None:
+            y = self._hooked("before_combine_hook", y, chunk)
+        self._held is None or self._held.append(y)
         return y.contiguous()
 
     def _after_combine(self, chunk: int, y: torch.Tensor) -> None:
         """Write the result where its tokens are."""
-        y = self._hooked("after_combine_hook", y, chunk)
-        self._hold(y)
+        if self._hook is not None:
+            y = self._hooked("after_combine_hook", y, chunk)
+        self._held is None or self._held.append(y)
         self._back.add(chunk)
         self._chunks.write(y, chunk)
 
     def _keep(self, chunk: int, tensor: torch.Tensor) -> None:
         self._at[chunk] = tensor
-        self._hold(tensor)
-
-    def _hold(self, tensor: torch.Tensor) -> None:
-        if self._held is not None:
-            self._held.append(tensor)
+        self._held is None or self._held.append(tensor)
 
     def _hooked(self, point: str, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        if self._hook is None:
-            return tensor
+        assert self._hook is not None
         replaced = self._hook(point, tensor, self._direction, chunk)
         self._chunks.check_hooked(point, tensor, replaced)
         return replaced

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class TokenCuts:
         found = {Fraction(i, degree) for degree in (self.forward, self.backward) for i in range(degree + 1)}
         return tuple(sorted(found))
 
-    @property
+    @cached_property
     def num_segments(self) -> int:
         """The number of segments, T."""
         return len(self._fractions) - 1
@@ -43,8 +43,15 @@ class TokenCuts:
 
     def chunks(self, degree: int) -> tuple[tuple[int, int], ...]:
         """Return [first, last) of the segments of every chunk, for one of the two degrees."""
-        places = [self._fractions.index(Fraction(i, degree)) for i in range(degree + 1)]
-        return tuple(itertools.pairwise(places))
+        return self._chunks[degree]
+
+    @cached_property
+    def _chunks(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        found = {}
+        for degree in (self.forward, self.backward):
+            places = [self._fractions.index(Fraction(i, degree)) for i in range(degree + 1)]
+            found[degree] = tuple(itertools.pairwise(places))
+        return found
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return how many tokens of a rank with S tokens are in each segment."""
@@ -54,3 +61,9 @@ class TokenCuts:
     def chunk_of_segment(self, degree: int) -> np.ndarray:
         """Return the chunk of each segment, [T] int64, for one of the two degrees."""
         return np.repeat(np.arange(degree), [last - first for first, last in self.chunks(degree)])
+
+
+@lru_cache(maxsize=256)
+def cuts_of(forward: int, backward: int) -> TokenCuts:
+    """Return the cuts for these degrees, which are worked out once."""
+    return TokenCuts(forward, backward)

@@ -7,11 +7,9 @@ parameters' names, its own class as a base, and the experts of this rank; see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,142 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.adapters import Adapter
-from ds_fsmoe.components.expert_compute.contract import Contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
-from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
-from ds_fsmoe.components.routing import Given, Routing
-from ds_fsmoe.distributed.groups import stock_names
+from ds_fsmoe.components.routing import BareRouting, Routing
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
-from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter, adapters_now
+from ds_fsmoe.layer.moe_layer import path_of_tokens
+from ds_fsmoe.layer.one_rank import ShortWay
 from ds_fsmoe.layer.opaque import OpaqueModule
 from ds_fsmoe.layer.parts import LayerError, refuse_copy
-from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
-from ds_fsmoe.layer.replay import ReplayError
-from ds_fsmoe.layer.router_choice import RouterChoice, RouterWatch
-from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.observing.instruments import LayerCall
 
 Route = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing]
-
-
-_adapters: ContextVar[Mapping[int, tuple[Adapter, ...]]] = ContextVar("adapters", default=MappingProxyType({}))
-"""Identity of a layer's state -> what is added to its weights."""
-
-
-class GivenRouter(nn.Module):
-    """Stands for a router that is the model's own, where a layer is asked for its gate."""
-
-    drop_tokens = False
-    needs_capacity = False
-    k: int | None = None
-    """The number of choices per token, as the last call had it."""
-
-    def describe(self) -> str:
-        """Describe it, for the log."""
-        return "the model's own router"
-
-
-@dataclass(eq=False, repr=False)
-class ExpertsState(LayerState):
-    """Holds what a module of experts has of ours."""
-
-    contract: Contract | None = None
-    own_forward: OwnForward | None = None
-    """The module's own forward, where it computes something else than the contract says."""
-    total_experts: int = 0
-    """The number of experts of all ranks, E."""
-    ep_size: int = 1
-    esp_size: int = 1
-    """The ranks that share an expert."""
-    gate: GivenRouter = field(default_factory=GivenRouter)
-    choice: RouterChoice | None = None
-    """What is watched of the router, from the call of the block around it to that of the experts."""
-    watch: RouterWatch | None = None
-    """The hooks that see the router's block being called."""
-    passes_on: bool | None = None
-    """Whether the router hands on what it chose as it is; ``None`` as long as that has not been seen."""
-    outermost: tuple[nn.Module, ...] = ()
-    """The module around this one that the model calls, if there is one; in a tuple, since it holds this one."""
-
-    @property
-    def group_name(self) -> str:
-        """DeepSpeed's name of the ranks that share the experts."""
-        return stock_names(self.ep_size, self.esp_size).expert_group_name
-
-    @property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """What is added to weights in the call under way, as the modules around this one say."""
-        return _adapters.get().get(id(self), ())
-
-    @property
-    def is_a_part_without_engine(self) -> bool:
-        """Whether this rank has a part of the experts, and the engine that could reduce their gradients has ended."""
-        return self.running is not None and self.running.is_over and self.ep_size * self.esp_size > 1
-
-    def refuse_gradient(self, gradient: torch.Tensor) -> None:
-        """Refuse a backward whose gradients would be the tokens' of other ranks, as a hook on the layer's output.
-
-        Raises:
-            LayerError: always.
-        """
-        raise LayerError(
-            f"{self.path}: a backward after engine.destroy(): ds_fsmoe has left this rank its own experts only, whose "
-            "gradients hold the tokens of other ranks, and nothing reduces them. Call ds_fsmoe.make_whole(model) on "
-            "every rank before such a forward, or give the model to ds_fsmoe.initialize again"
-        )
-
-    def places(self) -> list[int] | None:
-        """Return where each expert lies among those of all ranks; ``None`` where none has moved."""
-        if self.placed is None:
-            return None
-        placement = self.placed.placement
-        homes = (divmod(home, placement.per_rank) for home in placement.home_of_expert)
-        places = [rank * placement.num_local + place for rank, place in homes]
-        return None if places == [*range(placement.num_experts)] else places
-
-    def begin_choice(self) -> None:
-        """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
-        self.end_choice()
-        given = self.next_given()
-        records = self.running is not None and self.running.records_routing
-        if given is not None or (not self.passes_on and (records or is_kept())):
-            self.choice = RouterChoice(self.total_experts, given)
-            self.choice.begin()
-
-    def end_choice(self) -> RouterChoice | None:
-        """Return what was watched, and watch no more."""
-        choice, self.choice = self.choice, None
-        if choice is not None:
-            choice.end()
-        return choice
-
-    def settle_choice(self, choice: RouterChoice | None, index_SK: torch.Tensor) -> torch.Tensor:
-        """Keep what was chosen for functions that run again, and return it: [k, S], as the router made it.
-
-        Args:
-            choice: what was watched of the router.
-            index_SK: [S, k], what the experts were called with.
-
-        Raises:
-            ReplayError: a choice was given, and the router makes its own in another way.
-        """
-        given = None if choice is None else choice.given
-        is_again = runs_again()
-        if not is_again:
-            self.check_given(given, len(index_SK))
-        chosen_KS = index_SK.t()
-        can_take = choice is None or choice.chosen_KS is not None
-        if choice is not None and choice.chosen_KS is not None:
-            chosen_KS = choice.chosen_KS
-            is_same = choice.index is not None and choice.index.data_ptr() == index_SK.data_ptr()
-            self.passes_on = is_same and choice.is_passed_on and chosen_KS.shape == index_SK.t().shape
-        elif given is not None and not is_again and not torch.equal(chosen_KS.long(), given.experts_KS.long()):
-            raise ReplayError(
-                f"{self.path}: its router does not choose {given.experts_KS.shape[0]} experts for a token by "
-                "torch.topk, so no other choice can be given to it, and the one that was given is not its own"
-            )
-        keep(self, Given(chosen_KS.to(torch.int32)) if can_take and is_kept() else None)
-        return chosen_KS
 
 
 class FSMoEExperts(OpaqueModule):
@@ -170,6 +43,17 @@ class FSMoEExperts(OpaqueModule):
             LayerError: a script asks.
         """
         return super().__reduce_ex__(protocol) if asking() in TRUSTED else refuse_copy(self.fsmoe.path)
+
+    def train(self, mode: bool = True) -> FSMoEExperts:
+        """Change the mode, once nothing is wrong with what was chosen in the other.
+
+        Raises:
+            RoutingError: a forward on a device had choices out of range.
+        """
+        running = self.fsmoe.running
+        if running is not None and not running.is_over:
+            running.late_faults.look()
+        return super().train(mode)
 
     @property
     def label(self) -> str:
@@ -222,12 +106,14 @@ class FSMoEExperts(OpaqueModule):
         """
         state = self.fsmoe
         choice = state.end_choice()
-        state.gate.k = top_k_index.shape[-1]
+        if state.gate.k != top_k_index.shape[-1]:
+            state.gate.k = top_k_index.shape[-1]
         shape = hidden_states.shape
         x_SM = hidden_states.reshape(-1, shape[-1])
+        num_tokens = x_SM.shape[0]
         # Of no tokens torch cannot tell how many choices each has.
-        sizes = [len(x_SM), -1] if len(x_SM) else [0, top_k_index.shape[-1]]
-        index_SK, weights_SK = (each.reshape(sizes) for each in (top_k_index, top_k_weights))
+        sizes = [num_tokens, -1] if num_tokens else [0, top_k_index.shape[-1]]
+        index_SK, weights_SK = top_k_index.reshape(sizes), top_k_weights.reshape(sizes)
         if weights_SK.shape != index_SK.shape:
             # Some families of the first releases mean a weight for each expert, and some the first k of those.
             raise LayerError(
@@ -243,14 +129,16 @@ class FSMoEExperts(OpaqueModule):
             check(self, x_SM)
 
         def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
-            return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
+            return routing_of_choices(index_SK, weights_SK, state.total_experts, chosen_KS)
 
-        output = self._run(x_SM, route, forward).view(shape).to(hidden_states.dtype)
+        output = self._run(x_SM, route, forward, index_SK, weights_SK).view(shape).to(hidden_states.dtype)
         if output.requires_grad and state.is_a_part_without_engine:
             output.register_hook(state.refuse_gradient)
         return output
 
-    def _run(self, x_SM: torch.Tensor, route: Route, forward: Any) -> torch.Tensor:
+    def _run(
+        self, x_SM: torch.Tensor, route: Route, forward: Any, index_SK: torch.Tensor, weights_SK: torch.Tensor
+    ) -> torch.Tensor:
         """Run the experts on tokens, [S, M], in a forward whose kind and number go with the counts."""
         state = self.fsmoe
         local = self.local_experts()
@@ -260,7 +148,16 @@ class FSMoEExperts(OpaqueModule):
         call = LayerCall(*of_layer, in_rows=True)
         for show in state.instruments:
             show(call)
-        result = token_path(
+        is_as_ever = call.gate is route and call.pipeline is state.pipeline and call.experts is local
+        if is_as_ever and state.known_experts is not None and local is state.known_experts[1]:
+            way = state.short_way
+            if way is None or way.pipeline is not state.pipeline or way.experts is not local:
+                way = state.short_way = ShortWay.of(state, state.pipeline, local)
+            if way.takes(x_SM, weights_SK):
+                y_SM, fault = way.run(x_SM, index_SK, weights_SK)
+                state.settle_fault(fault)
+                return y_SM
+        y_SM, _ = path_of_tokens(
             x_SM,
             None,
             gate=call.gate,
@@ -274,16 +171,18 @@ class FSMoEExperts(OpaqueModule):
             placed=placed,
             forward=forward,
         )
-        return result.output
+        return y_SM
 
     def local_experts(self) -> StackedExperts:
         """Return the experts of this rank."""
         state = self.fsmoe
         if state.adapters:
-            return StackedExperts(self, state.contract, state.own_forward, state.path, state.adapters)
+            made = self, state.contract, state.own_forward, state.path, state.adapters
+            return StackedExperts(*made, ops=state.order.ops)
         if state.known_experts is None:
             spare = None if state.replicas is None else state.replicas.modules[0]
-            experts = StackedExperts(self, state.contract, state.own_forward, state.path, spare=spare)
+            made = self, state.contract, state.own_forward, state.path
+            experts = StackedExperts(*made, spare=spare, ops=state.order.ops)
             state.known_experts = list(experts.parameters), experts
         return state.known_experts[1]
 
@@ -296,11 +195,11 @@ class FSMoEExperts(OpaqueModule):
         """
         state = self.fsmoe
         # For this call alone: while it pauses, another half of the batch may come here.
-        token = _adapters.set({**_adapters.get(), id(state): (*state.adapters, *adapters)})
+        token = adapters_now.set({**adapters_now.get(), id(state): (*state.adapters, *adapters)})
         try:
             yield
         finally:
-            _adapters.reset(token)
+            adapters_now.reset(token)
 
     def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
@@ -381,16 +280,15 @@ class HuggingFaceLayer:
         return self.deepspeed_moe.named_parameters()
 
 
-def routing_of_choices(index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int) -> Routing:
+def routing_of_choices(
+    index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int, chosen_KS: torch.Tensor | None = None
+) -> Routing:
     """Return a router's choices as a decision of ours.
 
     Args:
         index_SK: [S, K] integers: experts, or E for none.
         weights_SK: [S, K] float.
         num_experts: E.
+        chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
     """
-    index_KS = index_SK.t().long()
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index_KS.device)
-    counts_E = counts.scatter_add_(0, index_KS.reshape(-1).clamp(0, num_experts), torch.ones_like(index_KS).reshape(-1))
-    # With one slot per expert the slots are the experts; rows need no more.
-    return Routing(index_KS, weights_SK.t(), weights_SK.new_zeros(()), counts_E[:num_experts], 1, num_experts)
+    return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)

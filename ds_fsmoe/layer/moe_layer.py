@@ -36,7 +36,7 @@ from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
-from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.execution.token_cuts import TokenCuts, cuts_of
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
 from ds_fsmoe.layer.node_routing import number_by_node
@@ -75,7 +75,7 @@ class MoEOutput:
     counts_E: torch.Tensor
 
 
-def token_path(
+def path_of_tokens(
     x: torch.Tensor,
     used_token_S: torch.Tensor | None,
     *,
@@ -91,7 +91,7 @@ def token_path(
     in_rows: bool = False,
     placed: Placed | None = None,
     forward: Forward | None = None,
-) -> MoEOutput:
+) -> tuple[torch.Tensor, RoutingBase]:
     """Run gate, order, the way to the experts and back chunk by chunk, i-order.
 
     Args:
@@ -109,6 +109,9 @@ def token_path(
         in_rows: whether rows travel, as many as tokens were given to each expert, or all slots.
         placed: where experts are, if not in the model's own order; the gate then gives a :class:`Routing`.
         forward: the forward, which ranks that exchange counts compare; ``None``: not known.
+
+    Returns:
+        [..., M], and the gate's decision.
 
     Raises:
         LayerError: an input or an expert has another width.
@@ -145,6 +148,12 @@ def token_path(
     else:
         y_SM = _through_slots(x_SM, sent, order, run, pipeline, duplicates)
     y = hooked("before_moe_end_hook", y_SM.reshape(x.shape))
+    return y, routing
+
+
+def token_path(x: torch.Tensor, used_token_S: torch.Tensor | None, **parts: Any) -> MoEOutput:
+    """Run :func:`path_of_tokens`, and return what a layer returns."""
+    y, routing = path_of_tokens(x, used_token_S, **parts)
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 
 
@@ -185,7 +194,7 @@ def _through_rows(
             "a Routing"
         )
     collectives = pipeline.collectives
-    cuts = TokenCuts(*pipeline.degrees)
+    cuts = cuts_of(*pipeline.degrees)
     if collectives.nodes is not None:
         return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, forward)
     numbered = number_rows(routing, cuts, order.ops)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import BareRouting, Routing
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_exchange import NodeRows
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.token_cuts import TokenCuts
-from ds_fsmoe.layer.row_routing import in_queues, number_rows
+from ds_fsmoe.layer.row_routing import number_rows
 from ds_fsmoe.ops import Ops
 
 
@@ -55,38 +55,41 @@ def number_by_node(routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_tokens = slots_KS.shape[1]
     segments, ranks = cuts.num_segments, links.num_nodes * links.per_node
-    # A slot that stands for none, num_experts * capacity, is of an expert behind the last.
-    expert_KS = slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
-    is_row_KS = (slots_KS >= 0) & (slots_KS < routing.num_slots)
+    table_3T = _queues(cuts, num_tokens, slots_KS)
+    of_choices = ops.number_rows(slots_KS, num_experts, routing.capacity, table_3T, routing.limits_E)
+    counts_ET = of_choices.counts_V.view(num_experts, segments)
     segment_S = _segments(cuts, num_tokens, slots_KS)
-    queue_KS = torch.where(is_row_KS, expert_KS * segments + segment_S, num_experts * segments)
-    rows_KS, counts_V = in_queues(queue_KS, num_experts * segments, ops)
-    counts_ET = counts_V.view(num_experts, segments)
-    rank_KS = torch.where(is_row_KS, expert_KS.div(num_experts // ranks, rounding_mode="floor"), ranks)
+    is_row_KS = (slots_KS >= 0) & (slots_KS < routing.num_slots)
+    per_rank = num_experts // ranks * max(1, routing.capacity)
+    rank_KS = torch.where(is_row_KS, slots_KS.div(per_rank, rounding_mode="floor"), ranks)
     is_on = torch.zeros(ranks + 1, num_tokens, dtype=torch.bool, device=slots_KS.device)
     is_on_GS = is_on.scatter_(0, rank_KS, True)[:ranks]
     is_in_nS = is_on_GS[links.rank_of_each(slots_KS)].view(links.num_nodes, links.per_node, num_tokens).any(1)
 
     def in_segments(is_there_XS: torch.Tensor) -> torch.Tensor:
-        counts_XT = counts_V.new_zeros(len(is_there_XS), segments)
+        counts_XT = counts_ET.new_zeros(len(is_there_XS), segments)
         return counts_XT.index_add_(1, segment_S, is_there_XS.long())
 
-    fault = ((slots_KS < 0) | (slots_KS > routing.num_slots)).any()
-    fault = fault + 2 * (routing.counts_E < counts_ET.sum(1)).any().long()
     nodes_n1 = torch.arange(links.num_nodes, device=slots_KS.device).unsqueeze(1)
     dtype = torch.promote_types(routing.weights_KS.dtype, torch.float32)
-    to_nodes = Routing(
-        torch.where(is_in_nS, nodes_n1, links.num_nodes),
-        torch.ones(is_in_nS.shape, dtype=dtype, device=slots_KS.device),
-        routing.aux_loss,
-        counts_V.new_empty(links.num_nodes),
-        1,
-        links.num_nodes,
-    )
+    ones_nS = torch.ones(is_in_nS.shape, dtype=dtype, device=slots_KS.device)
+    to_nodes = BareRouting.of(torch.where(is_in_nS, nodes_n1, links.num_nodes), ones_nS, links.num_nodes)
     numbered = number_rows(to_nodes, cuts, ops, is_trusted=True)
     counts = counts_ET, in_segments(is_on_GS), numbered.counts_ET
-    rows = NodeRows(*counts, rows_KS, rank_KS, is_on_GS, is_in_nS, fault)
+    rows = NodeRows(*counts, of_choices.rows_KS, rank_KS, is_on_GS, is_in_nS, of_choices.fault)
     return NodeRouting(numbered.routing, rows, routing.weights_KS.to(dtype))
+
+
+def _queues(cuts: TokenCuts, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next. Queues
+    are numbered expert by expert, segment by segment."""
+
+    def make(device: torch.device) -> torch.Tensor:
+        numbers_T = np.arange(cuts.num_segments)
+        steps_T = np.full(cuts.num_segments, cuts.num_segments)
+        return torch.from_numpy(np.stack([np.cumsum(cuts.lengths(num_tokens)), numbers_T, steps_T])).to(device)
+
+    return TABLES.get(("segments of tokens and their queues by expert", cuts, num_tokens), like, make)
 
 
 def _segments(cuts: TokenCuts, num_tokens: int, like: torch.Tensor) -> torch.Tensor:

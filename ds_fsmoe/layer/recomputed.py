@@ -79,12 +79,14 @@ def _put_in(tape: Tape, is_again: bool) -> Iterator[None]:
 
 def is_kept() -> bool:
     """Return whether a decision that is made now is kept for a function that may run again."""
-    return any(not is_again for _, is_again in _tapes.get())
+    tapes = _tapes.get()
+    return bool(tapes) and any(not is_again for _, is_again in tapes)
 
 
 def runs_again() -> bool:
     """Return whether a checkpointed function runs again now."""
-    return any(is_again for _, is_again in _tapes.get())
+    tapes = _tapes.get()
+    return bool(tapes) and any(is_again for _, is_again in tapes)
 
 
 def keep(layer: object, given: Given | None) -> None:

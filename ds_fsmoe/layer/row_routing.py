@@ -6,13 +6,13 @@ Letters: S tokens on this rank, E experts of all ranks, K choices per token, T s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe.components.routing import BareRouting, Routing, kind_of
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.token_cuts import TokenCuts
@@ -67,57 +67,27 @@ def number_rows(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool
     """
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_choices, num_tokens = slots_KS.shape
-    num_queues = num_experts * cuts.num_segments
-    # A slot that stands for none, num_experts * capacity, is of an expert behind the last.
-    expert_KS = slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
-    is_row_KS = (slots_KS >= 0) & (slots_KS < routing.num_slots)
-    queue_KS = expert_KS
-    if cuts.num_segments > 1:
-        first_S, step_S = _tables(cuts, num_experts, num_tokens, slots_KS).unbind()
-        queue_KS = expert_KS * step_S + first_S
-    queue_KS = torch.where(is_row_KS, queue_KS, num_queues)
-    rows_KS, counts_V = in_queues(queue_KS, num_queues, ops)
-    if cuts.num_segments > 1:
-        counts_ET = counts_V[_places(cuts, num_experts, slots_KS)]
+    segments = segments_with_queues(cuts, num_experts, num_tokens, slots_KS)
+    limits_E = None if is_trusted else routing.limits_E
+    found = ops.number_rows(slots_KS, num_experts, routing.capacity, segments, limits_E)
+    if segments is None:
+        counts_ET = found.counts_V.view(num_experts, 1)
     else:
-        counts_ET = counts_V.view(num_experts, 1)
-    fault = counts_V.new_zeros(())
-    if not is_trusted:
-        is_out = ((slots_KS < 0) | (slots_KS > routing.num_slots)).any()
-        fault = is_out + 2 * (routing.counts_E < counts_ET.sum(1)).any().long()
-    as_one = replace(routing, slots_KS=rows_KS, capacity=num_choices * num_tokens, num_experts=1)
-    return RowRouting(as_one, counts_ET, fault)
+        counts_ET = found.counts_V[_places(cuts, num_experts, slots_KS)]
+    as_one = BareRouting.of(found.rows_KS, routing.weights_KS, 1, num_choices * num_tokens)
+    return RowRouting(as_one, counts_ET, found.fault)
 
 
-def in_queues(queue_KS: torch.Tensor, num_queues: int, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put choices into queues, and those of a queue in the order of their tokens; nothing waits for the device.
-
-    Args:
-        queue_KS: [K, S] int64: the queue of each choice, ``num_queues`` for none.
-        num_queues: the number of queues.
-        ops: the operators to use.
-
-    Returns:
-        [K, S] int64, the number of each choice among all that are in queues, K * S for none; and the length of each
-        queue.
-    """
-    # A router may name an expert twice for a token, such as one that looks its tokens up in a table.
-    most, none = max(1, queue_KS.numel()), queue_KS.numel()
-    found = ops.take_slots(queue_KS, num_queues, most, None, "token")
-    ends_V = found.counts_E.cumsum(0)
-    starts_V = torch.cat([ends_V - found.counts_E, ends_V.new_full((1,), none)])
-    return starts_V[queue_KS] + found.slots_KS - queue_KS * most, found.counts_E
-
-
-def _tables(cuts: TokenCuts, num_experts: int, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
-    """Return [2, S]: expert x of a token has the queue ``x * step + first``; the table holds (first, step)."""
+def segments_with_queues(cuts: TokenCuts, num_experts: int, num_tokens: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next."""
+    if cuts.num_segments == 1:
+        return None
 
     def make(device: torch.device) -> torch.Tensor:
-        first_T, step_T = _queues(cuts, num_experts)
-        lengths = cuts.lengths(num_tokens)
-        return torch.from_numpy(np.repeat(np.stack([first_T, step_T]), lengths, axis=1)).to(device)
+        ends_T = np.cumsum(cuts.lengths(num_tokens))
+        return torch.from_numpy(np.stack([ends_T, *_queues(cuts, num_experts)])).to(device)
 
-    return TABLES.get(("queues of tokens", cuts, num_experts, num_tokens), like, make)
+    return TABLES.get(("segments of tokens and their queues", cuts, num_experts, num_tokens), like, make)
 
 
 def _places(cuts: TokenCuts, num_experts: int, like: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ds_fsmoe.execution.row_sizes import ALONE, Block
 from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.execution.wires import Wires
 from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
+from ds_fsmoe.layer.late_faults import LateFaults
 from ds_fsmoe.layer.recomputed import tape_torchs_functions
 from ds_fsmoe.layer.replay import Replay
 from ds_fsmoe.log import log_on_rank_0
@@ -109,6 +110,8 @@ class LayerRuntime:
         self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled is True)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
         """The instruments that are shown the calls of all layers."""
+        self.late_faults = LateFaults()
+        """What devices have found of choices out of range."""
         self.replay = Replay()
         """The choices by which the next forward is to route."""
         self.records_routing = False

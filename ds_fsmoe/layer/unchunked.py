@@ -80,12 +80,12 @@ class Uncut:
             LayerError: no way to run the experts is right, or they are not row-wise and this is checked for.
             DisagreementError: as for LayerError, where ranks have different experts.
         """
-        key = layer.label, layer.training
+        key = layer.fsmoe.label, layer.training
         if key in self._seen:
             self._look_for_hooks(layer)
             return
         tries = self._tries and layer.training
-        may_be_cut = not layer.fsmoe.is_uncut and self._may_be_cut(layer)
+        may_be_cut = not layer.fsmoe.why_uncut and self._may_be_cut(layer)
         if not (may_be_cut or tries or self._is_sharded):
             return
         self._seen.add(key)

@@ -173,12 +173,9 @@ def block_keeps(block: Block, M: int, groups: Groups, training: Training) -> Acc
 def _gate_needs(experts: Experts, rows: Rows) -> float:
     """Return, in numbers, what the backward through an activation makes at its most, its result counted.
 
-    SwiGLU: what is gated, its gradient, those of both factors, and these put together. gpt-oss clamps both factors and
-    adds one to the second: eight tensors, before they are put together.
+    Of gated experts: the gradient of what is gated, that of both factors, and what is gated once more.
     """
-    if experts.gemms == 2:
-        return rows.here * rows.hidden * 3
-    return rows.here * rows.hidden * (8 if experts.has_bias else 4 + rows.fan)
+    return rows.here * rows.hidden * (3 if experts.gemms == 2 else 2 + rows.fan)
 
 
 def block_needs(
@@ -227,11 +224,14 @@ def block_needs(
     if training.recompute:
         moved += rows.here * rows.fan * rows.hidden / pieces
     early.append(plus(kept, {AT_WORK: residual + a * (moved + _gate_needs(experts, rows) / pieces)}))
-    # Then the gradients of weights: the first products are gone.
-    inside = rows.here * rows.hidden * (rows.fan + 1) / pieces
+    # Then the gradients of weights, that of the second products first; the first products are gone.
     less = rows.here * rows.fan * rows.hidden / pieces
-    made = moved + inside + sizes / (1 if is_held else training.degree) + weights - (less if training.recompute else 0)
-    early.append(plus(kept, {ROWS: 0.0 if training.recompute else -a * less, AT_WORK: residual + a * made}))
+    second = rows.here * rows.hidden / pieces + weights / experts.gemms
+    # The rows go when both are made, and the gradients of rows come; of several chunks the rows of others stay.
+    after = 0.0 if pieces == 1 and is_ordered and keeps_rows(training) else sizes / (1 if is_held else training.degree)
+    for of_weights in (second, weights + after):
+        made = moved + less + of_weights - (less if training.recompute else 0)
+        early.append(plus(kept, {ROWS: 0.0 if training.recompute else -a * less, AT_WORK: residual + a * made}))
     # They are handed over, that of the largest weight last, while the rows are on their way back.
     largest = 0.0 if stay else weights * (experts.gemms - 1) / experts.gemms
     late.append(plus(attention, {AT_WORK: residual + a * (rows.sent * M + largest)}))

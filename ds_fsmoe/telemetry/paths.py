@@ -10,13 +10,14 @@ Letters: S tokens, K choices of a token, L layers of a path, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.execution.host_copies import HostCopy
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.popularity import PathProfile
 
@@ -88,7 +89,7 @@ class PathProfiler:
         self._every, self._most_tokens = every, most_tokens
         self._paths = TokenPaths(self._layers, path_length)
         self._forwards = 0
-        self._arriving: list[tuple[str, int, Callable[[], torch.Tensor]]] = []
+        self._arriving: list[tuple[str, int, HostCopy]] = []
         self.path_length = path_length
         self._profiles = {label: PathProfile(self._most_experts, path_length) for label in self._layers}
         self.is_paused = False
@@ -111,7 +112,7 @@ class PathProfiler:
                 choices_KS = choices_of(routing, num_experts)
                 num_tokens = choices_KS.shape[1]
                 sample_KS = choices_KS[:, :: max(1, -(-num_tokens // self._most_tokens))]
-                self._arriving.append((label, num_tokens, on_host(sample_KS)))
+                self._arriving.append((label, num_tokens, HostCopy(sample_KS)))
             return routing
 
         call.gate = noted
@@ -166,11 +167,11 @@ class PathProfiler:
         """Count the choices of the last forward."""
         arrived, self._arriving = self._arriving, []
         paths, before = TokenPaths(self._layers, self.path_length), 0
-        for label, num_tokens, wait in arrived:
+        for label, num_tokens, copy in arrived:
             if num_tokens != before:
                 # Of other tokens, though the sample may be as large.
                 paths, before = TokenPaths(self._layers, self.path_length), num_tokens
-            choices_KS = wait()
+            choices_KS = copy.wait()
             self._profiles[label].add(paths.of(choices_KS.shape[1]).numpy(), choices_KS.t().numpy())
             paths.add(choices_KS[0])
 
@@ -186,19 +187,3 @@ def choices_of(routing: Routing, num_experts: int) -> torch.Tensor:
     # Weightless classes that some routers have besides experts count from E on.
     is_one_KS = (chosen_KS >= 0) & (chosen_KS < routing.num_experts)
     return torch.where(is_one_KS, chosen_KS, num_experts)
-
-
-def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a tensor to the host, and return a function that returns it once it is there."""
-    if tensor.device.type == "cpu":
-        return lambda: tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    arrived = torch.get_device_module(tensor.device).Event()
-    arrived.record()
-
-    def wait() -> torch.Tensor:
-        arrived.synchronize()
-        return host
-
-    return wait

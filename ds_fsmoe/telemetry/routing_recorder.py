@@ -20,6 +20,7 @@ import torch
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.execution.host_copies import HostCopy
 from ds_fsmoe.files.owners import Ownership
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.routes.written import Choices, Part, RankFacts, part_file, parts_of
@@ -124,7 +125,7 @@ class _Writer:
             self._thread.start()
             atexit.register(self.close)
         weights = None if weights_KS is None else weights_KS.t().to(torch.float16)
-        self._waiting.put((key, _to_host(indices), None if weights is None else _to_host(weights)))
+        self._waiting.put((key, HostCopy(indices), None if weights is None else HostCopy(weights)))
 
     def flush(self) -> None:
         if self._thread is not None:
@@ -170,7 +171,7 @@ class _Writer:
     def _write(self, key: tuple[int, int, int], indices: Any, weights: Any) -> None:
         if self._part is None:
             self._part = self._begin(step=key[0])
-        arrays = [None if each is None else each().numpy() for each in (indices, weights)]
+        arrays = [None if each is None else each.wait().numpy() for each in (indices, weights)]
         self._part.add(*key, Choices(*arrays))
 
     def _begin(self, step: int) -> Part:
@@ -184,22 +185,3 @@ class _Writer:
                 path.unlink(missing_ok=True)
             mine = []
         return Part(part_file(self._folder, rank, 1 + max((part for part, _ in mine), default=-1)), self._facts)
-
-
-def _to_host(tensor: torch.Tensor) -> Any:
-    """Return a function that returns the tensor on the host once it is there."""
-    if tensor.device.type == "cpu":
-        return lambda: tensor
-    device = torch.get_device_module(tensor.device)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    arrived = device.Event()
-    arrived.record()
-
-    def wait() -> torch.Tensor:
-        arrived.synchronize()
-        return host
-
-    # The copy reads the tensor until then.
-    wait.source = tensor  # type: ignore[attr-defined]
-    return wait

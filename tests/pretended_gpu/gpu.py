@@ -131,12 +131,13 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.gpu.current).wait_event(self)
 
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
         assert self.clock is not None
         self.gpu.host_waits("synchronize an event", self.clock)
+
+    def query(self) -> bool:
+        """Whether the host knows that it has come: the device is as late as can be."""
+        return self.clock is None or all(self.gpu.host_clock.get(each, 0) >= at for each, at in self.clock.items())
 
     def elapsed_time(self, end: Event) -> float:
         return float(end.time - self.time)

@@ -179,6 +179,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        # Of the host's memory, all is as if it were pinned.
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if device is None or func is torch.Tensor.to:
             return func(*args, **kwargs)

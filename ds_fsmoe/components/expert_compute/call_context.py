@@ -25,14 +25,23 @@ class AutocastState:
         settings = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types]
         return cls(tuple(settings), torch.is_autocast_cache_enabled())
 
+    def _is_now(self) -> bool:
+        for device, enabled, dtype in self.settings:
+            if torch.is_autocast_enabled(device) != enabled or torch.get_autocast_dtype(device) != dtype:
+                return False
+        return torch.is_autocast_cache_enabled() == self.cache_enabled
+
     def restored(self) -> AbstractContextManager:
         """Puts the state in force; costs next to nothing where it is already."""
-        if AutocastState.now(device for device, _, _ in self.settings) == self:
-            return nullcontext()
+        if self._is_now():
+            return _NOTHING
         stack = ExitStack()
         for device, enabled, dtype in self.settings:
             stack.enter_context(torch.autocast(device, dtype, enabled, self.cache_enabled))
         return stack
+
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Letters: E experts, M width of a token, H width of an expert, F = 2 * H where ex
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -40,17 +41,15 @@ class Contract:
     adds_down_bias: bool = True
     """Whether the second bias is added here; of the shards of an expert only the first does so."""
 
-    @property
+    @functools.cached_property
     def up(self) -> str:
         """The name of the first weight, [E, F, M], or [E, M, F] where it is transposed."""
         return "gate_up_proj" if self.has_gate else "up_proj"
 
-    @property
-    def down(self) -> str:
-        """The name of the second weight, [E, M, H], or [E, H, M] where it is transposed."""
-        return "down_proj"
+    down = "down_proj"
+    """The name of the second weight, [E, M, H], or [E, H, M] where it is transposed."""
 
-    @property
+    @functools.cached_property
     def weights(self) -> tuple[str, ...]:
         """The names of all tensors whose first dimension is the experts."""
         names = self.up, self.down

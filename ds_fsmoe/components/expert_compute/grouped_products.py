@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 _GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16
-"""What torch's grouped product asks of the strides of its matrices."""
+"""What torch's grouped product asks of the strides of its matrices, and on CUDA of their addresses."""
 _COLUMNS = 8
 """As many columns as a grouped product takes in every type."""
 
@@ -66,6 +66,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
     """Return the rows times their expert's weight, [R, O]."""
+    if groups.is_grouped and weight_k.data_ptr() % _STRIDE_BYTES:
+        # Behind an odd parameter in a flat buffer, or in a file that is mapped: on CUDA torch refuses such addresses.
+        weight_k = weight_k.clone()
     weight_kIO = weight_k if is_transposed else weight_k.transpose(1, 2)
     if groups.is_grouped and x_RI.shape[0]:
         return F.grouped_mm(x_RI, weight_kIO, offs=groups.ends_k)

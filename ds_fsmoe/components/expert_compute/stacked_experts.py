@@ -21,10 +21,12 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
+from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall, order_of_some
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
+from ds_fsmoe.ops import Ops
 
 
 class StackedExperts:
@@ -39,6 +41,7 @@ class StackedExperts:
         path: of the layer in the model, for messages.
         adapters: what is added to its weights.
         spare: a module like it, with replicas of experts of other ranks, which come after its own.
+        ops: the operators to use; ``None``: torch's.
     """
 
     keep_expert_dim = False
@@ -53,6 +56,7 @@ class StackedExperts:
         path: str = "",
         adapters: Sequence[Adapter] = (),
         spare: nn.Module | None = None,
+        ops: Ops | None = None,
     ) -> None:
         self.experts = (module,)
         self.path = path
@@ -61,10 +65,31 @@ class StackedExperts:
         self._own_forward = own_forward
         self._adapters = tuple(adapters)
         self._spare = spare
+        self._gates = {id(each): Gate(each, contract.has_gate, ops) for each in (module, spare) if each is not None}
         of_adapters = [parameter for each in self._adapters for parameter in each.parameters]
         of_spare = [] if spare is None else list(spare.parameters())
         self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters, *of_spare)))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the experts."""
+        return self._module
+
+    @property
+    def contract(self) -> Contract:
+        """How its weights lie."""
+        return self._contract
+
+    @property
+    def own_forward(self) -> OwnForward | None:
+        """The module's own forward, where it computes something else than the contract says."""
+        return self._own_forward
+
+    @property
+    def gate(self) -> Gate:
+        """What lies between the two products of its experts."""
+        return self._gates[id(self._module)]
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -99,6 +124,10 @@ class StackedExperts:
         self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
     ) -> RowCall:
         """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be marked, for scripts
+            return self._call_rows(needs_backward, rows, x_RM, recompute)
+
+    def _call_rows(self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, recompute: bool) -> RowCall:
         sums = GradientSums(self.parameters)
         own = int(self._module.num_experts)
         runs = [self._run(self._module, 0, own, sums, needs_backward, rows, x_RM, recompute)]
@@ -127,7 +156,7 @@ class StackedExperts:
         if self._own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
             of_call = sums, saved, needs_backward, recompute, dtype
-            form = Written(module, self._contract, *of_call, adapters)
+            form = Written(module, self._contract, *of_call, self._gates[id(module)], adapters)
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
             of_call = sums, saved, needs_backward, keeps_graph

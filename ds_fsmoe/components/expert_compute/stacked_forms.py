@@ -17,6 +17,7 @@ from torch.func import functional_call
 from ds_fsmoe.components.expert_compute import grouped_products as products
 from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
+from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.manual_call import check_versions, versions_of
@@ -33,8 +34,8 @@ class _Pending:
 
     x_RM: torch.Tensor | None
     dup_RF: torch.Tensor
-    h_RH: torch.Tensor
-    dy_RM: torch.Tensor
+    h_RH: torch.Tensor | None
+    dy_RM: torch.Tensor | None
     groups: Groups
 
 
@@ -48,6 +49,7 @@ class Written:
         needs_backward: whether to keep anything.
         recompute: keep the rows alone.
         dtype: the type that autocast asks for; ``None``: that of the weights.
+        gate: what lies between the two products.
         adapters: what is added to weights.
     """
 
@@ -60,8 +62,10 @@ class Written:
         needs_backward: bool,
         recompute: bool,
         dtype: torch.dtype | None,
+        gate: Gate,
         adapters: Sequence[Adapter] = (),
     ) -> None:
+        self._gate = gate
         self._module, self._contract, self._sums, self._saved = module, contract, sums, saved
         self._adapters: dict[str, list[Adapter]] = {}
         for each in adapters:
@@ -97,57 +101,79 @@ class Written:
             trains = self._wants(self._contract.up) or any(each.wants_rows(self._sums) for each in adapters)
             keeps_rows = self._recompute or trains
             kept = x_RM if keeps_rows else None, None if self._recompute else up_RF
-            self._saved.put(chunk, tuple(None if each is None else each.unsqueeze(0) for each in kept))
-        y_RM = self._down(self._act(up_RF), groups)
+            self._saved.put(chunk, tuple([None if each is None else each.unsqueeze(0) for each in kept]))
+        y_RM = self._down(self._gate.forward(up_RF), groups)
         return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
 
     def backward(
         self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM, groups, weights)
-        self.backward_dw(chunk)
-        return dx_RM
+        left = self._through_gate(chunk, dy_RM, groups, weights)
+        del dy_RM
+        # Each tensor goes when it has been used, so that they are not all there beside the gradients of both weights.
+        self._add_gradients(self._contract.down, left.h_RH, left.dy_RM, groups)
+        left.h_RH = left.dy_RM = None
+        self._add_gradients(self._contract.up, left.x_RM, left.dup_RF, groups)
+        left.x_RM = None
+        return self._gradient_of_rows(left.dup_RF, groups)
 
     def backward_dx(
         self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """[R, M] to the same; leaves the weights."""
-        check_versions(self._weights, self._versions)
+        self._pending[chunk] = self._through_gate(chunk, dy_RM, groups, weights)
+        return self._gradient_of_rows(self._pending[chunk].dup_RF, groups)
+
+    def backward_dw(self, chunk: int) -> None:
+        """Add to the weights' gradients what :meth:`backward_dx` of the same chunk left."""
+        left = self._pending.pop(chunk)
+        self._add_gradients(self._contract.down, left.h_RH, left.dy_RM, left.groups)
+        self._add_gradients(self._contract.up, left.x_RM, left.dup_RF, left.groups)
+
+    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None) -> _Pending:
+        """Return what the gradients of the weights and of the rows are made of."""
+        with torch._C.DisableTorchFunctionSubclass():
+            check_versions(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
         x_RM = None if x_1RM is None else x_1RM[0]
         up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
         dy_RM = dy_RM.to(up_RF.dtype)
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            leaf_RF = up_RF.detach().requires_grad_()
-            of_leaf_RH = self._act(leaf_RF)
-        h_RH = of_leaf_RH.detach().to(up_RF.dtype)
         if self._contract.has_post_expert_norm:
+            h_RH = self._gate.forward(up_RF).to(up_RF.dtype)
             dy_RM = self._before_norm(h_RH, dy_RM, groups, weights)
+            del h_RH
         dh_RH = self._rows_gradient(self._contract.down, dy_RM, groups)
         if weights is not None and not self._contract.has_post_expert_norm:
-            weights.add_products(dh_RH, h_RH)
+            weights.add_products(dh_RH, self._gate.forward(up_RF).to(up_RF.dtype))
             if self._adds_bias(self._contract.down):
                 bias_k = self._weight(f"{self._contract.down}_bias")
                 weights.add_products(dy_RM, groups.rows_of_each(bias_k))
             dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
-        (dup_RF,) = torch.autograd.grad(of_leaf_RH, leaf_RF, dh_RH.to(of_leaf_RH.dtype))
-        self._pending[chunk] = _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
+        dup_RF, h_RH = self._gate.backward(up_RF, dh_RH)
+        return _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
+
+    def _gradient_of_rows(self, dup_RF: torch.Tensor, groups: Groups) -> torch.Tensor:
         dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
-    def backward_dw(self, chunk: int) -> None:
-        """Add to the weights' gradients what :meth:`backward_dx` of the same chunk left."""
-        left, transposed = self._pending.pop(chunk), self._contract.is_transposed
-        of_weights = ((self._contract.up, left.x_RM, left.dup_RF), (self._contract.down, left.h_RH, left.dy_RM))
-        for name, x_RI, dy_RO in of_weights:
-            if x_RI is not None and self._wants(name):
-                self._add(name, products.weight_gradient(x_RI, dy_RO, transposed, left.groups))
-            for each in self._adapters.get(name, ()) if x_RI is not None else ():
-                each.add_gradients(x_RI, dy_RO, left.groups, self._sums)
-            if self._contract.has_bias and self._wants(f"{name}_bias"):
-                found = products.bias_gradient(dy_RO, left.groups)
-                self._add(f"{name}_bias", found if self._adds_bias(name) else torch.zeros_like(found))
+    def _add_gradients(self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor | None, groups: Groups) -> None:
+        """Add to the gradients of a weight, its bias and its adapters.
+
+        Args:
+            name: the weight.
+            x_RI: the rows that it was multiplied with; ``None``: neither it nor an adapter is trained.
+            dy_RO: the gradient of the product.
+            groups: the rows of each expert.
+        """
+        assert dy_RO is not None
+        if x_RI is not None and self._wants(name):
+            self._add(name, products.weight_gradient(x_RI, dy_RO, self._contract.is_transposed, groups))
+        for each in self._adapters.get(name, ()) if x_RI is not None else ():
+            each.add_gradients(x_RI, dy_RO, groups, self._sums)
+        if self._contract.has_bias and self._wants(f"{name}_bias"):
+            found = products.bias_gradient(dy_RO, groups)
+            self._add(f"{name}_bias", found if self._adds_bias(name) else torch.zeros_like(found))
 
     def _up(self, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         return self._linear(self._contract.up, x_RM, groups)
@@ -174,9 +200,6 @@ class Written:
     def _adds_bias(self, name: str) -> bool:
         return self._contract.has_bias and (name != self._contract.down or self._contract.adds_down_bias)
 
-    def _act(self, up_RF: torch.Tensor) -> torch.Tensor:
-        return self._module._apply_gate(up_RF) if self._contract.has_gate else self._module.act_fn(up_RF)
-
     def _before_norm(
         self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None
     ) -> torch.Tensor:
@@ -197,18 +220,25 @@ class Written:
 
     def _weight(self, name: str) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():  # it may be marked, for scripts
-            weight = getattr(self._module, name).detach()
-        return self._cast(weight)
+            weight = self._parameter(name).detach()
+        return weight if self._dtype is None else self._cast(weight)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def _wants(self, name: str) -> bool:
-        return self._sums.wants(getattr(self._module, name))
+        return self._sums.wants(self._parameter(name))
 
     def _add(self, name: str, gradient: torch.Tensor) -> None:
-        parameter = getattr(self._module, name)
-        self._sums.add(parameter, gradient.to(parameter.dtype), is_own=True)
+        parameter = self._parameter(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = gradient.to(parameter.dtype)
+        self._sums.add(parameter, gradient, is_own=True)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        # Python would look for it in vain elsewhere first.
+        found = self._module._parameters.get(name)
+        return getattr(self._module, name) if found is None else found
 
 
 class Called:

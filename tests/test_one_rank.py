@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer that exchanges nothing goes a short way: the bits of the general way, fewer operators, calls and bytes.
+
+Everything here is counted on a CPU. Calls and operators are those of one step of a block, forward and backward, the
+third of its kind, with gradients of the parameters already there.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+
+from tests.call_counts import ON_A_GPU, Launches  # noqa: E402
+from tests.hf_families import batch, families, loss_of, model_of, why_not  # noqa: E402
+from tests.live_memory import LiveMemory  # noqa: E402
+from tests.ranks import run_on_ranks  # noqa: E402
+
+BLOCK = {"enabled": True, "autotune": False, "overlap": False}
+
+
+def config_of(ops: str, **block: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "fsmoe": BLOCK | {"ops": ops} | block,
+    }
+
+
+def qwen3(dtype: torch.dtype = torch.bfloat16, width: int = 64, hidden: int = 32, experts: int = 16, k: int = 4) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=width,
+        moe_intermediate_size=hidden,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=experts,
+        num_experts_per_tok=k,
+        norm_topk_prob=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def engine_of(model: nn.Module, ops: str = "required", **block: Any) -> Any:
+    import ds_fsmoe
+
+    return ds_fsmoe.initialize(model=model, config=config_of(ops, **block))[0]
+
+
+@contextmanager
+def without_short_way() -> Iterator[None]:
+    from ds_fsmoe.layer.one_rank import ShortWay
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShortWay, "takes", lambda *_: False)
+        yield
+
+
+@contextmanager
+def counting_ways(taken: list[str]) -> Iterator[None]:
+    from ds_fsmoe.layer.one_rank import ShortWay
+
+    run = ShortWay.run
+
+    def counted(self: Any, *args: Any) -> Any:
+        taken.append(self.pipeline.label)
+        return run(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShortWay, "run", counted)
+        yield
+
+
+class OurLaunches(Launches):
+    """Counts an operator of ours as the kernels, memsets and copies of its CUDA form."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "fsmoe":
+            self.number += ON_A_GPU[func._schema.name.removeprefix("fsmoe::")] - 1
+        return result
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    number = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return number - 1  # of the function itself
+
+
+def counted(rank: int, world_size: int, ops: str, hugging_face: bool = False) -> dict[str, int]:
+    model = qwen3()
+    if hugging_face:
+        model.set_experts_implementation("grouped_mm")
+        block = model.model.layers[0].mlp
+    else:
+        block = engine_of(model, ops).module.model.layers[0].mlp
+    x = torch.randn(1, 24, 64, dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn_like(x)
+
+    def step() -> None:
+        block(x).backward(dy)
+
+    step()
+    step()
+    found = {"calls": calls_of(step)}
+    for name, mode in (("operators", Launches()), ("launches", OurLaunches())):
+        with mode:
+            step()
+        found[name] = mode.number
+    return found
+
+
+def test_plain_operators_need_no_loop_over_choices(tmp_path: Path) -> None:
+    assert run_on_ranks(counted, 1, tmp_path, "plain")[0]["operators"] <= 70
+
+
+def counted_in_chunks(rank: int, world_size: int) -> tuple[int, int, tuple[int, int]]:
+    block = engine_of(qwen3(), ep_size=4, num_chunks=4).module.model.layers[0].mlp
+    x = torch.randn(1, 24, 64, dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn_like(x)
+
+    def step() -> None:
+        block(x).backward(dy)
+
+    step()
+    step()
+    calls = calls_of(step)
+    with Launches() as launches:
+        step()
+    return calls, launches.number, block.experts.fsmoe.pipeline.degrees
+
+
+def test_four_ranks_in_four_chunks_ask_little_of_the_host(tmp_path: Path) -> None:
+    for calls, operators, degrees in run_on_ranks(counted_in_chunks, 4, tmp_path):
+        assert degrees == (4, 4)
+        assert operators <= 160
+        assert calls <= 1500
+
+
+def test_a_step_of_a_block_asks_little_of_the_host(tmp_path: Path) -> None:
+    found = run_on_ranks(counted, 1, tmp_path, "required")[0]
+    assert found["operators"] <= 42
+    assert found["calls"] <= 150
+    assert found["launches"] <= 65
+    theirs = run_on_ranks(counted, 1, tmp_path / "theirs", "required", True)[0]
+    assert found["operators"] < theirs["operators"]
+
+
+def both_ways(rank: int, world_size: int, dtype: torch.dtype, ops: str = "required") -> list[str]:
+    """What differs, bit by bit, between the short way and the general one."""
+    said = []
+    engine = engine_of(qwen3(dtype), ops)
+    block = engine.module.model.layers[0].mlp
+    experts = block.experts
+    torch.manual_seed(1)
+    x = torch.randn(1, 37, 64, dtype=dtype)
+    dy = torch.randn_like(x)
+    index = torch.randint(0, 17, (37, 4))  # of 16 experts, so that some choices are of none
+    weights = torch.rand(37, 4, dtype=dtype)
+    named = dict(experts.named_parameters())
+
+    def run(needs: str) -> dict[str, Any]:
+        for name, each in named.items():
+            each.grad, each.requires_grad = None, name not in needs
+        leaf, leaf_weights = (each.clone().requires_grad_("input" not in needs) for each in (x, weights))
+        y = experts(leaf, index, leaf_weights)
+        if y.requires_grad:
+            y.backward(dy)
+        found = {"y": y.detach(), "x": leaf.grad, "weights": leaf_weights.grad}
+        return found | {name: None if each.grad is None else each.grad.clone() for name, each in named.items()}
+
+    run("")
+    for needs in ("", "gate_up_proj", "down_proj", "gate_up_proj down_proj", "input", "gate_up_proj down_proj input"):
+        taken: list[str] = []
+        with counting_ways(taken):
+            short = run(needs)
+        with without_short_way():
+            general = run(needs)
+        if len(taken) != 1:
+            said.append(f"{needs}: {len(taken)} short ways")
+        for name, one in short.items():
+            other = general[name]
+            if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
+                said.append(f"without gradients of {needs or 'none'}: {name} differs")
+        with torch.no_grad():
+            if not torch.equal(experts(x, index, weights), short["y"]):
+                said.append("without gradients the result differs")
+    return said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_the_short_way_has_the_bits_of_the_general_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    assert run_on_ranks(both_ways, 1, tmp_path, dtype) == [[]]
+
+
+@pytest.mark.parametrize("ops", ["plain", "reference"])
+def test_the_short_way_has_the_bits_of_the_general_one_whatever_the_ops(ops: str, tmp_path: Path) -> None:
+    assert run_on_ranks(both_ways, 1, tmp_path, torch.bfloat16, ops) == [[]]
+
+
+def rows_of_none(rank: int, world_size: int) -> list[str]:
+    """What depends on memory behind the rows of the last expert, which a grouped product leaves as it is."""
+    from ds_fsmoe.components.expert_compute import grouped_products
+
+    said, original = [], torch.nn.functional.grouped_mm
+
+    def poisoned(left: Any, right: Any, *, offs: Any) -> Any:
+        found = original(left, right, offs=offs)
+        if left.dim() == 2 and right.dim() == 3:
+            found[int(offs[-1]) :] = float("nan")
+        return found
+
+    engine = engine_of(qwen3())
+    experts = engine.module.model.layers[0].mlp.experts
+    x = torch.randn(1, 29, 64, dtype=torch.bfloat16)
+    index, weights = torch.randint(0, 17, (29, 4)), torch.rand(29, 4, dtype=torch.bfloat16)
+    index[3] = 16
+    with pytest.MonkeyPatch.context() as patch:
+        found = []
+        for function in (original, poisoned):
+            patch.setattr(grouped_products.F, "grouped_mm", function)
+            experts.zero_grad()
+            leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            for _ in range(2):
+                experts(leaf, index, leaf_weights).sum().backward()
+            found.append([leaf.grad, leaf_weights.grad, *(each.grad for each in experts.parameters())])
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        if not torch.equal(one, other):
+            said.append(f"gradient {number} differs")
+    return said
+
+
+def test_choices_of_no_expert_leave_no_trace_even_in_poisoned_memory(tmp_path: Path) -> None:
+    assert run_on_ranks(rows_of_none, 1, tmp_path) == [[]]
+
+
+def refused(rank: int, world_size: int) -> str:
+    engine = engine_of(qwen3())
+    experts = engine.module.model.layers[0].mlp.experts
+    x, weights = torch.randn(1, 5, 64, dtype=torch.bfloat16), torch.rand(5, 4, dtype=torch.bfloat16)
+    index = torch.randint(0, 16, (5, 4))
+    experts(x, index, weights)
+    index[2, 1] = 18
+    try:
+        experts(x, index, weights)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_choice_out_of_range_is_refused_in_the_call_on_a_cpu(tmp_path: Path) -> None:
+    (text,) = run_on_ranks(refused, 1, tmp_path)
+    assert text.startswith(
+        "RoutingError: model.layers.0.mlp.experts: what the gate of rank 0 returned: slots_KS must be"
+    )
+
+
+GENERAL = {
+    "biases": {"gpt_oss", "openai_privacy_filter"},
+    "a norm of results": {"muse_spark"},
+}
+"""Why layers take the general way, and the families of which all do."""
+
+
+def ways(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
+    """For each family why its layers take the general way; "" where all take the short one, in training and without."""
+    found = {}
+    for family in names:
+        engine = engine_of(model_of(family))
+        x = batch(3, 1)
+        loss_of(engine, x)
+        layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+        taken: list[str] = []
+        with counting_ways(taken):
+            engine.backward(loss_of(engine, x))
+            with torch.no_grad():
+                loss_of(engine, x)
+        # Some are for pictures, and run when there are any.
+        run = [each.fsmoe for each in layers if each.fsmoe.short_way is not None]
+        assert run
+        reasons = {each.short_way.why_general for each in run}
+        short = [each.label for each in run if not each.short_way.why_general]
+        assert sorted(taken) == sorted(2 * short), (family, taken, reasons)
+        found[family] = ", ".join(sorted(reasons))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.long
+def test_each_family_takes_the_way_that_is_expected(tmp_path: Path) -> None:
+    names = [each for each in families() if not why_not(each)]
+    (found,) = run_on_ranks(ways, 1, tmp_path, names)
+    expected = {name: reason for reason, of_reason in GENERAL.items() for name in of_reason}
+    assert found == {name: expected.get(name, "") for name in names}
+
+
+# Rows, widths and experts in the proportions of one layer at 8192 tokens, a 512th of it: (M, H, E, k, S).
+PROPORTIONS = {
+    "Qwen3-30B-A3B": (256, 96, 16, 8, 128),
+    "OLMoE-1B-7B": (256, 128, 8, 8, 128),
+    "Mixtral-8x7B": (256, 896, 8, 2, 512),
+    "DeepSeek-V2-Lite": (256, 176, 8, 6, 128),
+}
+
+
+def peaks(rank: int, world_size: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The most bytes of tensors that live in a step of ours and of Hugging Face's grouped_mm."""
+    width, hidden, experts, k, tokens = sizes
+    x = torch.randn(1, tokens, width, dtype=torch.bfloat16).requires_grad_()
+    dy, found = torch.randn(1, tokens, width, dtype=torch.bfloat16), []
+    model = qwen3(torch.bfloat16, width, hidden, experts, k)
+    theirs = copy.deepcopy(model)
+    theirs.set_experts_implementation("grouped_mm")
+    for block in (engine_of(model).module.model.layers[0].mlp, theirs.model.layers[0].mlp):
+        for _ in range(3):
+            x.grad = None
+            with LiveMemory() as memory:
+                block(x).backward(dy)
+        found.append(memory.peak)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("sizes", PROPORTIONS.values(), ids=PROPORTIONS)
+def test_a_step_of_a_block_needs_no_more_memory_than_hugging_faces(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    ours, theirs = run_on_ranks(peaks, 1, tmp_path, sizes)[0]
+    assert ours <= theirs
