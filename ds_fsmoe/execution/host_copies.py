@@ -23,7 +23,7 @@ class HostCopy:
         self._arrived.record()
 
     def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return whether :meth:`wait` would return at once."""
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> torch.Tensor:

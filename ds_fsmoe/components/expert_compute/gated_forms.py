@@ -38,7 +38,7 @@ _found: dict[Hashable, tuple[Any, ...] | None] = {}
 
 @dataclass(slots=True)
 class _Seen:
-    """What a module was like when its form was looked up."""
+    """Remembers a module as it was when its form was looked up."""
 
     function: Any
     act: Any
@@ -47,12 +47,12 @@ class _Seen:
     act_names: tuple[str, ...]
     act_settings: tuple[Any, ...]
     sizes: tuple[int, int]
-    """How many attributes the module and its activation had."""
+    """The numbers of attributes of the module and of its activation."""
     dtype: torch.dtype
     form: tuple[Any, ...] | None
 
     def is_still(self, function: Any, act: Any, own: dict[str, Any], of_act: dict[str, Any], dtype: Any) -> bool:
-        """Whether nothing has changed of what the function may read."""
+        """Return whether all that the function may read is as it was."""
         return (
             self.function is function
             and self.act is act
@@ -64,7 +64,7 @@ class _Seen:
 
 
 class Gate:
-    """What lies between the two products of the experts of one module.
+    """Computes what lies between the two products of the experts of one module.
 
     Args:
         module: the module of the experts.

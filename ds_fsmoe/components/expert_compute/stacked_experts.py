@@ -78,7 +78,7 @@ class StackedExperts:
 
     @property
     def contract(self) -> Contract:
-        """How its weights lie."""
+        """Return what the module says of its weights."""
         return self._contract
 
     @property
@@ -88,7 +88,7 @@ class StackedExperts:
 
     @property
     def gate(self) -> Gate:
-        """What lies between the two products of its experts."""
+        """Return what computes the part between the two products."""
         return self._gates[id(self._module)]
 
     @property
