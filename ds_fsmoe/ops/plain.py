@@ -43,8 +43,9 @@ def _numbers(count: int, like: Tensor) -> Tensor:
     if type(like) is not Tensor or found is None or found.shape[0] < count:
         with torch.inference_mode(False):
             found = torch.arange(count, device=like.device)
-        # What a tracer makes has no numbers.
-        if type(like) is type(found) is Tensor:
+        # What a tracer makes has no numbers, and what is made while a graph is captured lives with the graph.
+        is_captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
+        if type(like) is type(found) is Tensor and not is_captured:
             _counted[like.device] = found
     return found[:count]
 
