@@ -67,7 +67,7 @@ def on_the_device(rank: int, world_size: int, ranks: int, how: str) -> dict[str,
             step(wrong)
             found["same"] = torch.equal(found["gradient"], of_none)
             if how == "step":
-                engine.fsmoe.step_ends(1)
+                engine.step()
             elif how == "train":
                 engine.module.train()
             elif how == "eval":
@@ -98,7 +98,53 @@ def test_a_bad_choice_counts_as_none_and_is_reported_without_a_wait_before(how: 
     )
 
 
-def test_with_several_ranks_the_call_itself_refuses(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(on_the_device, 1, tmp_path, 2, "step")
-    assert found["taken"] == "several ranks on devices"
-    assert "model.layers.0.mlp.experts: what the gate of rank 0 returned" in found["said"]
+@pytest.mark.parametrize(
+    ("how", "is_said"), [("step", True), ("train", False), ("eval", False), ("call", False), ("destroy", True)]
+)
+def test_of_several_ranks_none_raises_in_training_before_the_step_they_share(
+    how: str, is_said: bool, tmp_path: Path
+) -> None:
+    (found,) = run_on_ranks(on_the_device, 1, tmp_path, 2, how)
+    assert found["taken"] == ""
+    assert found["waits"] == []
+    assert found["same"]
+    assert ("model.layers.0.mlp.experts: what the gate of rank 0 returned" in found["said"]) == is_said
+
+
+def sharing(rank: int, world_size: int) -> list[str]:
+    """What each rank is told of three steps: nothing wrong, one layer on the last rank, and nothing again."""
+    from ds_fsmoe.layer.late_faults import LateFaults
+
+    faults = LateFaults()
+    faults.begin_sharing(["first", "second"])
+    said = []
+    for number in (0, 3, 0):
+        found = number if rank == world_size - 1 else 0
+        faults.add("second", torch.tensor(found), in_training=True)
+        # Of an accumulation, which must not hide it.
+        faults.add("second", torch.tensor(0), in_training=True)
+        if rank == 0:
+            faults.add("first", torch.tensor(0), in_training=True)
+        faults.share()
+        try:
+            faults.look()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_one_rank_has_found_is_raised_by_all_once_with_its_number(tmp_path: Path) -> None:
+    for first, second, third in run_on_ranks(sharing, 2, tmp_path):
+        assert first == third == ""
+        assert second.startswith("second: what the gate of rank 1 returned: slots_KS")
+
+
+def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> None:
+    from ds_fsmoe.layer.late_faults import LateFaults
+
+    faults = LateFaults()
+    faults.begin_sharing(["first"])
+    faults.add("first", torch.tensor(1), in_training=False)
+    with pytest.raises(ValueError, match="first: what the gate of rank 0 returned"):
+        faults.add("first", torch.tensor(0), in_training=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_fsmoe plan`` says that a rank needs of memory is what its tensors take, within 5%."""
+"""What ``ds_fsmoe plan`` says that a rank needs of memory is what its tensors take: at most 5% less, and 10% more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, Case, config_of, k
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
-TOLERANCE = 0.05
+MOST_BELOW, MOST_ABOVE = 0.05, 0.10
+"""A message of gradients is counted whether it is there at that moment or not."""
 ALL = [(zero, checkpointing) for zero in (0, 1, 2, 3) for checkpointing in (False, True)]
 IN_HALVES = {"split_batch": "on", "autotune": False}
 OFF = {"gradient_partition": {"mode": "off"}}
@@ -74,7 +75,7 @@ def check(cases: list[Case], world_size: int, folder: Path) -> None:
         for load, peak in peaks.items():
             memory = predicted(case, world_size, load)
             print(f"{case.name}, load {load:.2g}: {peak} measured, {round(memory.total)} predicted")
-            if abs(memory.total / peak - 1) > TOLERANCE:
+            if not -MOST_BELOW <= memory.total / peak - 1 <= MOST_ABOVE:
                 wrong.append(f"{case.name}, load {load:.2g}: {peak} for {memory.total:.0f}, {memory.peak}")
     assert not wrong
 

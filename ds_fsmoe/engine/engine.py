@@ -165,10 +165,10 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take DeepSpeed's optimizer step; before it, check the results of its experts where that is asked for."""
-        if self.fsmoe.expert_results is not None:
-            self.fsmoe.expert_results.before_step(self.global_steps)
+        """Take DeepSpeed's optimizer step, and refuse what layers have found wrong since the last one."""
+        self.fsmoe.before_optimizer_step(self.global_steps)
         super()._take_model_step(*args, **kwargs)
+        self.fsmoe.running.late_faults.look()
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
                 self.fsmoe.close()
                 refuse_while_shared_out(self.module, self.fsmoe.running)
-                self.fsmoe.running.late_faults.look()
+                self.fsmoe.running.late_faults.look_at_all()
         finally:
             super().destroy()
 

@@ -17,6 +17,7 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.engine import described
 from ds_fsmoe.engine.dropped import forget_graph
 from ds_fsmoe.engine.routing_data import RoutingData
@@ -61,6 +62,10 @@ class FSMoEState:
         self.layers = layers
         self.parts = parts
         self.running = running
+        if stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
+            running.late_faults.begin_sharing(
+                path for path, each in layers.items() if each.deepspeed_moe.ep_size * block.esp_size == 1
+            )
         self.reduction: Reduction | None = None
         """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
@@ -268,12 +273,7 @@ class FSMoEState:
             self.telemetry.plans_changed()
 
     def step_ends(self, number: int) -> None:
-        """Look whether routers chose out of range, and take note that optimizer step ``number`` comes, or goes on.
-
-        Raises:
-            RoutingError: they did, on the device of the one rank.
-        """
-        self.running.late_faults.look()
+        """Take note that optimizer step ``number`` comes, or goes on."""
         self.running.at_step(number)
         self.routing.at_step(number)
 
@@ -314,6 +314,16 @@ class FSMoEState:
         self.plans_made_again += 1
         self.uncut.look_again()
         self.autotune.request_again(reason)
+
+    def before_optimizer_step(self, number: int) -> None:
+        """Check the results of experts where that is asked for, and share what devices have found. Collective.
+
+        Raises:
+            ExpertResultError: results are not what they should be.
+        """
+        if self.expert_results is not None:
+            self.expert_results.before_step(number)
+        self.running.late_faults.share()
 
     def after_optimizer_step(self) -> None:
         """Let gates learn from their counts, as parameters have changed. Collective if there are such gates."""

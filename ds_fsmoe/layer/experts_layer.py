@@ -155,7 +155,7 @@ class FSMoEExperts(OpaqueModule):
                 way = state.short_way = ShortWay.of(state, state.pipeline, local)
             if way.takes(x_SM, weights_SK):
                 y_SM, fault = way.run(x_SM, index_SK, weights_SK)
-                state.settle_fault(fault)
+                state.settle_fault(fault, self.training)
                 return y_SM
         y_SM, _ = path_of_tokens(
             x_SM,
@@ -179,11 +179,13 @@ class FSMoEExperts(OpaqueModule):
         if state.adapters:
             made = self, state.contract, state.own_forward, state.path, state.adapters
             return StackedExperts(*made, ops=state.order.ops)
-        if state.known_experts is None:
+        present = [*self._parameters.values()]
+        # A call may be given other weights, as by torch.func.functional_call.
+        if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
             spare = None if state.replicas is None else state.replicas.modules[0]
             made = self, state.contract, state.own_forward, state.path
             experts = StackedExperts(*made, spare=spare, ops=state.order.ops)
-            state.known_experts = list(experts.parameters), experts
+            state.known_experts = present, experts
         return state.known_experts[1]
 
     @contextmanager

@@ -92,11 +92,17 @@ class ExpertsState(LayerState):
             "every rank before such a forward, or give the model to ds_fsmoe.initialize again"
         )
 
-    def settle_fault(self, fault: torch.Tensor) -> None:
+    @property
+    def shares_faults(self) -> bool:
+        """Whether ranks tell each other of choices out of range at their step."""
+        return self.running is not None and self.running.late_faults.are_shared
+
+    def settle_fault(self, fault: torch.Tensor, in_training: bool) -> None:
         """Refuse choices that are out of range: now, or on a device, where that would wait, with the engine's step.
 
         Args:
             fault: a scalar, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`.
+            in_training: whether the layer is in training.
 
         Raises:
             RoutingError: something is wrong with them.
@@ -105,7 +111,7 @@ class ExpertsState(LayerState):
             if number := int(fault):
                 refuse(self.path, number)
         else:
-            self.running.late_faults.add(self.path, fault)
+            self.running.late_faults.add(self.path, fault, in_training)
 
     def places(self) -> list[int] | None:
         """Return where each expert lies among those of all ranks; ``None`` where none has moved."""

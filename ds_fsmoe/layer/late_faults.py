@@ -3,36 +3,43 @@
 
 A layer that exchanges nothing counts such a choice as none and goes on. What the device has found travels to the host
 behind the forward, and is looked at with the engine's step; without a step at the next call that finds it there,
-``eval()``, ``train()`` or ``destroy()``. Only jobs of one rank do so: of several, one alone would raise.
+``eval()``, ``train()`` or ``destroy()``. Several ranks share what forwards in training have found at their common
+step, and raise together; in evaluation, where nothing is shared, each rank raises alone, as a call on a CPU does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.counts_exchange import FAULTS, RoutingError
 from ds_fsmoe.execution.host_copies import HostCopy
 
 
-def refuse(path: str, fault: int) -> None:
-    """Refuse choices of this rank that are out of range.
+def refuse(path: str, fault: int, rank: int | None = None) -> None:
+    """Refuse choices that are out of range.
 
     Args:
         path: the path of the layer.
         fault: see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`; 0: nothing is wrong.
+        rank: the rank that made them; without it this one.
 
     Raises:
         RoutingError: something is.
     """
     if fault:
-        rank = dist.get_rank() if world_size_now() > 1 else 0
+        if rank is None:
+            rank = dist.get_rank() if world_size_now() > 1 else 0
         raise RoutingError(f"{path or 'an MoE layer'}: what the gate of rank {rank} returned: {FAULTS[fault]}")
 
 
 _MOST = 256
-"""As many forwards of layers may wait to be looked at."""
+"""The number of forwards of layers that may wait to be looked at."""
 
 
 class LateFaults:
@@ -40,29 +47,84 @@ class LateFaults:
 
     def __init__(self) -> None:
         self._found: list[tuple[str, HostCopy]] = []
+        self._paths: tuple[str, ...] = ()
+        self._kept: dict[str, torch.Tensor] = {}
+        self._shared: HostCopy | None = None
 
-    def add(self, path: str, fault: torch.Tensor) -> None:
+    @property
+    def are_shared(self) -> bool:
+        """Whether ranks share what forwards in training have found."""
+        return bool(self._paths)
+
+    def begin_sharing(self, paths: Iterable[str]) -> None:
+        """Share from now on what forwards in training find.
+
+        Args:
+            paths: the paths of the layers, the same on every rank.
+        """
+        self._paths = tuple(paths)
+
+    def add(self, path: str, fault: torch.Tensor, in_training: bool) -> None:
         """Keep what a forward has found, and look at what has arrived of earlier ones.
 
         Args:
             path: the path of the layer.
             fault: a scalar on the device.
+            in_training: whether the layer is in training.
 
         Raises:
             RoutingError: an earlier forward had choices out of range.
         """
-        self.look(waits=len(self._found) >= _MOST)
+        if in_training and self.are_shared:
+            earlier = self._kept.get(path)
+            self._kept[path] = fault if earlier is None else torch.maximum(earlier, fault)
+            return
+        self._look_at_own(waits=len(self._found) >= _MOST)
         self._found.append((path, HostCopy(fault)))
 
-    def look(self, waits: bool = True) -> None:
-        """Look at what has been found.
+    def share(self) -> None:
+        """Tell all ranks what was found in training since the last time. Collective where ranks share it.
 
-        Args:
-            waits: whether to wait for what has not arrived; otherwise it is kept.
+        Only the device waits for it, in :meth:`look` the host.
+        """
+        if not self.are_shared:
+            return
+        device = torch.device(get_accelerator().current_device_name())
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        faults_L = torch.stack([self._kept.pop(each, none).long() for each in self._paths])
+        # The largest of each layer names the rank it is of.
+        codes_L = torch.where(faults_L > 0, faults_L * dist.get_world_size() + dist.get_rank(), 0)
+        with waiting("choices out of range"):
+            dist.all_reduce(codes_L, op=dist.ReduceOp.MAX)
+        self._shared = HostCopy(codes_L)
+
+    def look(self) -> None:
+        """Look at what has been found, and wait for what has not arrived.
 
         Raises:
-            RoutingError: a forward had choices out of range.
+            RoutingError: a forward had choices out of range; of forwards in training on every rank.
         """
+        self._look_at_own(waits=True)
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        with waiting("choices out of range"):
+            codes = shared.wait().tolist()
+        for path, code in zip(self._paths, codes, strict=True):
+            fault, rank = divmod(code, dist.get_world_size())
+            refuse(path, fault, rank)
+
+    def look_at_all(self) -> None:
+        """Look at what has been found and will not be shared any more, at the end of the engine.
+
+        Raises:
+            RoutingError: a forward of this rank had choices out of range.
+        """
+        self._found += [(path, HostCopy(fault)) for path, fault in self._kept.items()]
+        self._kept.clear()
+        self.look()
+
+    def _look_at_own(self, waits: bool) -> None:
         while self._found and (waits or self._found[0][1].has_arrived()):
             path, copy = self._found.pop(0)
             fault = int(copy.wait())

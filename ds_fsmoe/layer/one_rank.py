@@ -46,6 +46,7 @@ def why_general(state: ExpertsState, pipeline: Pipeline, experts: StackedExperts
     contract, collectives = experts.contract, pipeline.collectives
     weights = [getattr(experts.module, each) for each in (contract.up, contract.down)]
     widths = [size for each in weights for size in (shape_of(each) or ())[1:]]
+    is_found_late = weights[0].device.type != "cpu"
     reasons = {
         "several ranks share the experts": collectives.num_exchanging * collectives.num_sharing > 1,
         "several chunks": pipeline.is_cut,
@@ -60,8 +61,8 @@ def why_general(state: ExpertsState, pipeline: Pipeline, experts: StackedExperts
         "biases": contract.has_bias,
         "a norm of results": contract.has_post_expert_norm,
         "parameters are shared out": any(hasattr(each, "ds_id") for each in experts.parameters),
-        # A choice out of range would be found by one rank alone, behind the forward.
-        "several ranks on devices": weights[0].device.type != "cpu" and world_size_now() > 1,
+        # A choice out of range is found behind the forward, and ranks have to refuse it together.
+        "ranks have no step in common": is_found_late and world_size_now() > 1 and not state.shares_faults,
         "no grouped product": not products.takes_grouped(widths, {each.dtype for each in weights}, weights[0].device),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

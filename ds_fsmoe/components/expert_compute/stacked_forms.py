@@ -67,6 +67,9 @@ class Written:
     ) -> None:
         self._gate = gate
         self._module, self._contract, self._sums, self._saved = module, contract, sums, saved
+        # The module may have others by the time of the backward, as after torch.func.functional_call.
+        self._parameters = dict(module._parameters)
+        self._norm = dict(module.post_expert_norm.named_parameters()) if contract.has_post_expert_norm else {}
         self._adapters: dict[str, list[Adapter]] = {}
         for each in adapters:
             self._adapters.setdefault(each.weight, []).append(each)
@@ -206,10 +209,10 @@ class Written:
         """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights and of the weights
         of its results."""
         norm = self._module.post_expert_norm
-        own = [each for each in norm.parameters() if self._sums.wants(each)]
+        own = [each for each in self._norm.values() if self._sums.wants(each)]
         leaf_RM = self._down(h_RH, groups).requires_grad_()
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            normed_RM = norm(leaf_RM)
+            normed_RM = functional_call(norm, self._norm, (leaf_RM,))
         if weights is not None:
             weights.add_products(dy_RM, normed_RM.detach())
             dy_RM = weights.apply(dy_RM)
@@ -237,7 +240,7 @@ class Written:
 
     def _parameter(self, name: str) -> nn.Parameter:
         # Python would look for it in vain elsewhere first.
-        found = self._module._parameters.get(name)
+        found = self._parameters.get(name)
         return getattr(self._module, name) if found is None else found
 
 
@@ -270,6 +273,8 @@ class Called:
         self._module, self._own_forward, self._sums, self._saved = module, own_forward, sums, saved
         self._needs_backward, self._keeps_graph = needs_backward, keeps_graph
         self._adapters, self._is_transposed = adapters, is_transposed
+        # The module may have others by the time of the backward, as after torch.func.functional_call.
+        self._named = dict(module.named_parameters())
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, _Aliases]] = {}
 
     @property
@@ -320,7 +325,7 @@ class Called:
 
     def _recorded(self, x_RM: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
         # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
-        every = *self._module.parameters(), *(parameter for each in self._adapters for parameter in each.parameters)
+        every = *self._named.values(), *(parameter for each in self._adapters for parameter in each.parameters)
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
             aliases = {id(each): (each, each.detach().requires_grad_()) for each in every if self._sums.wants(each)}
             leaf_RM = x_RM.detach().requires_grad_()
@@ -329,10 +334,10 @@ class Called:
     def _own(self, x_RM: torch.Tensor, groups: Groups, aliases: _Aliases) -> torch.Tensor:
         of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
         arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
-        if not aliases and not self._adapters:
+        if not self._needs_backward and not self._adapters:
             with torch._C.DisableTorchFunctionSubclass():  # the weights may be marked, for scripts
                 return self._own_forward(*arguments)
-        named = {name: _alias_of(each, aliases) for name, each in self._module.named_parameters()}
+        named = {name: _alias_of(each, aliases) for name, each in self._named.items()}
         for each in self._adapters:
             weight, of_adapter = named[each.weight], (_alias_of(parameter, aliases) for parameter in each.parameters)
             named[each.weight] = weight + each.delta(self._is_transposed, *of_adapter).to(weight.dtype)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a script gives to one call are the ones that it runs and differentiates, as in Hugging Face's model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+
+from tests.hf_families import batch, model_of, why_not  # noqa: E402
+from tests.ranks import run_on_ranks  # noqa: E402
+from tests.test_one_rank import engine_of, without_short_way  # noqa: E402
+
+FAMILIES = ("qwen3_moe", "gpt_oss", "muse_spark")
+"""Families without and with biases, and with a norm of experts' results."""
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    return nn.Parameter(tensor)
+
+
+def as_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().requires_grad_()
+
+
+def gradients(model: nn.Module, make: Any, x: Any, frozen: str) -> dict[str, torch.Tensor | None]:
+    """The gradients of half as large weights that only a call was given, and under "x" what the call returned."""
+    torch.manual_seed(0)
+    given = {name: make(each.detach() * 0.5) for name, each in model.named_parameters()}
+    for name, each in given.items():
+        if frozen and frozen in name:
+            each.requires_grad_(False)
+    result = torch.func.functional_call(model, given, kwargs=x)[0]
+    result.square().mean().backward()
+    return {"x": result.detach()} | {name: each.grad for name, each in given.items()}
+
+
+def against_hugging_face(rank: int, world_size: int, is_cut: bool) -> list[str]:
+    wrong = []
+    for family in FAMILIES:
+        if why_not(family):
+            continue
+        model = model_of(family)
+        theirs = copy.deepcopy(model)
+        x = batch(3, 1)
+        x = {name: each for name, each in x.items() if name != "labels"} if isinstance(x, dict) else {"input_ids": x}
+        block = {"num_chunks": 2} if is_cut else {}
+        ours = engine_of(model, **block).module
+        for make in (as_parameter, as_tensor):
+            for frozen in ("", ".experts."):
+                expected = gradients(theirs, make, x, frozen)
+                found = [gradients(ours, make, x, frozen)]
+                with without_short_way():
+                    found.append(gradients(ours, make, x, frozen))
+                for name, each in expected.items():
+                    for of_ours in (every[name] for every in found):
+                        is_same = (each is None) == (of_ours is None)
+                        if is_same and each is not None:
+                            is_same = torch.allclose(of_ours, each, rtol=1e-4, atol=1e-6)
+                        if not is_same:
+                            wrong.append(f"{family} {make.__name__} {frozen} {name}")
+        if any(each.grad is not None for each in ours.parameters()):
+            wrong.append(f"{family}: the model's own weights have gradients")
+    return wrong
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["one chunk", "two chunks"])
+def test_weights_given_to_a_call_are_run_and_get_its_gradients(is_cut: bool, tmp_path: Path) -> None:
+    (wrong,) = run_on_ranks(against_hugging_face, 1, tmp_path, is_cut)
+    assert wrong == []
