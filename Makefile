@@ -4,6 +4,8 @@
 #              stopped, and ends with a line for benchmarks/LOG.md. Those of the planner run in an
 #              environment of their own that has no torch: make test-planning. Those that train much or run what
 #              the pages say are left out as well: make test-long
+# make test-newest   make test with Python 3.13 and torch 2.15 (PYTHON=/path names the interpreter; a download of 3 GB);
+#              make test-oldest with Python 3.11 and torch 2.11. The last results are in benchmarks/LOG.md
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
 # make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours),
 #              says how long, and goes on where it stopped
@@ -16,7 +18,7 @@
 
 VENV := .venv
 READY := $(VENV)/.ready
-PLANNING := .venv-planning
+PLANNING := $(VENV)-planning
 PLANNING_READY := $(PLANNING)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
@@ -35,13 +37,13 @@ SIDE_BY_SIDE := -n $(shell python3 -c "import os; print(min(4, len(os.sched_geta
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long nightly docs try-llamafactory lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-newest test-oldest nightly docs try-llamafactory lint format clean
 
 setup: $(READY)
 
 $(READY): setup.py pyproject.toml ds_fsmoe/versions.py tools/setup_venv.sh
 	@echo "== setup: a virtual environment in $(VENV) (some minutes, once)"
-	@tools/setup_venv.sh
+	@tools/setup_venv.sh $(patsubst .venv-%,%,$(filter-out .venv,$(VENV)))
 
 demo: $(READY)
 	@echo "== demo: the main job twice, stock DeepSpeed and ours (about two minutes)"
@@ -49,7 +51,7 @@ demo: $(READY)
 
 $(PLANNING_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
 	@echo "== setup: a virtual environment without torch in $(PLANNING) (half a minute, once)"
-	@tools/setup_venv.sh planning
+	@tools/setup_venv.sh $(patsubst .venv-%,%,$(PLANNING))
 
 cluster-demo: $(READY)
 	@echo "== cluster-demo: the main job on 2 nodes of 2 ranks, stock DeepSpeed and ours (under five minutes)"
@@ -79,6 +81,10 @@ test-long: $(READY)
 test-planning: $(PLANNING_READY)
 	@echo "== test: the planner, where there is no torch (about a minute)"
 	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest $(SIDE_BY_SIDE) --durations=5 tests/planning
+
+test-newest test-oldest: test-%:
+	@echo "== test-$*: make test on the $* Python and torch that are supported (downloads 3 GB, with CUDA libraries; 6 GB on disk)"
+	@$(MAKE) --no-print-directory VENV=.venv-$* test
 
 nightly: $(READY) test-planning
 	@echo "== nightly: all tests, every case of every matrix, file by file (hours; it goes on where it stopped)"

@@ -77,7 +77,10 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: C++",
         "Programming Language :: Python :: 3",
-        *(f"Programming Language :: Python :: {version}" for version in VERSIONS["TESTED"]["python"]),
+        *(
+            f"Programming Language :: Python :: {version}"
+            for version in dict.fromkeys(each for each, _ in VERSIONS["RUN"])
+        ),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
@@ -87,7 +90,7 @@ setup(
     install_requires=["numpy", "rich>=13.7", "scipy"],
     extras_require={
         "train": [
-            f"torch{SUPPORTED['torch']}",
+            f"torch{VERSIONS['REQUIRED']['torch']}",
             f"deepspeed{SUPPORTED['deepspeed']}",
             "greenlet>=3.0",
             "packaging",

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import logging
+import platform
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import ds_fsmoe
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.convert_experts import chosen_ep_size
-from ds_fsmoe.versions import REASONS, SUPPORTED, TESTED
+from ds_fsmoe.versions import REASONS, REQUIRED, RUN, SUPPORTED
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
 
@@ -144,26 +148,52 @@ def test_versions_out_of_range_are_refused_by_name() -> None:
         compat.check_versions({"python": ">=3", "torch": ">=2", "deepspeed": "==0.20.1"})
 
 
-def test_every_version_out_of_range_is_refused_with_the_reason() -> None:
+def test_every_version_out_of_range_is_refused_with_the_reason_and_what_fits_this_python() -> None:
     with pytest.raises(compat.IncompatibleError) as caught:
-        compat.check_versions({"python": ">=3", "torch": "<2", "deepspeed": "==0.20.1"})
+        compat.check_versions({"python": ">=3", "torch": ">=9", "deepspeed": "==0.20.1"})
     torchs, deepspeeds, way_out = str(caught.value).splitlines()
-    assert torchs.startswith(f"torch {torch.__version__} is installed; ds_fsmoe {ds_fsmoe.__version__} works with ")
-    assert torchs.endswith(f"torch <2: {REASONS['torch']}")
+    assert torchs.startswith(f"torch {version('torch')} is installed; ds_fsmoe {ds_fsmoe.__version__} works with ")
+    assert torchs.endswith(f"torch >=9: {REASONS['torch']}")
     assert deepspeeds.endswith(f"deepspeed ==0.20.1: {REASONS['deepspeed']}")
-    assert way_out.startswith("pip install 'ds_fsmoe[train]'")
+    python = ".".join(map(str, sys.version_info[:2]))
+    assert way_out == f"On Python {python} these fit: pip install 'torch>=9' 'deepspeed==0.20.1'"
 
 
-def test_a_version_in_range_that_nobody_has_tried_is_said_to_be_so(monkeypatch) -> None:
-    monkeypatch.setitem(TESTED, "torch", ("2.0",))
-    assert compat.check_versions() == [f"torch {torch.__version__} has not been tested with ds_fsmoe; 2.0 have"]
+def test_a_python_out_of_range_is_refused_with_those_that_fit() -> None:
+    with pytest.raises(compat.IncompatibleError, match=r"(?s)python 3\..*\nMake an environment with Python >=4"):
+        compat.check_versions(SUPPORTED | {"python": ">=4"})
+
+
+def test_a_torch_above_the_range_is_a_warning_that_names_what_is_not_known() -> None:
+    ((level, said),) = compat.check_versions(SUPPORTED | {"torch": ">=2,<2.1"})
+    assert level == logging.WARNING
+    assert said.startswith(f"torch {version('torch')} is newer than ds_fsmoe")
+    assert "(>=2,<2.1)" in said
+    assert "collectives and streams" in said
+
+
+def test_a_pair_of_versions_that_was_not_run_is_said_to_be_so_at_info(monkeypatch) -> None:
+    monkeypatch.setattr(compat, "RUN", (("3.10", "2.0"),))
+    ((level, said),) = compat.check_versions()
+    assert level == logging.INFO
+    assert said.endswith("; on 3.10 with 2.0")
+
+
+def test_nothing_is_said_of_a_pair_that_was_run(monkeypatch) -> None:
+    pair = tuple(".".join(each.split(".")[:2]) for each in (platform.python_version(), version("torch")))
+    monkeypatch.setattr(compat, "RUN", (pair,))
+    assert compat.check_versions() == []
 
 
 def test_every_range_has_a_reason() -> None:
     assert set(REASONS) == set(SUPPORTED)
-    assert set(TESTED) <= set(SUPPORTED)
-    for name, tested in TESTED.items():
-        assert all(compat.in_range(name, f"{each}.0") for each in tested)
+    for python, torchs in RUN:
+        assert compat.in_range("python", f"{python}.0")
+        assert compat.in_range("torch", f"{torchs}.0")
+
+
+def test_no_install_asks_for_a_torch_below_one() -> None:
+    assert SUPPORTED["torch"].startswith(f"{REQUIRED['torch']},<")
 
 
 def test_a_name_that_deepspeed_moved_is_named() -> None:

@@ -152,14 +152,16 @@ def test_versions_are_those_of_the_one_table(metadata: Message) -> None:
     assert specifiers.SpecifierSet(metadata["Requires-Python"]) == supported["python"]
     found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     ranges = {requirement.name: requirement.specifier for requirement in found if "train" in str(requirement.marker)}
-    assert ranges["torch"] == supported["torch"]
+    # A bound above would put an older torch in the place of a newer one.
+    assert {each.operator for each in ranges["torch"]} == {">="}
+    assert str(ranges["torch"]) in str(supported["torch"]).split(",")
     assert ranges["deepspeed"] == supported["deepspeed"]
 
 
 def test_the_metadata_says_what_the_package_is_and_which_pythons_have_been_tried(metadata: Message) -> None:
     said = {key: metadata.get_all(key, []) for key in ("Author", "Keywords", "Project-URL", "Summary")}
     assert all(said.values()), said
-    pythons = {f"Programming Language :: Python :: {each}" for each in VERSIONS["TESTED"]["python"]}
+    pythons = {f"Programming Language :: Python :: {each}" for each, _ in VERSIONS["RUN"]}
     classifiers = set(metadata.get_all("Classifier", []))
     assert pythons == {each for each in classifiers if re.fullmatch(r".*Python :: \d\.\d+", each)}
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= classifiers

@@ -4,21 +4,29 @@
 #   tools/setup_venv.sh planning                       .venv-planning instead: what planning needs, and no torch
 #   tools/setup_venv.sh docs                           .venv-docs: what make docs needs, neither torch nor this package
 #   tools/setup_venv.sh llamafactory                   .venv-llamafactory: what make try-llamafactory needs, for CPUs
+#   tools/setup_venv.sh newest | oldest                .venv-newest, .venv-oldest: the newest and the oldest Python and torch
+#                                                      that are supported; newest-planning, oldest-planning: without torch
 #   PYTHON=/path/to/python3.11 tools/setup_venv.sh     to choose the interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv${1:+-$1}
 cpu_torch="torch==2.13.0+cpu"
+pair_torch="" pythons="python3.11 python3.12 python3.13 python3"
+case "${1:-}" in
+newest*) pair_torch="torch==2.15.*" pythons=python3.13 ;;
+oldest*) pair_torch="torch==2.11.*" pythons=python3.11 ;;
+esac
+kind=${1:-} kind=${kind#newest} kind=${kind#oldest} kind=${kind#-}
 cpu_index="https://download.pytorch.org/whl/cpu"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
-case "${1:-}" in "" | planning | docs | llamafactory) ;;
-*) fail "unknown argument $1: the choices are planning, docs, llamafactory, or nothing" ;; esac
-fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
+case "$kind" in "" | planning | docs | llamafactory) ;;
+*) fail "unknown argument $1: the choices are planning, docs, llamafactory, newest, oldest, newest-planning, oldest-planning, or nothing" ;; esac
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; }
 
 python=""
-for name in "${PYTHON:-}" python3.11 python3.12 python3; do
+for name in "${PYTHON:-}" $pythons; do
     [ -n "$name" ] || continue
     while read -r candidate; do
         # That of the environment itself, if it is active, is about to be removed.
@@ -27,7 +35,7 @@ for name in "${PYTHON:-}" python3.11 python3.12 python3; do
         if fits "$candidate"; then python=$candidate; break 2; fi
     done < <(type -aP "$name")
 done
-[ -n "$python" ] || fail "no Python 3.11 or 3.12 found (looked for \$PYTHON, python3.11, python3.12, python3)"
+[ -n "$python" ] || fail "no Python found that fits (looked for \$PYTHON, $pythons): PYTHON=/path/to/python names one"
 say "using $("$python" -c 'import platform, sys; print("Python", platform.python_version(), sys.executable)')"
 
 # On a terminal pip shows what it downloads; in a log its lines would hide ours.
@@ -35,7 +43,7 @@ quiet=--quiet
 [ -t 1 ] && quiet=--progress-bar=on
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 no_venv="cannot make a virtual environment: is Python's venv module installed?"
-if [ "${1:-}" = docs ]; then
+if [ "$kind" = docs ]; then
     say "making $venv"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$no_venv"
@@ -44,7 +52,7 @@ if [ "${1:-}" = docs ]; then
     say "done"
     exit
 fi
-if [ "${1:-}" = planning ]; then
+if [ "$kind" = planning ]; then
     say "making $venv, without torch"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$no_venv"
@@ -60,7 +68,7 @@ install_cpu_torch() {
     pip install $quiet "$cpu_torch" 2>/dev/null || pip install $quiet "$cpu_torch" --index-url "$cpu_index" ||
         fail "no CPU build of torch 2.13.0 for this Python, neither from the configured indexes nor from $cpu_index"
 }
-if [ "${1:-}" = llamafactory ]; then
+if [ "$kind" = llamafactory ]; then
     say "making $venv"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$no_venv"
@@ -80,7 +88,7 @@ fi
 # Read to its end: with pipefail, a grep that stops at the first of many GPUs would make the listing a failure.
 has_gpu() { command -v nvidia-smi >/dev/null && [[ $(nvidia-smi -L 2>/dev/null) == *"GPU "* ]]; }
 # "train" needs a torch in this range; an image that brings one keeps it.
-torch_range=$("$python" -c 'import runpy; print("torch" + runpy.run_path("ds_fsmoe/versions.py")["SUPPORTED"]["torch"])')
+torch_range=${pair_torch:-$("$python" -c 'import runpy; print("torch" + runpy.run_path("ds_fsmoe/versions.py")["SUPPORTED"]["torch"])')}
 brings_torch() {
     "$python" - <<'CHECK' 2>/dev/null
 import runpy
@@ -93,7 +101,7 @@ CHECK
 }
 
 shared=""
-if has_gpu && brings_torch; then
+if [ -z "$pair_torch" ] && has_gpu && brings_torch; then
     shared=--system-site-packages
     say "this machine has a GPU and a torch in range ($torch_range): keeping it"
 fi
@@ -101,7 +109,10 @@ say "making $venv"
 rm -rf "$venv"
 "$python" -m venv $shared "$venv" || fail "$no_venv"
 
-if [ -z "$shared" ] && has_gpu; then
+if [ -n "$pair_torch" ]; then
+    say "installing $pair_torch with its CUDA libraries (3 GB to download, 6 GB on disk)"
+    pip install $quiet "$pair_torch"
+elif [ -z "$shared" ] && has_gpu; then
     say "installing $torch_range (GPU build; several GB)"
     pip install $quiet "$torch_range"
 elif [ -z "$shared" ]; then

@@ -18,7 +18,7 @@ from ds_fsmoe.commands.folders import check_folders
 from ds_fsmoe.measuring.hardware import link_facts
 from ds_fsmoe.terminal.screen import print_marked
 from ds_fsmoe.terminal.tables import print_table
-from ds_fsmoe.versions import SUPPORTED, TESTED, VERSION
+from ds_fsmoe.versions import RUN, SUPPORTED, VERSION
 
 HELP = "what is installed and supported, which parts there are, what ops, links and locks"
 
@@ -114,12 +114,15 @@ def _installed(name: str) -> str | None:
 
 
 def _version_row(name: str, found: str | None) -> Row:
-    works = f"works with {SUPPORTED[name]}" + (f", tested with {', '.join(TESTED[name])}" if name in TESTED else "")
+    run = dict.fromkeys(pair[("python", "torch").index(name)] for pair in RUN) if name in ("python", "torch") else {}
+    works = f"works with {SUPPORTED[name]}" + (f", tested with {', '.join(run)}" if run else "")
     if found is None:
         return name, "not installed", "[NO]", works
     # A laptop that plans has no packaging library; without it the range is shown and left unjudged.
     if importlib.util.find_spec("packaging") is None:
         return name, found, "[OKAY]", works
-    from ds_fsmoe.engine.compat import in_range
+    from ds_fsmoe.engine.compat import in_range, is_newer_torch
 
-    return name, found, "[OKAY]" if in_range(name, found) else "[FAIL]", works
+    if is_newer_torch(name, found):
+        works += "; this one is newer than is known"
+    return name, found, "[OKAY]" if in_range(name, found) or is_newer_torch(name, found) else "[FAIL]", works

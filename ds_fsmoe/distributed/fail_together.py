@@ -15,6 +15,9 @@ from ds_fsmoe.distributed.waits import waiting
 
 _T = TypeVar("_T")
 
+NCCL_BACKENDS = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
+"""The names by which torch's implementations of NCCL are asked for; up to 2.13 there is one, called by the first."""
+
 
 class MeasuringError(RuntimeError):
     """A rank failed while something was measured. The message, the same on all ranks, names it and its error."""
@@ -80,6 +83,6 @@ def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for tensors that a group carries: NCCL only knows those of the current GPU."""
-    if dist.get_backend(group) == dist.Backend.NCCL:
+    if dist.get_backend(group) in NCCL_BACKENDS:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -37,6 +37,17 @@ def is_used(group: dist.ProcessGroup | None = None) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
+def facts() -> dict[str, str]:
+    """Return torch's implementation of NCCL and NCCL's version; nothing where it is not used.
+
+    torch 2.15 has another implementation than those before it, and an environment may choose between the two.
+    """
+    if world_size_now() == 1 or not is_used():
+        return {}
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    return {"NCCL": f"{type(backend).__name__} {'.'.join(map(str, version()))}"}
+
+
 def version() -> tuple[int, ...]:
     """Return the version of NCCL that is loaded, which may be another than the one that torch was compiled with."""
     number = ctypes.c_int()

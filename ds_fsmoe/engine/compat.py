@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_fsmoe.versions import REASONS, SUPPORTED, TESTED, VERSION
+from ds_fsmoe.engine.torch_names import TORCH_NAMES
+from ds_fsmoe.versions import REASONS, RUN, SUPPORTED, VERSION
 
 
 class IncompatibleError(RuntimeError):
@@ -223,12 +225,7 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_group": ("mpu",),
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size": ("mpu",),
     "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size": ("mpu",),
-    # How far groups have come, for the watchdog.
-    "torch.distributed.distributed_c10d:_world.pg_map": None,
-    "torch.distributed:ProcessGroup._get_sequence_number_for_group": None,
-    # clip_grad_norm_ looks it up among its module's globals.
-    "torch._C._autograd:_get_current_graph_task_keep_graph": None,
-    "torch.nn.utils.clip_grad:_get_total_norm": ("tensors", "norm_type", "error_if_nonfinite", "foreach"),
+    **TORCH_NAMES,
 }
 
 
@@ -237,29 +234,51 @@ def in_range(name: str, found: str, supported: Mapping[str, str] = SUPPORTED) ->
     return SpecifierSet(supported[name]).contains(Version(found).base_version, prereleases=True)
 
 
-def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[str]:
+def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[tuple[int, str]]:
     """Check the installed versions against the supported ranges.
 
     Returns:
-        A sentence for each version that is in range but not among the tested ones.
+        A level of logging and a sentence: for a torch above its range, and for Python and torch that are in range and
+        were not run together.
 
     Raises:
         IncompatibleError: versions are out of range; a line for each, with the range and the reason for it.
     """
     installed = {"python": ".".join(map(str, sys.version_info[:3])), "torch": version("torch")}
     installed["deepspeed"] = version("deepspeed")
-    refused, untested = [], []
-    for name, found in installed.items():
-        if not in_range(name, found, supported):
-            works = f"ds_fsmoe {VERSION} works with {name} {supported[name]}"
-            refused.append(f"{name} {found} is installed; {works}: {REASONS[name]}")
-            continue
-        tested = TESTED.get(name)
-        if tested is not None and ".".join(found.split(".")[:2]) not in tested:
-            untested.append(f"{name} {found} has not been tested with ds_fsmoe; {', '.join(tested)} have")
+    refused = [
+        f"{name} {found} is installed; ds_fsmoe {VERSION} works with {name} {supported[name]}: {REASONS[name]}"
+        for name, found in installed.items()
+        if not in_range(name, found, supported) and not is_newer_torch(name, found, supported)
+    ]
     if refused:
-        raise IncompatibleError("\n".join([*refused, "pip install 'ds_fsmoe[train]' brings versions that fit"]))
-    return untested
+        raise IncompatibleError("\n".join([*refused, _remedy(supported)]))
+    if is_newer_torch("torch", installed["torch"], supported):
+        return [
+            (
+                logging.WARNING,
+                f"torch {installed['torch']} is newer than ds_fsmoe {VERSION} knows ({supported['torch']}): every name "
+                "of torch that it uses is there; whether collectives and streams keep their order is not known",
+            )
+        ]
+    pair = tuple(".".join(installed[name].split(".")[:2]) for name in ("python", "torch"))
+    if pair in RUN:
+        return []
+    run = ", ".join(f"{python} with {torch}" for python, torch in RUN)
+    return [(logging.INFO, f"the tests of ds_fsmoe were not run on Python {pair[0]} with torch {pair[1]}; on {run}")]
+
+
+def is_newer_torch(name: str, found: str, supported: Mapping[str, str] = SUPPORTED) -> bool:
+    """Return whether a version is that of a torch above the range, with which training is tried."""
+    bounds = [Version(each.version) for each in SpecifierSet(supported[name]) if each.operator == "<"]
+    return name == "torch" and bool(bounds) and Version(Version(found).base_version) >= max(bounds)
+
+
+def _remedy(supported: Mapping[str, str]) -> str:
+    if not in_range("python", ".".join(map(str, sys.version_info[:3])), supported):
+        return f"Make an environment with Python {supported['python']}"
+    python = ".".join(map(str, sys.version_info[:2]))
+    return f"On Python {python} these fit: pip install 'torch{supported['torch']}' 'deepspeed{supported['deepspeed']}'"
 
 
 def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVATE_NAMES) -> None:
@@ -335,7 +354,9 @@ def _find(name: str) -> Any:
     try:
         found = importlib.import_module(module)
         for attribute in path.split("."):
-            found = getattr(found, attribute)
+            found = getattr(found, attribute.removesuffix("()"))
+            if attribute.endswith("()"):
+                found = found()
     except (ImportError, AttributeError) as error:
         package = name.partition(".")[0]
         raise IncompatibleError(

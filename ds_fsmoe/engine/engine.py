@@ -26,6 +26,7 @@ from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_p
 from ds_fsmoe.checks.speed_warnings import speed_warnings
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
+from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
@@ -283,8 +284,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         splitter = self.fsmoe.splitter
         if splitter is not None and self.module.training:
             splitter.decline()
-        total = torch.zeros(())
-        telemetry = self.fsmoe.telemetry
+        total, telemetry = torch.zeros(()), self.fsmoe.telemetry
         counts = () if telemetry is None else (telemetry.routers, telemetry.record and telemetry.record.tokens)
         for each in (paused := [each for each in (*counts, self.fsmoe.paths) if each is not None]):
             each.is_paused = True
@@ -315,8 +315,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         sources = super()._configure_expert_parallel(model, collect_sources)
         tape_deepspeeds_functions()
-        for sentence in compat.check_versions():
-            log_on_rank_0(sentence, logging.WARNING)
+        for level, sentence in compat.check_versions():
+            log_on_rank_0(sentence, level)
         asked = read_block(self.config)
         block, untuned = settled(asked, self.config, dist.get_world_size())
         experts = find_experts(model)
@@ -329,7 +329,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         # Before any group is made: DeepSpeed would hang over models that differ.
         called = with_wrappers(model, experts)
         facts = facts_of_layers({**stock, **called}) | facts_of_config(alike(block))
-        facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ())))
+        facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ()))) | nccl.facts()
         facts |= facts_of_tensor_parallel(stock, self.mpu)
         facts |= facts_of_experts(stock) if block.esp_size > 1 else {}
         facts |= {f"gradient hooks in {path}": ", ".join(hooks_on(each)) or "none" for path, each in called.items()}

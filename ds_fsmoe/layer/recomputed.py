@@ -5,8 +5,8 @@ Under activation checkpointing a layer runs once more within the backward. Round
 that are close change places: gradients would be those of another forward. So each checkpointed function has a tape, on
 which layers keep what they decided, and from which they take it when the function runs again.
 
-A function is given its tape where torch's checkpointing takes it, of either kind; the names used are in
-:data:`TORCH_NAMES`.
+A function is given its tape where torch's checkpointing takes it, of either kind. Whether torch calls what stands there
+is tried when it is put there, as a name that is still there may be called by nobody.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.routing import Given, RoutingBase
 from ds_fsmoe.observing.instruments import Gate
 
-TORCH_NAMES: dict[str, tuple[str, ...]] = {
-    "CheckpointFunction.forward": ("ctx", "run_function", "preserve_rng_state"),
-    "_checkpoint_without_reentrant_generator": ("fn", "preserve_rng_state", "context_fn"),
-}
-"""Each name in ``torch.utils.checkpoint`` and the first of the parameters that it takes."""
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""The names of what runs a function without reentrance: that of torch 2.14 and later first."""
 
 
 class Tape:
@@ -155,36 +152,61 @@ def tape_torchs_functions() -> None:
     """Give functions that torch checkpoints their tapes, from now on in this process. Without effect the second time.
 
     Raises:
-        RuntimeError: this torch has other names.
+        RuntimeError: this torch does not call what is replaced, or does not take what is given to it.
     """
     if getattr(torch_checkpoint, "_ds_fsmoe_tapes", False):
         return
-    for name, parameters in TORCH_NAMES.items():
-        found: Any = torch_checkpoint
-        for each in name.split("."):
-            found = getattr(found, each, None)
-        takes = () if found is None else tuple(inspect.signature(found).parameters)[: len(parameters)]
-        if takes != parameters:
-            raise RuntimeError(
-                f"torch {torch.__version__}: torch.utils.checkpoint.{name} takes ({', '.join(takes)}), not "
-                f"({', '.join(parameters)}): activation checkpointing would route by itself when it runs again"
-            )
     reentrant = torch_checkpoint.CheckpointFunction
-    forward, generator = reentrant.forward, torch_checkpoint._checkpoint_without_reentrant_generator
+    forward = reentrant.forward
+    name = next((each for each in _GENERATORS if hasattr(torch_checkpoint, each)), _GENERATORS[-1])
+    generator = getattr(torch_checkpoint, name, None)
+    signature = None if generator is None else inspect.signature(generator)
+    if signature is None or "context_fn" not in signature.parameters:
+        raise RuntimeError(_refused(name, "takes no context_fn"))
 
     @functools.wraps(forward)
     def taped_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
         return forward(ctx, Taped(run_function), *args)
 
     @functools.wraps(generator)
-    def taped_generator(fn: Any, preserve: Any, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kw):
+    def taped_generator(*args: Any, **kwargs: Any) -> Any:
         # A compiler takes contexts that are its own only, and runs no layer of ours.
-        taped = context_fn if torch.compiler.is_compiling() else _with_tape(context_fn)
-        return generator(fn, preserve, taped, *args, **kw)
+        if torch.compiler.is_compiling():
+            return generator(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.arguments["context_fn"] = _with_tape(given.arguments.get("context_fn", torch_checkpoint.noop_context_fn))
+        return generator(*given.args, **given.kwargs)
 
     reentrant.forward = staticmethod(taped_forward)
-    torch_checkpoint._checkpoint_without_reentrant_generator = taped_generator
+    setattr(torch_checkpoint, name, taped_generator)
+    for use_reentrant, seam in ((True, "CheckpointFunction.forward"), (False, name)):
+        if not _has_tape(use_reentrant):
+            reentrant.forward = staticmethod(forward)
+            setattr(torch_checkpoint, name, generator)
+            raise RuntimeError(_refused(seam, f"is not called by checkpoint(use_reentrant={use_reentrant})"))
     torch_checkpoint._ds_fsmoe_tapes = True
+
+
+def _refused(name: str, why: str) -> str:
+    return (
+        f"torch {torch.__version__}: torch.utils.checkpoint.{name} {why}: under activation checkpointing layers would "
+        "route by themselves when they run again"
+    )
+
+
+def _has_tape(use_reentrant: bool) -> bool:
+    """Return whether a function has a tape when torch checkpoints it, and the same one when it runs again."""
+    taped: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        taped.append(runs_again() if taped else is_kept())
+        return x * x
+
+    with torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+        torch_checkpoint.checkpoint(function, x, **options).backward()
+    return taped == [True, True]
 
 
 def _with_tape(context_fn: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed import nccl
-from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.fail_together import NCCL_BACKENDS, on_every_rank
 from ds_fsmoe.distributed.topology import Topology, world_size_now
 from ds_fsmoe.measuring.hardware import link_facts
 from ds_fsmoe.versions import VERSION
@@ -116,7 +116,7 @@ def _backend() -> str:
     if world_size_now() == 1:
         return "none"
     name = str(dist.get_backend())
-    return f"{name} {'.'.join(map(str, nccl.version()))}" if name == "nccl" else name
+    return f"{name} {'.'.join(map(str, nccl.version()))}" if name in NCCL_BACKENDS else name
 
 
 def _version(package: str) -> str:
