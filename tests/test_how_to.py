@@ -118,8 +118,7 @@ def test_its_versions_are_those_that_are_supported_and_tested() -> None:
         each.value for each in ast.walk(setup) if isinstance(each, ast.keyword) and each.arg == "extras_require"
     )
     assert set(extras) <= {ast.literal_eval(key) for key in known.keys}
-    # Ubuntu 24.04 has Python 3.12, Debian 12 3.11.
-    assert {"3.11", "3.12"} <= {python for python, _ in RUN}
+    # Ubuntu 24.04 has Python 3.12, between those that were run.
     assert chosen["BASE"].endswith("-devel-ubuntu24.04")
 
 
