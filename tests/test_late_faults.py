@@ -116,7 +116,7 @@ def sharing(rank: int, world_size: int) -> list[str]:
     from ds_fsmoe.layer.late_faults import LateFaults
 
     faults = LateFaults()
-    faults.begin_sharing(["first", "second"])
+    faults.begin_sharing(["first", "second"], torch.device("cpu"))
     said = []
     for number in (0, 3, 0):
         found = number if rank == world_size - 1 else 0
@@ -144,7 +144,7 @@ def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> No
     from ds_fsmoe.layer.late_faults import LateFaults
 
     faults = LateFaults()
-    faults.begin_sharing(["first"])
+    faults.begin_sharing(["first"], torch.device("cpu"))
     faults.add("first", torch.tensor(1), in_training=False)
     with pytest.raises(ValueError, match="first: what the gate of rank 0 returned"):
         faults.add("first", torch.tensor(0), in_training=False)

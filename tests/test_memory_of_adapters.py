@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 
 from tests.memory_cases import Case, peak_of
 from tests.ranks import run_on_ranks
-from tests.test_memory_plans import TOLERANCE, check, predicted
+from tests.test_memory_plans import check, predicted
 
 ADAPTERS = [
     Case("mixtral", 1, lora=8),
@@ -54,5 +54,5 @@ def test_an_optimizer_on_the_host_takes_there_and_on_the_device_what_is_predicte
         memory = predicted(case, 2, 1.0)
         device, host = (max(of_rank[number][place] for of_rank in found) for place in (0, 1))
         print(f"{case.name}: device {device}, {memory.total:.0f}; host {host}, {sum(memory.host.values()):.0f}")
-        assert memory.total == pytest.approx(device, rel=TOLERANCE), (case.name, memory.peak)
-        assert sum(memory.host.values()) == pytest.approx(host, rel=TOLERANCE), case.name
+        assert memory.total == pytest.approx(device, rel=0.05), (case.name, memory.peak)
+        assert sum(memory.host.values()) == pytest.approx(host, rel=0.05), case.name

@@ -63,9 +63,8 @@ class FSMoEState:
         self.parts = parts
         self.running = running
         if stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
-            running.late_faults.begin_sharing(
-                path for path, each in layers.items() if each.deepspeed_moe.ep_size * block.esp_size == 1
-            )
+            alone = [path for path, each in layers.items() if each.deepspeed_moe.ep_size * block.esp_size == 1]
+            running.late_faults.begin_sharing(alone, running.device)
         self.reduction: Reduction | None = None
         """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
@@ -48,6 +47,7 @@ class LateFaults:
     def __init__(self) -> None:
         self._found: list[tuple[str, HostCopy]] = []
         self._paths: tuple[str, ...] = ()
+        self._device = torch.device("cpu")
         self._kept: dict[str, torch.Tensor] = {}
         self._shared: HostCopy | None = None
 
@@ -56,13 +56,14 @@ class LateFaults:
         """Whether ranks share what forwards in training have found."""
         return bool(self._paths)
 
-    def begin_sharing(self, paths: Iterable[str]) -> None:
+    def begin_sharing(self, paths: Iterable[str], device: torch.device) -> None:
         """Share from now on what forwards in training find.
 
         Args:
             paths: the paths of the layers, the same on every rank.
+            device: the device of this rank.
         """
-        self._paths = tuple(paths)
+        self._paths, self._device = tuple(paths), device
 
     def add(self, path: str, fault: torch.Tensor, in_training: bool) -> None:
         """Keep what a forward has found, and look at what has arrived of earlier ones.
@@ -89,8 +90,7 @@ class LateFaults:
         """
         if not self.are_shared:
             return
-        device = torch.device(get_accelerator().current_device_name())
-        none = torch.zeros((), dtype=torch.int64, device=device)
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
         faults_L = torch.stack([self._kept.pop(each, none).long() for each in self._paths])
         # The largest of each layer names the rank it is of.
         codes_L = torch.where(faults_L > 0, faults_L * dist.get_world_size() + dist.get_rank(), 0)
