@@ -140,6 +140,57 @@ def test_what_one_rank_has_found_is_raised_by_all_once_with_its_number(tmp_path:
         assert second.startswith("second: what the gate of rank 1 returned: slots_KS")
 
 
+def accumulating(rank: int, world_size: int) -> dict[str, Any]:
+    """Steps of two micro batches: what the engine counts after a step that reported a bad choice, and two more."""
+    import ds_fsmoe
+    from tests.test_one_rank import config_of, qwen3
+
+    config = config_of("plain") | {"gradient_accumulation_steps": 2}
+    engine = ds_fsmoe.initialize(model=qwen3(torch.float32), config=config)[0]
+    ids = torch.randint(0, 64, (1, 8))
+    found: dict[str, Any] = {"counts": []}
+    for number in range(4):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        if number == 1:
+            engine.fsmoe.running.late_faults.add("layer", torch.tensor(1), in_training=True)
+        try:
+            engine.step()
+        except ValueError as error:
+            found["said"] = (number, str(error))
+        found["counts"].append((engine.micro_steps, engine.global_steps))
+    return found
+
+
+def test_an_engine_that_reported_a_bad_choice_counts_on_as_before(tmp_path: Path) -> None:
+    (found,) = run_on_ranks(accumulating, 1, tmp_path)
+    assert found["said"][0] == 1
+    assert found["counts"] == [(1, 0), (2, 1), (3, 1), (4, 2)]
+
+
+def evaluating(rank: int, world_size: int) -> list[str]:
+    """A bad choice of a forward in evaluation on rank 1, ahead of a step that the ranks share."""
+    from ds_fsmoe.layer.late_faults import LateFaults
+
+    faults = LateFaults()
+    faults.begin_sharing(["first"], torch.device("cpu"))
+    faults.add("first", torch.tensor(int(rank == 1)), in_training=False)
+    said = []
+    for _ in range(2):
+        faults.share()
+        try:
+            faults.look()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_bad_choice_of_an_evaluation_ahead_of_a_step_is_raised_there_by_all_and_once(tmp_path: Path) -> None:
+    for first, second in run_on_ranks(evaluating, 2, tmp_path):
+        assert "what the gate of rank 1 returned" in first
+        assert second == ""
+
+
 def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> None:
     from ds_fsmoe.layer.late_faults import LateFaults
 

@@ -78,7 +78,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fsmoe.uncut.begin(self.fsmoe.inner_layers)
+        self.fsmoe.begin(self.optimizer is not None and not self.zero_optimization_partition_weights())
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
         if self._hf_layers and self.zero_optimization_partition_weights():
@@ -166,10 +166,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take DeepSpeed's optimizer step, and refuse what layers have found wrong since the last one."""
+        """Take DeepSpeed's optimizer step; before it, check and share what this step's forwards have found."""
         self.fsmoe.before_optimizer_step(self.global_steps)
         super()._take_model_step(*args, **kwargs)
-        self.fsmoe.running.late_faults.look()
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -233,6 +232,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.fsmoe.step_ends(self.global_steps)
         if self.global_steps != number:
             self._tell_of_step(self.fsmoe.step_is_over(self.global_steps))
+        self.fsmoe.running.late_faults.look()
         return result
 
     def _tell_of_step(self, found: StepComparison | None = None) -> None:

@@ -53,6 +53,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         state.running.at_step(self.global_steps)
         state.routing.at_step(self.global_steps)
         self._tell_of_step(state.step_is_over(self.global_steps))
+        state.running.late_faults.look()
         return result
 
     def _received_bytes(self) -> tuple[int, int]:

@@ -62,9 +62,6 @@ class FSMoEState:
         self.layers = layers
         self.parts = parts
         self.running = running
-        if stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
-            alone = [path for path, each in layers.items() if each.deepspeed_moe.ep_size * block.esp_size == 1]
-            running.late_faults.begin_sharing(alone, running.device)
         self.reduction: Reduction | None = None
         """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
@@ -128,6 +125,19 @@ class FSMoEState:
     def inner_layers(self) -> dict[str, FSMoELayer]:
         """Return the MoE layers of this rank, by label."""
         return {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
+
+    def begin(self, steps_whole: bool) -> None:
+        """Begin to look at layers, as the engine is complete.
+
+        Args:
+            steps_whole: whether the engine has an optimizer, and parameters that are whole in a forward.
+        """
+        self.uncut.begin(self.inner_layers)
+        running = self.running
+        if steps_whole and self.stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
+            layers = {path: each for path, each in self.layers.items() if isinstance(each, HuggingFaceLayer)}
+            alone = [path for path, each in layers.items() if each.deepspeed_moe.ep_size * self.block.esp_size == 1]
+            running.late_faults.begin_sharing(alone, running.device)
 
     def facts(self) -> dict[str, str]:
         """Return what all ranks have to have alike, as short texts by name."""

@@ -179,14 +179,17 @@ class FSMoEExperts(OpaqueModule):
         if state.adapters:
             made = self, state.contract, state.own_forward, state.path, state.adapters
             return StackedExperts(*made, ops=state.order.ops)
-        present = [*self._parameters.values()]
-        # A call may be given other weights, as by torch.func.functional_call.
-        if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
-            spare = None if state.replicas is None else state.replicas.modules[0]
-            made = self, state.contract, state.own_forward, state.path
-            experts = StackedExperts(*made, spare=spare, ops=state.order.ops)
+        is_nested = state.own_forward is not None or state.contract.has_post_expert_norm
+        present = [*self.parameters()] if is_nested else [*self._parameters.values()]
+        known = state.known_experts
+        if known is not None and [*map(id, present)] == [*map(id, known[0])]:
+            return known[1]
+        spare = None if state.replicas is None else state.replicas.modules[0]
+        made = self, state.contract, state.own_forward, state.path
+        experts = StackedExperts(*made, spare=spare, ops=state.order.ops)
+        if known is None or state.had_before(present):
             state.known_experts = present, experts
-        return state.known_experts[1]
+        return experts
 
     @contextmanager
     def adapted(self, adapters: Sequence[Adapter]) -> Iterator[None]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -60,6 +62,8 @@ class ExpertsState(LayerState):
     """The hooks that see the router's block being called."""
     passes_on: bool | None = None
     """Whether the router hands on what it chose as it is; ``None`` as long as that has not been seen."""
+    lent: tuple[weakref.ref, ...] = ()
+    """The weights of the last call that had others than those known."""
     short_way: ShortWay | None = None
     """How the layer is run where it exchanges nothing, as it was found to be last."""
     outermost: tuple[nn.Module, ...] = ()
@@ -91,6 +95,15 @@ class ExpertsState(LayerState):
             "gradients hold the tokens of other ranks, and nothing reduces them. Call ds_fsmoe.make_whole(model) on "
             "every rank before such a forward, or give the model to ds_fsmoe.initialize again"
         )
+
+    def had_before(self, weights: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether these weights were in use at the last call of this method as well, and not for one call alone.
+
+        ``torch.func.functional_call`` lends a module others, which go with the call.
+        """
+        present = [each for each in weights if each is not None]
+        before, self.lent = self.lent, tuple(map(weakref.ref, present))
+        return len(before) == len(present) and all(map(operator.is_, (each() for each in before), present))
 
     @property
     def shares_faults(self) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.execution.captures import is_capturing
 from ds_fsmoe.execution.counts_exchange import FAULTS, RoutingError
 from ds_fsmoe.execution.host_copies import HostCopy
 
@@ -45,11 +46,11 @@ class LateFaults:
     """Holds what the layers of one engine have found and nobody has looked at yet."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, HostCopy]] = []
+        self._found: list[tuple[str, torch.Tensor, HostCopy]] = []
         self._paths: tuple[str, ...] = ()
         self._device = torch.device("cpu")
         self._kept: dict[str, torch.Tensor] = {}
-        self._shared: HostCopy | None = None
+        self._shared: list[HostCopy] = []
 
     @property
     def are_shared(self) -> bool:
@@ -76,43 +77,46 @@ class LateFaults:
         Raises:
             RoutingError: an earlier forward had choices out of range.
         """
+        if is_capturing():  # a graph would keep what this forward found, and nothing of its replays
+            return
         if in_training and self.are_shared:
-            earlier = self._kept.get(path)
-            self._kept[path] = fault if earlier is None else torch.maximum(earlier, fault)
+            self._keep(path, fault)
             return
         self._look_at_own(waits=len(self._found) >= _MOST)
-        self._found.append((path, HostCopy(fault)))
+        self._found.append((path, fault, HostCopy(fault)))
 
     def share(self) -> None:
-        """Tell all ranks what was found in training since the last time. Collective where ranks share it.
+        """Tell all ranks what was found since the last time. Collective where ranks share it.
 
         Only the device waits for it, in :meth:`look` the host.
         """
         if not self.are_shared:
             return
+        for path, fault, _ in self._found:
+            self._keep(path, fault)
+        self._found.clear()
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         faults_L = torch.stack([self._kept.pop(each, none).long() for each in self._paths])
         # The largest of each layer names the rank it is of.
         codes_L = torch.where(faults_L > 0, faults_L * dist.get_world_size() + dist.get_rank(), 0)
         with waiting("choices out of range"):
             dist.all_reduce(codes_L, op=dist.ReduceOp.MAX)
-        self._shared = HostCopy(codes_L)
+        self._shared.append(HostCopy(codes_L))
 
     def look(self) -> None:
         """Look at what has been found, and wait for what has not arrived.
 
         Raises:
-            RoutingError: a forward had choices out of range; of forwards in training on every rank.
+            RoutingError: a forward had choices out of range; if it was shared, on every rank.
         """
+        shared, self._shared = self._shared, []
+        for copy in shared:
+            with waiting("choices out of range"):
+                codes = copy.wait().tolist()
+            for path, code in zip(self._paths, codes, strict=True):
+                fault, rank = divmod(code, dist.get_world_size())
+                refuse(path, fault, rank)
         self._look_at_own(waits=True)
-        shared, self._shared = self._shared, None
-        if shared is None:
-            return
-        with waiting("choices out of range"):
-            codes = shared.wait().tolist()
-        for path, code in zip(self._paths, codes, strict=True):
-            fault, rank = divmod(code, dist.get_world_size())
-            refuse(path, fault, rank)
 
     def look_at_all(self) -> None:
         """Look at what has been found and will not be shared any more, at the end of the engine.
@@ -120,13 +124,17 @@ class LateFaults:
         Raises:
             RoutingError: a forward of this rank had choices out of range.
         """
-        self._found += [(path, HostCopy(fault)) for path, fault in self._kept.items()]
+        self._found += [(path, fault, HostCopy(fault)) for path, fault in self._kept.items()]
         self._kept.clear()
         self.look()
 
+    def _keep(self, path: str, fault: torch.Tensor) -> None:
+        earlier = self._kept.get(path)
+        self._kept[path] = fault if earlier is None else torch.maximum(earlier, fault)
+
     def _look_at_own(self, waits: bool) -> None:
-        while self._found and (waits or self._found[0][1].has_arrived()):
-            path, copy = self._found.pop(0)
+        while self._found and (waits or self._found[0][2].has_arrived()):
+            path, _, copy = self._found.pop(0)
             fault = int(copy.wait())
             if fault:
                 self._found.clear()

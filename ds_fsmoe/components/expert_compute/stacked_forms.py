@@ -92,7 +92,7 @@ class Written:
         return (self._saved,)
 
     def forget(self) -> None:
-        """Hold nothing of the weights; they are looked up each time."""
+        """Hold parameters alone: their memory may be moved."""
 
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same."""
@@ -283,7 +283,7 @@ class Called:
         return (self._saved,)
 
     def forget(self) -> None:
-        """Hold nothing of the weights; they are looked up each time."""
+        """Hold parameters alone: their memory may be moved."""
 
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same."""
