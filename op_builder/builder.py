@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 TORCH_TAG = re.sub(r"\W", "_", torch.__version__)
 
 
+def macros() -> list[str]:
+    """Flags that say for which torch is built. The first is for the build cache: torch rebuilds when the command line
+    changes, but does not watch its own headers, so without it a torch upgrade would load yesterday's library."""
+    with torch.enable_grad():
+        at_limit = torch.ones((), device="cpu", requires_grad=True)
+        at_limit.clamp(max=1.0).backward()
+    return [f"-DFSMOE_TORCH_{TORCH_TAG}", f"-DFSMOE_CLAMP_PASSES_LIMIT={int(at_limit.grad)}"]
+
+
 class FSMoEBuilder(OpBuilder):
     """What builders for all device types have in common. A subclass gives ``NAME`` and ``sources()``.
 
@@ -134,9 +143,8 @@ class CPUBuilder(FSMoEBuilder, CPUOpBuilder):
     def cxx_args(self) -> list[str]:
         # No -march=native: a wheel or a build cache on a shared file system must also run on the other machines. Loops
         # that gain from wider vectors choose when they run; without contraction to fused multiply-adds they all give
-        # the same bits. The macro is for the build cache: torch rebuilds when the command line changes, but does not
-        # watch its own headers, so without it a torch upgrade would load yesterday's library.
-        return ["-O3", "-ffp-contract=off", "-fopenmp", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+        # the same bits.
+        return ["-O3", "-ffp-contract=off", "-fopenmp", *macros()]
 
     def extra_ldflags(self) -> list[str]:
         return ["-fopenmp"]
@@ -191,10 +199,10 @@ class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
         return os.environ.get(self.BUILD_VAR, "0") == "1"
 
     def cxx_args(self) -> list[str]:
-        return ["-O3", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+        return ["-O3", *macros()]
 
     def nvcc_args(self) -> list[str]:
         # Not DeepSpeed's --use_fast_math: sums must have the same bits as the reference, denormals included. With flags
         # that name architectures torch adds none of its own.
-        arguments = ["-O3", "--fmad=false", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+        arguments = ["-O3", "--fmad=false", *macros()]
         return arguments + self._architecture_flags(for_wheel=not self.jit_mode)

@@ -14,12 +14,15 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from ds_fsmoe.ops.loading import import_op_builder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
@@ -256,7 +259,9 @@ def build(file: str, how: str, *edits: tuple[str, str]) -> Kernels:
     folder.mkdir()
     (folder / file).write_text(text)
     stem = Path(file).stem
-    named = [f'-DFSMOE_KERNELS="{file}"', f"-DFSMOE_OF_{stem.upper()}"]
+    import_op_builder().builders("cpu")
+    macros = sys.modules["ds_fsmoe.ops.op_builder.builder"].macros
+    named = [f'-DFSMOE_KERNELS="{file}"', f"-DFSMOE_OF_{stem.upper()}", *macros()]
     folders = [f"-I{each}" for each in (folder, EMULATION, FOLDER, REPOSITORY / "csrc" / "includes")]
     strict = ["-std=c++20", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-pthread"]
     output = folder / stem

@@ -17,6 +17,7 @@ from torch.cuda import nccl
 from ds_fsmoe import cli
 from ds_fsmoe.commands import env
 from ds_fsmoe.versions import SUPPORTED, VERSION
+from tests.build_locks import hold_lock
 from tests.waiting import make_older
 
 
@@ -90,7 +91,7 @@ def test_env_fails_on_a_stale_lock_and_says_how_old_it_is(capsys, monkeypatch, t
     for name, age_s in (("cpu_adam", 5), ("fsmoe_cpu", 5000)):
         lock = tmp_path / name / "lock"
         lock.parent.mkdir()
-        lock.touch()
+        hold_lock(lock)
         make_older(lock, age_s)
     assert cli.main(["env", "--brief"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "s old" in line]

@@ -19,6 +19,7 @@ pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading  # noqa: E402
 from tests import built_ops, ranks  # noqa: E402
+from tests.build_locks import FILE_IS_THE_LOCK, hold_lock  # noqa: E402
 from tests.built_ops import forget_ops  # noqa: E402
 from tests.python_path import python_path  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
@@ -50,7 +51,7 @@ def fresh_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def leave_lock(extensions: Path, age_s: float) -> Path:
     lock = extensions / NAME / "lock"
     lock.parent.mkdir(parents=True)
-    lock.touch()
+    hold_lock(lock)
     make_older(lock, age_s)
     return lock
 
@@ -117,7 +118,8 @@ def test_the_lock_of_a_build_that_was_killed_is_taken_away(fresh_extensions: Pat
         "import sys; from pathlib import Path; from ds_fsmoe.ops.loading import import_op_builder\n"
         "import_op_builder().builders('cpu'); locks = sys.modules['ds_fsmoe.ops.op_builder.locks']\n"
         "path = Path(sys.argv[1])\n"
-        "with locks.building(path):\n    path.touch(); print('builds', flush=True); sys.stdin.read()"
+        "from tests.build_locks import hold_lock\n"
+        "with locks.building(path):\n    hold_lock(path); print('builds', flush=True); sys.stdin.read()"
     )
     environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
     with subprocess.Popen(
@@ -130,7 +132,7 @@ def test_the_lock_of_a_build_that_was_killed_is_taken_away(fresh_extensions: Pat
         assert locks.wait_for(path, clock) is None
     assert path.exists()
     with locks.building(path):
-        assert not path.exists()
+        assert path.exists() != FILE_IS_THE_LOCK
 
 
 def test_a_lock_whose_builder_may_be_on_another_machine_is_waited_for(fresh_extensions: Path) -> None:

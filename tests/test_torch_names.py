@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,10 +87,11 @@ def test_a_name_that_torch_moved_is_named() -> None:
 def untaped(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Torch's checkpointing as if nothing had been put in its place."""
     monkeypatch.setattr(torch_checkpoint, "_ds_fsmoe_tapes", False, raising=False)
-    monkeypatch.setattr(torch_checkpoint.CheckpointFunction, "forward", torch_checkpoint.CheckpointFunction.forward)
+    forward = torch_checkpoint.CheckpointFunction.forward
+    monkeypatch.setattr(torch_checkpoint.CheckpointFunction, "forward", staticmethod(inspect.unwrap(forward)))
     for name in recomputed._GENERATORS:
         if hasattr(torch_checkpoint, name):
-            monkeypatch.setattr(torch_checkpoint, name, getattr(torch_checkpoint, name))
+            monkeypatch.setattr(torch_checkpoint, name, inspect.unwrap(getattr(torch_checkpoint, name)))
     return monkeypatch
 
 

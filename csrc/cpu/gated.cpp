@@ -99,6 +99,11 @@ Factors factors(const at::Tensor& x, const Gate& gate) {
 
 at::Tensor product(const Factors& found) { return at::mul(found.of_gate, found.of_up); }
 
+// Where the gradient of torch's clamp goes through.
+at::Tensor is_below(const at::Tensor& value, double limit) {
+  return fsmoe::kClampPassesLimit ? value.le(limit) : value.lt(limit);
+}
+
 at::Tensor gated(const at::Tensor& x, std::string_view form, bool interleaved, double limit, double alpha) {
   const Gate gate = gate_of("fsmoe::gated", x, form, interleaved, limit, alpha);
   return product(factors(x, gate));
@@ -128,7 +133,7 @@ std::tuple<at::Tensor, at::Tensor> gated_backward(const at::Tensor& x, const at:
       dg = at::silu_backward(of_gate, found.clamped_gate);
       break;
     case Form::kClampedSilu:
-      of_gate.masked_fill_(found.act.le(gate.limit).logical_not_(), 0);
+      of_gate.masked_fill_(is_below(found.act, gate.limit).logical_not_(), 0);
       dg = at::silu_backward(of_gate, g);
       break;
     case Form::kSwishOfClamped: {
@@ -138,10 +143,10 @@ std::tuple<at::Tensor, at::Tensor> gated_backward(const at::Tensor& x, const at:
     }
   }
   if (gate.form == Form::kSiluOfClamped || gate.form == Form::kSwishOfClamped) {
-    dg.masked_fill_(g.le(gate.limit).logical_not_(), 0);
+    dg.masked_fill_(is_below(g, gate.limit).logical_not_(), 0);
   }
   if (is_clamped(gate.form)) {
-    of_up.masked_fill_(up.ge(-gate.limit).logical_and_(up.le(gate.limit)).logical_not_(), 0);
+    of_up.masked_fill_(is_below(-up, gate.limit).logical_and_(is_below(up, gate.limit)).logical_not_(), 0);
   }
   // Not computed in place: where vectors end is part of the last bit.
   at::Tensor dx = at::empty_like(x, at::MemoryFormat::Contiguous);

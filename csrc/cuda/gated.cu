@@ -62,7 +62,14 @@ __device__ __forceinline__ float within(float value, float limit) {
   return value < -limit ? -limit : at_most(value, limit);
 }
 
-__device__ __forceinline__ bool is_within(float value, float limit) { return value >= -limit && value <= limit; }
+// Where the gradient of torch's clamp goes through.
+__device__ __forceinline__ bool is_below(float value, float limit) {
+  return kClampPassesLimit ? value <= limit : value < limit;
+}
+
+__device__ __forceinline__ bool is_within(float value, float limit) {
+  return is_below(-value, limit) && is_below(value, limit);
+}
 
 // What stands for gate and up in the product, and what their gradients are made of.
 struct Factors {
@@ -105,14 +112,14 @@ __device__ __forceinline__ float gate_gradient(const Factors& found, float gate,
   } else if constexpr (kForm == Form::kGeluTanh) {
     return gelu_tanh_gradient(of_gate, gate);
   } else if constexpr (kForm == Form::kSiluOfClamped) {
-    return gate <= limit ? silu_gradient(of_gate, found.clamped_gate) : 0.0f;
+    return is_below(gate, limit) ? silu_gradient(of_gate, found.clamped_gate) : 0.0f;
   } else if constexpr (kForm == Form::kClampedSilu) {
-    return silu_gradient(found.act <= limit ? of_gate : 0.0f, gate);
+    return silu_gradient(is_below(found.act, limit) ? of_gate : 0.0f, gate);
   } else {
     const float s = found.sigmoid, of_sigmoid = rounded<T>(of_gate * found.clamped_gate);
     // torch computes this one in the type of the rows.
     const float before = rounded<T>(rounded<T>(of_sigmoid * rounded<T>(1.0f - s)) * s);
-    return gate <= limit ? rounded<T>(of_gate * s) + rounded<T>(before * alpha) : 0.0f;
+    return is_below(gate, limit) ? rounded<T>(of_gate * s) + rounded<T>(before * alpha) : 0.0f;
   }
 }
 

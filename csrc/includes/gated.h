@@ -16,6 +16,13 @@ enum class Form { kSilu, kGelu, kGeluTanh, kSiluOfClamped, kClampedSilu, kSwishO
 
 constexpr const char* kForms[] = {"silu", "gelu", "gelu_tanh", "silu_of_clamped", "clamped_silu", "swish_of_clamped"};
 
+// Whether the gradient of torch's clamp goes through where a value is the limit itself. It did up to torch 2.14; the
+// build asks the torch that it is for.
+#ifndef FSMOE_CLAMP_PASSES_LIMIT
+#define FSMOE_CLAMP_PASSES_LIMIT 1
+#endif
+constexpr bool kClampPassesLimit = FSMOE_CLAMP_PASSES_LIMIT;
+
 // Returns whether there is a form of this name.
 inline bool find_form(const char* name, size_t length, Form* found) {
   for (int i = 0; i < 6; ++i) {

@@ -132,7 +132,8 @@ class _Writer:
             self._waiting.put(None)
 
     def close(self) -> None:
-        if self._thread is not None:
+        # A forked process has no such thread, and may find the queue locked for ever by that of its parent.
+        if self._thread is not None and self._thread.is_alive():
             self._waiting.put(...)
             self._thread.join()
             self._thread = None
