@@ -9,6 +9,7 @@ import csv
 import json
 import re
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
-from ds_fsmoe.planning.stage_batch import StageTimes
+from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.planning.training import Training
 from ds_fsmoe.planning.workload import AllToAll, Layer, kind_costs
 
@@ -370,8 +371,9 @@ def test_a_run_prints_a_line_for_every_size_and_writes_every_row(
 
 
 def test_the_papers_evaluation_prints_ours_beside_the_papers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(paper, "figures", partial(paper.figures, ("deepspeed", "tutel", "fsmoe")))
     result = tmp_path / "paper.json"
     assert paper.main(["--sample", "4", "--json", str(result)]) == 0
     text = capsys.readouterr().out

@@ -33,8 +33,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import PRESETS
-from ds_fsmoe.planning.stage_batch import StageTimes
-from ds_fsmoe.planning.stage_plan import lane_between, send_cost, stage_times
+from ds_fsmoe.planning.stage_plan import StageTimes, lane_between, send_cost, stage_times
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work
 from ds_fsmoe.terminal.tables import print_table
