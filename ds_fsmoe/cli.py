@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 from ds_fsmoe.terminal.screen import RED, print_coloured
@@ -18,9 +19,9 @@ COMMANDS = {
     "plan": "ds_fsmoe.commands.plan",
     "profile": "ds_fsmoe.commands.profile",
     "report": "ds_fsmoe.commands.report",
-    "scale": "ds_fsmoe.commands.scale",
-    "simulate-paper": "ds_fsmoe.commands.simulate_paper",
 }
+MOVED = {"scale": "benchmarks.simulations.scale", "simulate-paper": "benchmarks.simulations.paper"}
+"""Commands of before -> the module of a checkout that does it now."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well, 1 if the command found something that is not, 2 for a wrong argument.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    moved = MOVED.get(arguments[0]) if arguments else None
+    if moved is not None:
+        where = f"it is a benchmark now: in a checkout of the repository, run python -m {moved}"
+        print_coloured(f"ds_fsmoe {arguments[0]}: error: {where}", RED)
+        return 2
     parser = argparse.ArgumentParser(prog="ds_fsmoe", description="Training of Mixture-of-Experts models, scheduled.")
     parser.add_argument("--version", action="version", version=f"ds_fsmoe {VERSION}")
     # DeepSpeed's launcher puts it before what it was given; ranks find it in their environment.

@@ -45,7 +45,7 @@ VARIANTS = {
 JOBS = {
     "cases/bench_layer.py": (["--smoke"], ["layer", "layer_predicted"]),
     "cases/bench_models.py": (["--smoke"], ["models", "models_loss"]),
-    "cases/bench_stages.py": (["--only", "tiny", "--blocks", "2"], ["stages", "stages_predicted"]),
+    "cases/bench_stages.py": (["--only", "tiny", "--blocks", "2"], ["stages"]),
     "cases/bench_one_word.py": (
         ["--sweep", "--only", "gpt", "--tiny", "--blocks", "2"],
         ["whole", "whole_sweep", "whole_operations", "whole_memory", "whole_tuning"],

@@ -29,7 +29,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "terminal": ("rich",),
     "planning": ("numpy", "scipy", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
-    "planning/paper": ("numpy", "scipy", "ds_fsmoe.planning"),
     "files": ("ds_fsmoe.planning", "ds_fsmoe.untrusted"),
     "routes": ("numpy", "ds_fsmoe.files", "ds_fsmoe.untrusted"),
     "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry"),
@@ -162,7 +161,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
 WITHOUT_TORCH = (
-    *("planning", "planning/paper", "config", "files", "reporting", "routes", "terminal"),
+    *("planning", "config", "files", "reporting", "routes", "terminal"),
     *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "untrusted.py", "versions.py"),
     *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
 )

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,14 @@ def test_an_unknown_command_lists_the_known_ones(capsys) -> None:
     assert "choose from 'clusters', 'compare', 'convert'" in capsys.readouterr().err.replace(
         "compare, convert", "'compare', 'convert'"
     )
+
+
+@pytest.mark.parametrize(("command", "module"), cli.MOVED.items())
+def test_a_command_that_became_a_benchmark_says_in_one_line_which(command: str, module: str, capsys) -> None:
+    assert cli.main([command, "--ranks", "8"]) == 2
+    where = f"it is a benchmark now: in a checkout of the repository, run python -m {module}\n"
+    assert capsys.readouterr().err == f"ds_fsmoe {command}: error: {where}"
+    assert find_spec(module) is not None
 
 
 def test_the_package_runs_as_a_module() -> None:

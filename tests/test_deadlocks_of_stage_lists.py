@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No order of device work lets pipeline stages wait for each other for ever: the planner's list of each stage, with the
+"""No order of device work lets pipeline stages wait for each other for ever: DeepSpeed's list of each stage, with the
 collectives of its layers and gradients between its sends and receives."""
 
 from __future__ import annotations
@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from deepspeed.runtime.pipe import schedule
 
-from ds_fsmoe.planning.schedule import BACKWARD, FORWARD, LOAD, OPTIMIZER_STEP, REDUCE_GRADIENTS, REDUCE_TIED
-from ds_fsmoe.planning.stage_schedule import SENDS, peer, stage_schedule
 from tests.deadlocks import (
     Collective,
     Devices,
@@ -23,7 +22,19 @@ from tests.deadlocks import (
 )
 
 COMPUTE, LINKS, RANKS_OF_A_STAGE = "compute", ("link 0", "link 1"), 2
+LOAD, FORWARD, BACKWARD = "LoadMicroBatch", "ForwardPass", "BackwardPass"
+REDUCE_TIED, REDUCE_GRADIENTS, OPTIMIZER_STEP = "ReduceTiedGrads", "ReduceGrads", "OptimizerStep"
+SENDS = {"SendActivation": "RecvActivation", "SendGrad": "RecvGrad"}
+"""Send -> the receive that is the same transfer on the other stage."""
 TRANSFERS = (*SENDS, *SENDS.values())
+
+
+def list_of(stage: int, num_stages: int, num_micro_batches: int, order: str) -> list[str]:
+    """What a stage does in a batch, in DeepSpeed's order; or all of it that is of a forward first."""
+    steps = schedule.TrainSchedule(num_micro_batches, num_stages, stage).steps()
+    kinds = [type(each).__name__ for step in steps for each in step]
+    of_forward = LOAD, FORWARD, "SendActivation", "RecvActivation"
+    return kinds if order == "1f1b" else sorted(kinds, key=lambda kind: kind not in of_forward)
 
 
 class Rank:
@@ -61,7 +72,8 @@ class Rank:
     def run(self, kind: str, with_slice: bool, has_experts: bool) -> None:
         """Issue what a task of the stage's list does."""
         if kind in TRANSFERS:
-            pair = tuple(sorted((self._rank_at(self.stage), self._rank_at(peer(self.stage, kind)))))
+            other = self.stage + (1 if kind in ("SendActivation", "RecvGrad") else -1)
+            pair = tuple(sorted((self._rank_at(self.stage), self._rank_at(other))))
             sent = kind if kind in SENDS else next(each for each, received in SENDS.items() if received == kind)
             # NCCL has one communicator for both ways, Gloo matches those of one direction. What the last layer leaves
             # on its links is waited for before it is sent on.
@@ -87,12 +99,12 @@ def programs(
     """What each rank issues in a batch, with the order of each stage."""
     found = []
     for stage in range(num_stages):
-        tasks = stage_schedule(stage, num_stages, num_micro_batches, order=orders[stage]).tasks
-        last = max(index for index, task in enumerate(tasks) if task.kind == BACKWARD)
+        kinds = list_of(stage, num_stages, num_micro_batches, orders[stage])
+        last = max(index for index, kind in enumerate(kinds) if kind == BACKWARD)
         for place in range(RANKS_OF_A_STAGE):
             rank = Rank(stage, place, num_stages, both_ways=both_ways)
-            for index, task in enumerate(tasks):
-                rank.run(task.kind, index == last, stage not in dense)
+            for index, kind in enumerate(kinds):
+                rank.run(kind, index == last, stage not in dense)
             found.append(tuple(rank.program))
     return tuple(found)
 
@@ -119,8 +131,8 @@ def test_stages_get_stuck_in_no_order_that_keeps_that_of_issue(
 def test_stages_of_different_orders_are_found_out() -> None:
     """The check can fail: a stage that runs all forwards first does not fit one that waits for a gradient."""
     orders = "1f1b", "gpipe"
-    assert "SEND_GRADIENT of float32 and SEND_ACTIVATION" in (difference(programs(2, 3, orders)) or "")
+    assert "SendGrad of float32 and SendActivation" in (difference(programs(2, 3, orders)) or "")
     made = programs(2, 3, orders, both_ways=False)
     assert common_order(made) is None
     stuck = search(Devices(made, 3)).stuck
-    assert stuck == [["SEND_GRADIENT of pair, SEND_GRADIENT"]] * 2 + [["SEND_ACTIVATION of pair, SEND_ACTIVATION"]] * 2
+    assert stuck == [["SendGrad of pair, SendGrad"]] * 2 + [["SendActivation of pair, SendActivation"]] * 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.tuning.stage_predictions import Candidate
+from ds_fsmoe.tuning.stage_plans import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from tests.test_trials import Step

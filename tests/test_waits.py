@@ -25,7 +25,6 @@ UNMARKED: dict[str, str] = {
     "gradients/updated_parameters.py": "steps that Beside waits for, with a mark",
     "measuring/microbenchmarks.py": "timed by the stopwatch, which marks each round",
     "measuring/packing_times.py": "timed by the stopwatch",
-    "measuring/stage_links.py": "timed by the stopwatch",
     "distributed/nccl.py:_all_to_all": "called by warm, with a mark",
     "distributed/nccl.py:_all_gather": "called by warm",
     "distributed/nccl.py:_reduce_scatter": "called by warm",

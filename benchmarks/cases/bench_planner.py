@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
+from benchmarks.simulations import paper
 from ds_fsmoe.planning.batch import Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, choose_slsqp, makespan_ms, smallest_of_best
-from ds_fsmoe.planning.paper import evaluation
-from ds_fsmoe.planning.paper.grid import MODELS
+from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS
@@ -94,8 +94,8 @@ def speed(quick: bool) -> list[Row]:
     repeats = 5 if quick else 30
     rows = []
     for letter in "ab":
-        bed = evaluation.load_bed(letter)
-        layer = layer_work(evaluation.layers_of(bed, 1)[0], bed.groups)
+        bed = paper.load_bed(letter)
+        layer = layer_work(paper.layers_of(bed, 1)[0], bed.groups)
         phase = BlockTimes(layer.backward, bed.costs).phase(grad_ms=3.0)
         took_ms = median_ms(lambda p=phase: choose_exact(p, DEGREES), 10 * repeats)
         rows.append(Row(f"closed form, testbed {letter}", f"degrees 1 to {DEGREES}", took_ms, "ms", "< 1", took_ms < 1))
@@ -139,12 +139,8 @@ def exactness(quick: bool) -> list[Row]:
     """Closed form against event simulation, and the choice against brute force over all degrees by simulation."""
     rows = []
     for letter in "ab":
-        bed = evaluation.load_bed(letter)
-        phases = [
-            phase
-            for shape in evaluation.layers_of(bed, 50 if quick else None)
-            for phase in evaluation.phases(bed, shape)
-        ]
+        bed = paper.load_bed(letter)
+        phases = [phase for shape in paper.layers_of(bed, 50 if quick else None) for phase in paper.phases(bed, shape)]
         rows += compared(f"layers of table 4, testbed {letter}, both phases", phases)
     rng = random.Random(0)
     rows += compared(
@@ -184,13 +180,13 @@ def table_5(quick: bool) -> list[Row]:
     """The paper's table 5, and who is never slower than whom on ideal links."""
     rows = []
     for letter, wanted in (("a", 1.38), ("b", 1.41)):
-        bed = evaluation.load_bed(letter)
-        table = evaluation.table_5(bed, sample=60 if quick else None)
+        bed = paper.load_bed(letter)
+        table = paper.table_5(bed, sample=60 if quick else None)
         cases = f"{table.num_layers} layers"
         ideal = table.ideal["fsmoe"]
         near = abs(ideal - wanted) < 0.015
         rows.append(Row(f"fsmoe over tutel, ideal, testbed {letter}", cases, ideal, "x", f"about {wanted}", near))
-        for name, printed in evaluation.TABLE_5[letter].items():
+        for name, printed in paper.TABLE_5[letter].items():
             value = table.contended[name]
             claim = f"{name} over tutel, contended, testbed {letter}"
             rows.append(Row(claim, cases, value, "x", f"{printed} +- 0.04", abs(value - printed) <= 0.04))
@@ -206,8 +202,8 @@ def best_over_all(quick: bool) -> list[Row]:
     """``best`` against every preset, planned and played at every kappa; and what it gains over fsmoe."""
     rows = []
     for letter in "ab":
-        bed = evaluation.load_bed(letter)
-        shapes = evaluation.layers_of(bed, 6 if quick else 120)
+        bed = paper.load_bed(letter)
+        shapes = paper.layers_of(bed, 6 if quick else 120)
         gains: list[float] = []
         for kappa in KAPPAS:
             contention, losses = Contention(kappa), 0
@@ -215,7 +211,7 @@ def best_over_all(quick: bool) -> list[Row]:
                 layer = layer_work(shape, bed.groups)
                 planner = Planner(bed.costs, Settings(contention))
                 times_ms = {
-                    name: plan_by_name(planner, name, evaluation.steady_state(layer), layer.gradients).step_ms(
+                    name: plan_by_name(planner, name, paper.steady_state(layer), layer.gradients).step_ms(
                         bed.costs, contention
                     )
                     for name in NAMES
@@ -237,10 +233,10 @@ def papers_method(quick: bool) -> list[Row]:
     """Algorithm 1 with SLSQP beside the exact search: what it loses, what it takes."""
     rows = []
     for letter in "ab":
-        bed = evaluation.load_bed(letter)
+        bed = paper.load_bed(letter)
         losses, took_ms = [], []
-        for shape in evaluation.layers_of(bed, 5 if quick else 100):
-            for phase in evaluation.phases(bed, shape):
+        for shape in paper.layers_of(bed, 5 if quick else 100):
+            for phase in paper.phases(bed, shape):
                 start = time.perf_counter()
                 found = choose_slsqp(phase)
                 took_ms.append((time.perf_counter() - start) * 1e3)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
+from benchmarks.simulations.layouts import cluster_of, crossings_of, dtype_bytes_of, model_of
 from ds_fsmoe.planning.block import BlockPlan, Slice
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.crossings import crosses_once
@@ -35,11 +36,10 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves_schedule import BY_BATCH, by_sequence
 from ds_fsmoe.planning.model_layers import model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.paper.grid import MODELS
+from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of, plan_by_name
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.scale_layouts import cluster_of, crossings_of, dtype_bytes_of, model_of
 from ds_fsmoe.planning.schedule import EXPERT_GRAD
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
 

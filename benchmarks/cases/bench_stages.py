@@ -8,8 +8,7 @@ experts of a stage are spread over all its ranks. ``tutel`` has the fastest of f
 links: they have to be so slow that they and not the processors are what a batch waits for (the column
 ``machine_cpu_share``).
 
-Rows go to ``benchmarks/results/stages.csv``; what the autotuner predicted beside what was measured to
-``benchmarks/results/stages_predicted.csv``.
+Rows go to ``benchmarks/results/stages.csv``.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.harness import RESULTS, Case, Effort, Goal, Grid, Variant, run_grid
 from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
-from benchmarks.harness.outcome import PACKAGES, CaseResult
-from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import Found
 from benchmarks.models.layers import TINY, Layer, begin
@@ -74,10 +71,7 @@ CASES = {
 
 
 class Stages:
-    """Makes engines over models in stages, each as fast as it can be, and keeps those that were tuned."""
-
-    def __init__(self) -> None:
-        self.tuned: dict[str, PipelineSteps] = {}
+    """Makes engines over models in stages, each as fast as it can be."""
 
     def variants(self) -> list[Variant]:
         """Return stock and ours by name."""
@@ -110,7 +104,6 @@ class Stages:
         }
         steps = self._made(settings, block)
         steps.tune()
-        self.tuned[schedule] = steps
         return steps
 
 
@@ -128,24 +121,6 @@ def _timed_s(step: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(slowest.tolist())
 
 
-def write_predicted(stages: Stages, result: CaseResult, file: Path) -> None:
-    """Append what each tuned engine predicted of a batch beside what was measured, and print it."""
-    measured_ms = {each.name: each.p50_ms for each in result.variants}
-    for name, steps in stages.tuned.items():
-        predicted_ms = steps.predicted_ms
-        if predicted_ms is None:
-            continue
-        facts = {
-            "predicted_ms": f"{predicted_ms:.1f}",
-            "measured_ms": f"{measured_ms[name]:.1f}",
-            "off": f"{predicted_ms / measured_ms[name] - 1:+.1%}",
-            "degrees": steps.degrees,
-        }
-        row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": result.case.name, "variant": name} | facts
-        append_rows(file, tuple(row), [row])
-        print("  ".join((name, *(f"{key} {text}" for key, text in facts.items()))), flush=True)
-
-
 def main() -> None:
     """Measure the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,12 +131,9 @@ def main() -> None:
     args = parsed(parser)
     begin()
     for name in args.only:
-        stages = Stages()
         goals = [Goal(FSMOE, at_least=1.2), Goal(BEST, at_least=0.98)] if args.blocks >= MIN_BLOCKS_TO_JUDGE else []
         effort = Effort(args.blocks, steps=1, warmup=1)
-        (result,) = run_grid(Grid("stages", (CASES[name],)), stages.variants(), STOCK, effort, goals, args.results)
-        if dist.get_rank() == 0:
-            write_predicted(stages, result, args.results / "stages_predicted.csv")
+        run_grid(Grid("stages", (CASES[name],)), Stages().variants(), STOCK, effort, goals, args.results)
     dist.destroy_process_group()
 
 

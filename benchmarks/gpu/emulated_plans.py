@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.gpu.emulated_layer import CUT, DTYPES, EXPERT_BACK, KINDS, Computation, whole_tasks
 from benchmarks.gpu.emulated_links import modern_node
+from benchmarks.simulations.paper import steady_state
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.cost import Fit, LinearCost, fit
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.paper.evaluation import steady_state
 from ds_fsmoe.planning.plan import Planner, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import EXPERT_DW, EXPERT_DX, HOLD, Schedule

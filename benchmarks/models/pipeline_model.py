@@ -147,12 +147,6 @@ class PipelineSteps:
         plan = next(iter(self.engine.fsmoe.inner_layers.values())).fsmoe.plan
         return f"{plan.forward.degree}/{plan.backward.degree}"
 
-    @property
-    def predicted_ms(self) -> float | None:
-        """What the autotuner predicts of a whole batch with the plans that run; ``None``: nothing was measured."""
-        step = self.engine.fsmoe.autotune.step
-        return None if step is None else step.chosen_ms
-
     def __call__(self) -> None:
         self.groups.put()
         self.losses.append(self.engine.train_batch(self.batches).detach().clone())

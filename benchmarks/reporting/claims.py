@@ -117,14 +117,6 @@ def _stages(of: Results) -> Iterator[Claim]:
     ratios = [of.ratio_in("stages", case, variant) for variant in ("best", "fsmoe") for case in (short, long)]
     yield Claim(PAGE, "`best` {}, and {} with longer sequences; `fsmoe` {} and {}. With one", tuple(ratios))
 
-    def off(cases: tuple[str, ...], what: str) -> Figure:
-        rows = [row for row in of.rows("stages_predicted") if row["case"] in cases]
-        worst = max(abs(float(row["predicted_ms"]) / float(row["measured_ms"]) - 1) for row in rows)
-        return Figure(format(worst, ".0%"), "stages_predicted", tuple(rows), f"{what}: off its prediction, at worst")
-
-    predicted = off((short, long), "GPT2-like"), off((mixtral,), "Mixtral-like")
-    yield Claim(PAGE, "is predicted within {}; a Mixtral-like one is predicted {} too long", predicted)
-
 
 _PREDICTED = (("dense_share", ".0%"), ("gain", ".2f"))
 

@@ -111,7 +111,7 @@ def is_hugging_face(args: argparse.Namespace) -> bool:
 
 def _of_numbers(args: argparse.Namespace) -> PlannedModel:
     """Return so many equal layers: the paper's and what is given instead, or all of it given."""
-    from ds_fsmoe.planning.paper.grid import DEFAULT_EXPERTS, MODELS, model
+    from ds_fsmoe.planning.paper_models import DEFAULT_EXPERTS, MODELS, model
     from ds_fsmoe.planning.workload import Shape
 
     given = {

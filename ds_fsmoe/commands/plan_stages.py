@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES_PER_STAGE = 4
 """The micro-batches of a batch for each stage, where no number is given."""
-_WIDTH, _MICRO_BATCH_WIDTH = 110, 9
 
 
 def add_micro_batches(group: argparse._ArgumentGroup) -> None:
@@ -71,10 +70,6 @@ def print_batch(
         return report, {}
     _print_presets(found, bases, is_default=args.micro_batches is None)
     _print_stages(found)
-    if args.gantt:
-        slots = found.num_micro_batches + len(found.places) - 1
-        print(f"\na batch by {found.preset_name}, F and B with their micro-batches:")
-        print(found.shown.timeline.gantt(max(_WIDTH, _MICRO_BATCH_WIDTH * slots)))
     return found.on_stage(report), {"batch": found.as_dict()}
 
 
@@ -99,12 +94,11 @@ def _print_stages(found: BatchReport) -> None:
     print(f"\nthe stages by {found.preset_name}: times of a micro-batch, sends and bubbles of a batch")
     heads = (
         *("stage", "blocks", "forward ms", "backward ms", "last ms", "gradients MB", "after ms", "sends MB", "ms"),
-        *("bubbles ms", "warm-up", "steady", "cool-down", "share", "busy"),
+        *("bubbles ms", "share"),
     )
     rows = []
     for row in found.rows(found.preset_name):
         times = (row[name] for name in ("forward_ms", "backward_ms", "last_backward_ms"))
-        bubbles = row["bubbles_ms"]
         rows.append(
             (
                 str(row["stage"] + 1),
@@ -114,21 +108,18 @@ def _print_stages(found: BatchReport) -> None:
                 f"{row['gradients_ms']:.2f}",
                 f"{row['send_bytes'] / 1e6:.1f}",
                 f"{row['sends_ms']:.2f}",
-                f"{sum(bubbles.values()):.2f}",
-                *(f"{each:.2f}" for each in bubbles.values()),
+                f"{row['bubbles_ms']:.2f}",
                 f"{row['bubble_share']:.1%}",
-                f"{row['busy_share']:.1%}",
             )
         )
     print_table(heads, rows)
     print("  gradients: beside the last micro-batch's backward + after it, which takes after ms")
-    if found.pipeline.links:
-        lanes = sorted({each.lane.value for each in found.pipeline.links})
-        one = found.pipeline.links[0]
+    if found.pipeline.lanes:
+        lanes = sorted({each.value for each in found.pipeline.lanes})
         print(
             f"  sends: {found.pipeline.send_bytes / 1e6:.2f} MB a micro-batch and direction over the "
-            f"{' and the '.join(f'{each}-node' for each in lanes)} link, {one.activation_ms:.3f} ms from the first "
-            "stage to the second; both stages wait meanwhile"
+            f"{' and the '.join(f'{each}-node' for each in lanes)} link, {found.pipeline.sends_ms[0]:.3f} ms from the "
+            "first stage to the second; both stages wait meanwhile"
         )
     if found.pipeline.tied_ms:
         print(

@@ -116,7 +116,6 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP": None,
     "deepspeed.runtime.pipe.engine:PipelineEngine._exec_forward_pass": ("self", "buffer_id"),
     "deepspeed.runtime.pipe.engine:PipelineEngine._exec_backward_pass": ("self", "buffer_id"),
-    "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_grads": ("self",),
     "deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups": ("self",),
     "deepspeed.runtime.pipe.engine:PipelineEngine.is_gradient_accumulation_boundary": ("self",),
     "deepspeed.runtime.pipe.module:PipelineModule._synchronize_tied_weights": ("self",),

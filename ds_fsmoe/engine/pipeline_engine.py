@@ -25,8 +25,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         super().__init__(*args, **kwargs)
         complete_norms(self.optimizer)
         if self.num_stages > 1:
-            ranks = tuple(self.grid.stage_to_global(stage) for stage in range(self.num_stages))
-            self.fsmoe.begin_stages(Stages(self.stage_id, ranks, self.micro_batches, self._received_bytes))
+            self.fsmoe.begin_stages(Stages(self.stage_id, self.num_stages, self.micro_batches))
         self._num_backwards = 0
         """The micro batches of this batch whose backwards have begun."""
 
@@ -55,24 +54,6 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         self._tell_of_step(state.step_is_over(self.global_steps))
         state.running.late_faults.look()
         return result
-
-    def _received_bytes(self) -> tuple[int, int]:
-        """Return what is exchanged with the stage before this one for a micro batch: activations, and gradients of
-        those that have some."""
-        received = self.pipe_recv_buf
-        tensors = () if received is None else received if isinstance(received, tuple) else (received,)
-        sizes = [each.numel() * each.element_size() for each in tensors]
-        floating = [size for size, each in zip(sizes, tensors, strict=True) if each.is_floating_point()]
-        return sum(sizes), sum(floating)
-
-    def _exec_reduce_grads(self) -> None:
-        """Sum what is left of gradients when all micro batches are through, timed where that is asked for."""
-        clock = self.fsmoe.running.step_clock
-        if clock is not None:
-            clock.begin_reduction()
-        super()._exec_reduce_grads()
-        if clock is not None:
-            clock.end_reduction()
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         """Run the forward of one micro batch, timed where that is asked for."""
@@ -110,5 +91,4 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
     _INSTRUCTION_MAP = PipelineEngine._INSTRUCTION_MAP | {
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,
-        schedule.ReduceGrads: _exec_reduce_grads,
     }

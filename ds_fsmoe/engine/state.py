@@ -242,7 +242,7 @@ class FSMoEState:
         self.autotune.stages = stages
         block, clock = self.block.autotune, self.running.step_clock
         if clock is not None and block.watch_every:
-            self.watch = BatchWatch(block, clock, stages, lambda: self.autotune.foreseen, self._plan_again)
+            self.watch = BatchWatch(block, clock, stages, lambda: self.autotune.of_stages, self._plan_again)
 
     def plans_changed(self) -> None:
         """Take note that layers are run by other plans from now on. Collective.

@@ -56,10 +56,6 @@ class MeasuredStep:
     """Whether runs of two halves of a batch took turns: then what is outside of them is not what is dense."""
     batch_ms: float | None = None
     """The time of a whole batch that goes through stages, from its beginning to its end; ``None``: there are none."""
-    reduction_ms: float = 0.0
-    """The time of the gradients that are left when a batch has come back through its stages."""
-    end_ms: float = 0.0
-    """The time of such a batch after them: the optimizer's part and the loss, which stages wait for."""
 
     @property
     def step_ms(self) -> float:
@@ -156,7 +152,6 @@ class StepClock:
         self._runs: list[tuple[str, bool, Schedule, Recorder, Any]] = []
         self._takes_turns = False
         self._batch: _Stretch | None = None
-        self._reduction: _Stretch | None = None
 
     def begin_step(self) -> None:
         """Take note that a batch that goes through stages begins."""
@@ -167,16 +162,6 @@ class StepClock:
         """Take note that it has ended, with the optimizer's part."""
         if self._batch is not None:
             self._batch.end = self._stamp()
-
-    def begin_reduction(self) -> None:
-        """Take note that all micro batches are through, and that what is left of gradients is summed."""
-        if self._batch is not None:
-            self._reduction = _Stretch(True, self._stamp())
-
-    def end_reduction(self) -> None:
-        """Take note that gradients are summed."""
-        if self._reduction is not None:
-            self._reduction.end = self._stamp()
 
     def begin_forward(self) -> None:
         """Take note that the engine's forward begins, in training."""
@@ -264,33 +249,10 @@ class StepClock:
         forward, backward = parts_ms[False], parts_ms[True]
         batch, sums = self._batch, (sum(forward), sum(backward))
         batch_ms = None if batch is None or batch.end is None else self._elapsed_ms(batch.start, batch.end)
-        step = MeasuredStep(len(forward), len(backward), *sums, runs, self._takes_turns, batch_ms, *self._ends_ms())
+        step = MeasuredStep(len(forward), len(backward), *sums, runs, self._takes_turns, batch_ms)
         if step.has_both:
             self._last = step
         return step
-
-    def _ends_ms(self) -> tuple[float, float]:
-        """Return the times from the last micro batch on: of gradients, and of what comes after them."""
-        batch, reduction = self._batch, self._reduction
-        if batch is None or batch.end is None or reduction is None or reduction.end is None:
-            return 0.0, 0.0
-        return self._elapsed_ms(reduction.start, reduction.end), self._elapsed_ms(reduction.end, batch.end)
-
-    def ends_ms(self, stage_group: dist.ProcessGroup | None) -> tuple[float, float]:
-        """Return what the last batch that was read took after its last micro batch: the sum of gradients on the slowest
-        rank of this stage, and what comes after it on the rank of all stages that waited least. Collective over all.
-
-        Args:
-            stage_group: the ranks of this stage.
-
-        Returns:
-            Zeros where a rank has seen no such batch.
-        """
-        last = self._last
-        reduction_ms, end_ms = (0.0, 0.0) if last is None else (last.reduction_ms, last.end_ms)
-        (reduction_ms,) = most_of([reduction_ms], self.device, stage_group)
-        (negative_ms,) = most_of([-end_ms], self.device)
-        return reduction_ms, -negative_ms
 
     def _wait_ms(self) -> float:
         """Return by how much a step's first forward is longer than the one that was timed unasked."""

@@ -20,8 +20,6 @@ from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer
 
-PATIENT_SHARE = 0.01
-"""What a millisecond of gradients after the backward counts where a stage has time for it."""
 TRIED_DEGREES = (1, 2, 3, 4)
 """The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
 HALVES_DEGREES = (1, 2)
@@ -113,20 +111,17 @@ class Search:
         """Return plans to try, DeepSpeed's schedule last; of a stage without layers there is one way, twice.
 
         Args:
-            stage: of a pipeline, from the front. In those behind the first the second plan is the one that sends late;
-                the first stage meets it with its best.
+            stage: of a pipeline, from the front. Behind the first, gradients after the backward travel beside the
+                backwards of the stages before: there the second plan sends all of them so, where that may be. The first
+                stage meets it with its best.
         """
         stock = self.stock()
         if not self.options:
             return [stock, stock]
         best, *others = self.candidates()
-        late = [] if stage is None else [self.sending_late() if stage else best]
-        return [best, *late, *others, stock]
-
-    def sending_late(self) -> ModelPlan:
-        """Return the fastest plan that hides gradients only where that makes the backward hardly longer: behind the
-        first stage of a pipeline, gradients after the backward travel beside the backwards of the stages before."""
-        return self.whole(planner=self.planner.counting_tails(PATIENT_SHARE))
+        if stage is not None and self.may_send_anyhow:
+            others.insert(0, best.sending_at_the_end() if stage and best.has_gradients else best)
+        return [best, *others, stock]
 
     def stock(self) -> ModelPlan:
         """Return DeepSpeed's schedule: no layer is cut, tokens are exchanged as they are now, and gradients follow the

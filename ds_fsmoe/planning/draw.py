@@ -55,18 +55,15 @@ def colours(domain: Sequence[str], of_each: Sequence[str], columns: int = 5) -> 
     return alt.Color("name:N", scale=alt.Scale(domain=list(domain), range=list(of_each)), legend=legend)
 
 
-def write_picture(chart: Any, path: str | Path | IO[bytes], *, title: str = "", below: str = "") -> None:
+def write_picture(chart: Any, path: str | Path | IO[bytes], *, below: str = "") -> None:
     """Write a chart as a PNG.
 
     Args:
         chart: the chart by altair.
         path: the file to write.
-        title: what stands above it.
         below: what stands below it in small, such as what its rows were made with.
     """
-    if title:
-        chart = chart.properties(title={"text": title, "anchor": "start", "fontSize": 13, "offset": 10})
-    elif below:
+    if below:
         of_lines = {
             "text": textwrap.wrap(below, 150),
             "anchor": "start",

@@ -114,7 +114,6 @@ def partition(
     chunk_bytes: int | None = None,
     num_steps: int | None = None,
     seed: int = 0,
-    tail_share: float = 1.0,
 ) -> Partition:
     """Assign slices to every window.
 
@@ -129,8 +128,6 @@ def partition(
         chunk_bytes: the slice size for ``fixed_chunk`` and ``micro_ops``; ``None``: each one's own.
         num_steps: the number of steps in the queue; ``None``: 16 to 256 per layer, so that large models stay fast.
         seed: the random seed for "de".
-        tail_share: for ``adaptive``: what a millisecond of gradients after the backward counts, as a share of one by
-            which they make it longer.
 
     Raises:
         ValueError: an unknown mode or solver, or a chunk below one byte.
@@ -154,7 +151,7 @@ def partition(
         return of_one_size(pieces, windows, slice_bytes(mode, chunk_bytes))
     if mode == "micro_ops":
         return by_priority(pieces, windows, slice_bytes(mode, chunk_bytes))
-    cuts = _dp(queue, windows, tail_share) if solver == "dp" else _de(queue, windows, seed, tail_share)
+    cuts = _dp(queue, windows) if solver == "dp" else _de(queue, windows, seed)
     return _evaluated(queue, windows, cuts)
 
 
@@ -195,7 +192,7 @@ def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     return cuts
 
 
-def _dp(queue: _Queue, windows: Sequence[Window], tail_share: float) -> list[int]:
+def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     """Return the cheapest way to empty the queue, by dynamic programming over windows and the steps sent so far."""
     steps = queue.num_steps
     best_ms = np.full(steps + 1, np.inf)
@@ -219,7 +216,7 @@ def _dp(queue: _Queue, windows: Sequence[Window], tail_share: float) -> list[int
             if key not in seen or len(seen[key][0]) < exists + 1:
                 seen[key] = _prices(window, queue, np.arange(steps + 1), alphas_ms[0])[None]
             extra_ms = seen[key][:, : exists + 1]
-        longest = min(_worth_sending(extra_ms, tail_share * queue.step_ms), exists)
+        longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
         # candidates[j, m]: emptied up to j, of which m in this window.
         padded = np.concatenate([np.full(longest, np.inf), best_ms])
         before_ms = np.lib.stride_tricks.sliding_window_view(padded, longest + 1)[:, ::-1]
@@ -245,7 +242,7 @@ def _dp(queue: _Queue, windows: Sequence[Window], tail_share: float) -> list[int
         choices.append(choice)
     first = np.arange(steps + 1)
     rest_ms = queue.start_up_ms(first, np.full(steps + 1, steps)) + (steps - first) * queue.step_ms
-    at = int((best_ms + tail_share * rest_ms + even_ms[::-1]).argmin())
+    at = int((best_ms + rest_ms + even_ms[::-1]).argmin())
     cuts = []
     for choice in reversed(choices):
         cuts.append(at)
@@ -275,7 +272,7 @@ def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
     return int(np.flatnonzero(free)[-1])
 
 
-def _de(queue: _Queue, windows: Sequence[Window], seed: int, tail_share: float) -> list[int]:
+def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
     """Run the paper's two steps: first the slices that are free, then the rest over the MoE parts by evolution."""
     from scipy.optimize import differential_evolution
 
@@ -295,20 +292,20 @@ def _de(queue: _Queue, windows: Sequence[Window], seed: int, tail_share: float) 
     if not moe or none[-1] == queue.num_steps:
         return none
     found = differential_evolution(
-        lambda shares: _evaluated_ms(queue, windows, cuts(shares), tail_share),
+        lambda shares: _evaluated_ms(queue, windows, cuts(shares)),
         [(0.0, 1.0)] * len(moe),
         seed=seed,
         maxiter=30,
         popsize=8,
         polish=False,
     )
-    return min((none, cuts(found.x)), key=lambda each: _evaluated_ms(queue, windows, each, tail_share))
+    return min((none, cuts(found.x)), key=lambda each: _evaluated_ms(queue, windows, each))
 
 
-def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int], tail_share: float) -> float:
+def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> float:
     before = np.array([0, *cuts[:-1]])
     last = np.array(cuts)
     times_ms = queue.start_up_ms(before, last) + (last - before) * queue.step_ms
     pairs = zip(windows, times_ms, strict=True)
     extra_ms = sum(float(window.extra_ms(np.array([time_ms]))[0]) for window, time_ms in pairs)
-    return extra_ms + tail_share * queue.tail_ms(int(last[-1]))
+    return extra_ms + queue.tail_ms(int(last[-1]))

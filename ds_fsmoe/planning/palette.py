@@ -45,16 +45,6 @@ TASK_NAMES: dict[str, str] = {
     kinds.EXPERT_PARAMETERS: "parameters of experts, all-gather",
     kinds.GRAD_PARTS: "gradients, reduce-scatter",
     kinds.EXPERT_GRAD_PARTS: "gradients of experts, reduce-scatter",
-    kinds.LOAD: "load batch",
-    kinds.FORWARD: "forward",
-    kinds.BACKWARD: "backward",
-    kinds.SEND_ACTIVATION: "send activations",
-    kinds.RECV_ACTIVATION: "receive activations",
-    kinds.SEND_GRADIENT: "send gradients",
-    kinds.RECV_GRADIENT: "receive gradients",
-    kinds.REDUCE_TIED: "reduce tied gradients",
-    kinds.REDUCE_GRADIENTS: "reduce gradients",
-    kinds.OPTIMIZER_STEP: "optimizer step",
     kinds.HOLD: "held by another lane",
 }
 """Kind of task -> the field's words. The part of an all-to-all inside the node has the same: its lane says which."""
@@ -90,16 +80,6 @@ PALETTE: dict[str, str] = {
     kinds.GRAD_PARTS: "#7d1356",
     kinds.EXPERT_GRAD_PARTS: "#f381b4",
     # The stages of a pipeline are never in one picture with the tasks of a layer.
-    kinds.LOAD: "#d3d9dd",
-    kinds.FORWARD: "#2b7ad7",
-    kinds.BACKWARD: "#d9811b",
-    kinds.SEND_ACTIVATION: "#54cefc",
-    kinds.RECV_ACTIVATION: "#30743d",
-    kinds.SEND_GRADIENT: "#f381b4",
-    kinds.RECV_GRADIENT: "#7d1356",
-    kinds.REDUCE_TIED: "#a090e1",
-    kinds.REDUCE_GRADIENTS: "#5f408d",
-    kinds.OPTIMIZER_STEP: "#484849",
     kinds.HOLD: "#e8eaed",
 }
 """Kind of task -> the colour of its bar."""

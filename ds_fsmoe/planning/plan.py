@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -62,8 +61,6 @@ class Settings:
     """The share that ``best`` has to gain for cutting a layer."""
     num_micro_batches: int = 1
     """The micro-batches of a batch: all are cut alike, and the backward of the last one sends the gradients."""
-    tail_share: float = 1.0
-    """What a millisecond of gradients after the backward counts, as a share of one by which they make it longer."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.max_degree, int) and not isinstance(self.max_degree, bool)
@@ -74,8 +71,6 @@ class Settings:
             raise ValueError(f"host_ms = {self.host_ms}: must be a finite number of at least 0")
         if self.num_micro_batches < 1:
             raise ValueError(f"num_micro_batches = {self.num_micro_batches}: must be at least 1")
-        if not 0 <= self.tail_share <= 1:
-            raise ValueError(f"tail_share = {self.tail_share}: must be from 0 to 1")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
 
@@ -189,19 +184,9 @@ class Planner:
         return sum(self.phases_ms(plan))
 
     def batch_ms(self, plan: ModelPlan) -> float:
-        """Predict the time of all micro-batches of a batch with a plan, one after the other. Gradients after the last
-        one count with their share."""
-        earlier, share = self.settings.num_micro_batches - 1, self.settings.tail_share
-        last_ms = self.step_ms(plan)
-        if plan.tail and share < 1:
-            last_ms = share * last_ms + (1 - share) * self.step_ms(replace(plan, tail=()))
-        return last_ms + (earlier * self.step_ms(plan.earlier()) if earlier else 0.0)
-
-    def counting_tails(self, share: float) -> Planner:
-        """Return the same planner for which gradients after the backward count with this share."""
-        found = copy(self)
-        found.settings = replace(self.settings, tail_share=share)
-        return found
+        """Predict the time of all micro-batches of a batch with a plan, one after the other."""
+        earlier = self.settings.num_micro_batches - 1
+        return self.step_ms(plan) + (earlier * self.step_ms(plan.earlier()) if earlier else 0.0)
 
     def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
         """Predict the times of forward and backward with a plan."""
@@ -314,7 +299,6 @@ class Planner:
             solver=settings.gradient_solver,
             chunk_bytes=settings.chunk_bytes,
             seed=settings.seed,
-            tail_share=settings.tail_share,
         )
 
     def _rooms_ms(self, layer: Layer, alone: tuple[Choice, Choice], lanes: tuple[Lane, ...]) -> tuple[float, float]:

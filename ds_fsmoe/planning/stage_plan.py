@@ -1,31 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of all stages of a pipeline: each for its own layers, as they run in a batch.
+"""Plans of all stages of a pipeline: each plans for its own layers, as a job without stages does.
 
 A stage's layers are cut in one way per phase, whatever the micro-batch. Gradients are summed over a stage's ranks when
 they are whole: in the backward of the last micro-batch, and what finds no room there after it. A stage without experts
 has no room. What stages share is summed over them first, when all backwards are over.
+
+A batch is predicted by closed forms from the times of its stages and sends; nothing of it is simulated.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.architecture import Architecture
 from ds_fsmoe.planning.block import add_work
-from ds_fsmoe.planning.candidates import PATIENT_SHARE
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.model_layers import DenseStage, Stage, dense_stage, model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, mode_of
+from ds_fsmoe.planning.plan import Planner
+from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.schedule import Draft, Lane
-from ds_fsmoe.planning.stage_batch import BatchTimeline, Order, StageLink, StageTimes, simulate_batch
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
 from ds_fsmoe.planning.zero import NO_ZERO, Zero, gathers_of
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """The times of one stage's own work: those of one micro-batch, predicted or measured."""
+
+    forward_ms: float
+    backward_ms: float
+    """The time of a backward that sends no gradients to be summed: of all micro-batches but the last one."""
+    last_backward_ms: float
+    """The time of the backward in which gradients travel."""
+    gradients_ms: float = 0.0
+    """The time of the gradients that are left after it."""
+
+    def busy_ms(self, num_micro_batches: int) -> float:
+        """Return the time of a whole batch of this stage alone, without sends."""
+        m = num_micro_batches
+        return m * self.forward_ms + (m - 1) * self.backward_ms + self.last_backward_ms + self.gradients_ms
 
 
 @dataclass(frozen=True)
@@ -46,25 +66,19 @@ class StagePlan:
     """The gradients that travel beside the last backward."""
     after_bytes: float
     """The gradients that are left after it."""
-    plan: ModelPlan | None
+    plan: ModelPlan | None = None
     """How its layers are run; ``None``: it has none."""
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """The plans of all stages by one system, and the batch that they make."""
-
-    stages: tuple[StagePlan, ...]
-    timeline: BatchTimeline
-
-
-@dataclass(frozen=True)
 class Pipeline:
-    """What is planned: the stages of a model, what they send, and how often."""
+    """What is planned: the stages of a model, and what they send."""
 
     works: tuple[StageWork, ...]
-    links: tuple[StageLink, ...]
-    """Between each stage and the next."""
+    lanes: tuple[Lane, ...]
+    """The link between each stage and the next."""
+    sends_ms: tuple[float, ...]
+    """The time of a send over each, of activations as of gradients."""
     send_bytes: float
     """The bytes that a rank sends to the next stage for a micro-batch, and gets back as gradients."""
     tied_ms: float = 0.0
@@ -72,59 +86,89 @@ class Pipeline:
     zero: Zero = NO_ZERO
 
     def plan(
-        self, planner: Planner, name: str, order: Order = "1f1b", known: Mapping[StageWork, StagePlan] | None = None
-    ) -> BatchPlan:
-        """Plan a batch the way a named system would.
-
-        A system that sends gradients where they cost least minds the whole batch. What makes the last backward of a
-        stage longer, all stages before it wait for, one after the other; while gradients after it travel beside the
-        backwards of those stages, for nothing. So behind the first stage it either weighs both alike, or hides only
-        what fits beside the backward: whichever makes the batch shorter, decided for one stage after another from
-        behind until nothing changes.
+        self, planner: Planner, name: str, known: Mapping[StageWork, StagePlan] | None = None
+    ) -> tuple[StagePlan, ...]:
+        """Plan each stage the way a named system would. ``best`` may also send the gradients of all stages behind the
+        first at the end, beside the backwards of the stages before them, if that makes a shorter batch.
 
         Args:
             planner: with the costs; its settings have the number of micro-batches.
             name: the system.
-            order: of forwards and backwards.
-            known: stages that are planned already, by weighing both alike.
+            known: stages that are planned already.
 
         Raises:
             ValueError: no such system, with those there are.
         """
-        even, patient = dict(known or {}), dict[StageWork, StagePlan]()
+        of_works = dict(known or {})
         for work in self.works:
-            if work not in even:
-                even[work] = plan_stage(planner, name, work, self.zero)
-        chosen = [even[work] for work in self.works]
-        batch = self.batch(chosen, planner.settings.num_micro_batches, order)
-        if mode_of(name) != "adaptive":
-            return batch
-        for work in self.works[1:]:
-            if work not in patient:
-                patient[work] = plan_stage(planner.counting_tails(PATIENT_SHARE), name, work, self.zero)
-        changes = True
-        while changes:
-            changes = False
-            for stage in range(len(chosen) - 1, 0, -1):
-                others = even if chosen[stage] is patient[self.works[stage]] else patient
-                tried = [*chosen[:stage], others[self.works[stage]], *chosen[stage + 1 :]]
-                found = self.batch(tried, planner.settings.num_micro_batches, order)
-                if found.timeline.makespan_ms < (1 - 1e-9) * batch.timeline.makespan_ms:
-                    chosen, batch, changes = tried, found, True
-        return batch
+            if work not in of_works:
+                of_works[work] = plan_stage(planner, name, work, self.zero)
+        first, *others = (of_works[work] for work in self.works)
+        ways = [(first, *others)]
+        if name == BEST:
+            ways.append((first, *(_at_the_end(planner, each) for each in others)))
+        return min(ways, key=lambda way: self.batch_ms([e.times for e in way], planner.settings.num_micro_batches))
 
-    def batch(self, stages: Sequence[StagePlan], num_micro_batches: int, order: Order = "1f1b") -> BatchPlan:
-        """Return the batch that plans of the stages make."""
-        times = [each.times for each in stages]
-        timeline = simulate_batch(times, num_micro_batches, self.links, tied_ms=self.tied_ms, order=order)
-        return BatchPlan(tuple(stages), timeline)
+    def batch_ms(self, stages: Sequence[StageTimes], num_micro_batches: int) -> float:
+        """Predict the time of a batch, see :func:`batch_ms`."""
+        return batch_ms(stages, num_micro_batches, self.sends_ms, self.tied_ms)
+
+    def stage_sends_ms(self, stage: int, num_micro_batches: int) -> float:
+        """Return how long a stage sends and receives in a batch."""
+        return 2 * num_micro_batches * _beside(self.sends_ms, stage)
+
+
+def batch_ms(
+    stages: Sequence[StageTimes],
+    num_micro_batches: int,
+    send_ms: float | Sequence[float] = 0.0,
+    tied_ms: float = 0.0,
+) -> float:
+    """Predict the time of a ``train_batch`` of DeepSpeed's pipeline engine from the times of its stages.
+
+    The last micro-batch goes through all stages and back, with its sends. The micro-batches before it take as long as
+    they do on the slowest stage, which computes nothing while it sends. A stage whose last backward is over sums what
+    is left of its gradients beside the backwards of the stages before it.
+
+    Args:
+        stages: the times of each stage's own work, from the front, measured or predicted.
+        num_micro_batches: ``gradient_accumulation_steps``.
+        send_ms: of one micro-batch's activation to the next stage, as of its gradient; one number, or one for each pair
+            of neighbours.
+        tied_ms: to sum the gradients of what the first and the last stage share, once all are through.
+
+    Returns:
+        The time from the first forward of the first stage until gradients are summed; without the optimizer.
+
+    Raises:
+        ValueError: as many sends as there are no neighbours.
+    """
+    pairs = len(stages) - 1
+    sends_ms = [float(send_ms)] * pairs if isinstance(send_ms, int | float) else list(send_ms)
+    if len(sends_ms) != pairs:
+        raise ValueError(f"send_ms: {len(sends_ms)} times, must be one for each of {pairs} pairs of neighbours")
+    slowest_ms = max(
+        each.forward_ms + each.backward_ms + 2 * _beside(sends_ms, stage) for stage, each in enumerate(stages)
+    )
+    through_ms = sum(each.forward_ms + each.last_backward_ms for each in stages) + 2 * sum(sends_ms)
+    # From the last backward of each stage on, those of the stages before it follow.
+    behind_ms = itertools.accumulate(
+        (each.last_backward_ms + sent_ms for each, sent_ms in zip(stages, sends_ms, strict=False)), initial=0.0
+    )
+    left_ms = max(each.gradients_ms - ms for each, ms in zip(stages, behind_ms, strict=True))
+    return through_ms + (num_micro_batches - 1) * slowest_ms + tied_ms + max(0.0, left_ms)
+
+
+def _beside(sends_ms: Sequence[float], stage: int) -> float:
+    """Return the time of a send to each neighbour of a stage."""
+    return sum(sends_ms[max(0, stage - 1) : stage + 1])
 
 
 def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZERO) -> StagePlan:
     """Plan one stage the way a named system would.
 
     Args:
-        planner: with the costs; its settings have the number of micro-batches, and whether gradients travel early.
+        planner: with the costs; its settings have the number of micro-batches.
         name: the system.
         work: of the stage.
         zero: the stage of ZeRO.
@@ -139,7 +183,7 @@ def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZER
     sent = (*after, *(gathers_of(after) if zero.stage else ()))
     end_ms = sum(planner.costs[each.kind].ms(each.size_bytes) for each in sent)
     times = StageTimes(forward_ms, backward_ms, backward_ms, end_ms)
-    return StagePlan(times, 0.0, sum(each.size_bytes for each in after), None)
+    return StagePlan(times, 0.0, sum(each.size_bytes for each in after))
 
 
 def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
@@ -152,6 +196,13 @@ def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
     # Gathers of updated parameters make one forward of a step longer, and count once.
     after_ms = to_the_end_ms - last_ms + last_forward_ms - forward_ms
     return StagePlan(StageTimes(forward_ms, bare_ms, last_ms, after_ms), hidden, plan.tail_bytes, plan)
+
+
+def _at_the_end(planner: Planner, stage: StagePlan) -> StagePlan:
+    """Return a stage whose gradients all follow its last backward."""
+    if stage.plan is None or not stage.hidden_bytes:
+        return stage
+    return stage_times(planner, stage.plan.sending_at_the_end())
 
 
 def pipeline_of_model(
@@ -232,16 +283,12 @@ def send_cost(cluster: Cluster, lane: Lane) -> LinearCost:
     return LinearCost(between_two.alpha_ms, 2 * between_two.beta_ms)
 
 
-def _sends(cluster: Cluster, groups: Groups, shape: Shape) -> tuple[tuple[StageLink, ...], float]:
-    """Return the links between stages, and the bytes that a rank sends: those of its share of the tokens, as model
-    parallelism divides them between its parts."""
+def _sends(cluster: Cluster, groups: Groups, shape: Shape) -> tuple[tuple[Lane, ...], tuple[float, ...], float]:
+    """Return the links between stages, the time of a send over each, and the bytes that a rank sends: those of its
+    share of the tokens, as model parallelism divides them between its parts."""
     send_bytes = shape.B * shape.L / groups.mp * shape.M * shape.dtype_bytes
-    links = []
-    for stage in range(groups.pp - 1):
-        lane = lane_between(groups, stage, stage + 1)
-        send_ms = send_cost(cluster, lane).ms(send_bytes)
-        links.append(StageLink(send_ms, send_ms, lane))
-    return tuple(links), send_bytes
+    lanes = tuple(lane_between(groups, stage, stage + 1) for stage in range(groups.pp - 1))
+    return lanes, tuple(send_cost(cluster, each).ms(send_bytes) for each in lanes), send_bytes
 
 
 def _chain_ms(planner: Planner, works: Sequence[Work]) -> float:

@@ -11,11 +11,10 @@ from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.model_layers import stages
 from ds_fsmoe.planning.plan import Planner
 from ds_fsmoe.planning.report import STOCK, Report
-from ds_fsmoe.planning.stage_batch import StageTimes, simulate_batch
 from ds_fsmoe.planning.stage_plan import (
-    BatchPlan,
     Pipeline,
     StagePlan,
+    StageTimes,
     StageWork,
     pipeline_of_layers,
     pipeline_of_model,
@@ -30,34 +29,30 @@ class BatchReport:
     pipeline: Pipeline
     places: tuple[range, ...]
     """The blocks of each stage."""
-    plans: Mapping[str, BatchPlan]
+    plans: Mapping[str, Sequence[StagePlan]]
+    """System -> the plan of each stage."""
     num_micro_batches: int
     bound_ms: float
-    """The lower bound: with these stages, sends and micro-batches no plan of layers makes a shorter batch."""
+    """The batch of stages that all take what no plan can beat."""
     preset_name: str
-
-    @property
-    def shown(self) -> BatchPlan:
-        """The batch of the system that is shown."""
-        return self.plans[self.preset_name]
 
     def batch_ms(self, name: str) -> float:
         """Return the time of a batch by a system."""
-        return self.plans[name].timeline.makespan_ms
+        return self.pipeline.batch_ms([each.times for each in self.plans[name]], self.num_micro_batches)
 
     def bubble_share(self, name: str) -> float:
         """Return the share of all stages' time in which they have nothing to do."""
-        line = self.plans[name].timeline
-        idle_ms = sum(line.bubbles(each).all_ms for each in range(len(line.stages)))
-        return idle_ms / (len(line.stages) * line.makespan_ms)
+        shares = [row["bubble_share"] for row in self.rows(name)]
+        return sum(shares) / len(shares)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return what each stage does by a system. Bytes and times of sends are those of a batch, there and back."""
-        batch, found = self.plans[name], []
-        whole_ms, num_stages = batch.timeline.makespan_ms, len(batch.stages)
-        for stage, plan in enumerate(batch.stages):
-            bubbles, sends_ms = batch.timeline.bubbles(stage), batch.timeline.sends_ms(stage)
-            neighbours = (stage > 0) + (stage < num_stages - 1)
+        """Return what each stage does by a system. Bytes and times of sends are those of a batch, there and back; what
+        is left of a batch beside them and the stage's own work are its bubbles."""
+        whole_ms, count, found = self.batch_ms(name), self.num_micro_batches, []
+        for stage, plan in enumerate(self.plans[name]):
+            sends_ms = self.pipeline.stage_sends_ms(stage, count)
+            bubbles_ms = max(0.0, whole_ms - plan.times.busy_ms(count) - sends_ms)
+            neighbours = (stage > 0) + (stage < len(self.places) - 1)
             found.append(
                 {
                     "stage": stage,
@@ -65,11 +60,10 @@ class BatchReport:
                     **asdict(plan.times),
                     "hidden_gradient_bytes": plan.hidden_bytes,
                     "later_gradient_bytes": plan.after_bytes,
-                    "send_bytes": 2 * neighbours * self.num_micro_batches * self.pipeline.send_bytes,
+                    "send_bytes": 2 * neighbours * count * self.pipeline.send_bytes,
                     "sends_ms": sends_ms,
-                    "bubbles_ms": asdict(bubbles),
-                    "bubble_share": bubbles.all_ms / whole_ms,
-                    "busy_share": 1.0 - (bubbles.all_ms + sends_ms) / whole_ms,
+                    "bubbles_ms": bubbles_ms,
+                    "bubble_share": bubbles_ms / whole_ms,
                 }
             )
         return found
@@ -77,17 +71,17 @@ class BatchReport:
     def on_stage(self, report: Report) -> Report:
         """Return a report of one stage with the plans that it has in the batch."""
         index = 0 if report.stage is None else report.stage.index
-        plans = {name: batch.stages[index].plan or report.plans[name] for name, batch in self.plans.items()}
+        plans = {name: of_stages[index].plan or report.plans[name] for name, of_stages in self.plans.items()}
         times_ms = {name: report.phases_ms(plan) for name, plan in plans.items()}
         return replace(report, plans=plans, times_ms=times_ms)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report in plain types."""
         base_ms = {name: self.batch_ms(name) for name in ("deepspeed", "tutel")}
+        links = zip(self.pipeline.lanes, self.pipeline.sends_ms, strict=True)
         return {
             "num_micro_batches": self.num_micro_batches,
-            "order": "1f1b",
-            "links": [asdict(each) for each in self.pipeline.links],
+            "links": [{"lane": lane.value, "send_ms": send_ms} for lane, send_ms in links],
             "send_bytes": self.pipeline.send_bytes,
             "tied_ms": self.pipeline.tied_ms,
             "lower_bound_ms": self.bound_ms,
@@ -101,14 +95,6 @@ class BatchReport:
                 }
                 for name in self.plans
             },
-            "timeline": [
-                [
-                    {"kind": each.task.kind, "micro_batch": each.task.chunk, "start_ms": each.start_ms}
-                    | {"end_ms": each.end_ms, "lane": each.task.lane.value}
-                    for each in stage.spans
-                ]
-                for stage in self.shown.timeline.stages
-            ],
         }
 
 
@@ -133,17 +119,17 @@ def batch_report(report: Report, **how: Any) -> BatchReport:
         places = tuple(each.places for each in parts)
     pipeline = replace(pipeline, zero=report.zero)
     planner = Planner(report.costs, settings)
-    plans = {}
-    for name, plan in report.plans.items():
-        known = {StageWork(report.layers): stage_times(planner, plan)}
-        plans[name] = pipeline.plan(planner, name, known=known)
-    bound_ms = _bound_ms(pipeline, planner, plans[report.preset_name].stages)
+    plans = {
+        name: pipeline.plan(planner, name, {StageWork(report.layers): stage_times(planner, plan)})
+        for name, plan in report.plans.items()
+    }
+    least = _least_times(pipeline, planner, plans[report.preset_name])
+    bound_ms = pipeline.batch_ms(least, settings.num_micro_batches)
     return BatchReport(pipeline, places, plans, settings.num_micro_batches, bound_ms, report.preset_name)
 
 
-def _bound_ms(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) -> float:
-    """Return the time of a batch whose stages all take what no plan can beat: a batch gets no longer when a part of it
-    gets shorter."""
+def _least_times(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) -> list[StageTimes]:
+    """Return what no plan of each stage can beat: a batch gets no longer when a part of it gets shorter."""
     settings = planner.settings
     least = []
     for work, plan in zip(pipeline.works, found, strict=True):
@@ -156,4 +142,4 @@ def _bound_ms(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) 
         earlier_ms = step_bounds_ms(bare, planner.costs, settings.max_degree)[1]
         # Gradients lengthen a backward, or follow it; nobody waits for these.
         least.append(StageTimes(forward_ms, earlier_ms, earlier_ms, max(0.0, last_ms - earlier_ms)))
-    return simulate_batch(least, settings.num_micro_batches, pipeline.links, tied_ms=pipeline.tied_ms).makespan_ms
+    return least

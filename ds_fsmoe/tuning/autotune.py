@@ -35,7 +35,7 @@ from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
-from ds_fsmoe.tuning.stage_predictions import BatchPredictor, Candidate, Foreseen, rows_of_all_stages
+from ds_fsmoe.tuning.stage_plans import Candidate, OfStages, candidates_of_all_stages, rows_of_all_stages
 from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told, describe, rows_of
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
@@ -110,9 +110,8 @@ class Autotune:
         """What the rest of the model takes, as it was told."""
         self.stages: Stages | None = None
         """Where this rank is in a pipeline of stages; ``None``: there are none."""
-        self.foreseen: Foreseen | None = None
-        """The batches through stages as they are predicted with the plans that run now."""
-        self._batches: BatchPredictor | None = None
+        self.of_stages: OfStages | None = None
+        """What all stages run now."""
 
     def counts_forward(self, num_before: int = FORWARDS_BEFORE) -> bool:
         """Count a forward in training, and tell whether the stage is due ahead of it: the same on every rank."""
@@ -247,18 +246,17 @@ class Autotune:
     ) -> None:
         start_s = time.perf_counter()
         reads_cache, stages = self._why_again is None, self.stages
-        measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache, stages=stages)
+        measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
         count = num_micro_batches if stages is None else stages.num_micro_batches
         how = dense_ms, can_split, count, stages is not None, reduction is not None and reduction.sums_each
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
-        if stages is not None:
-            clock = self._running.step_clock
-            ends_ms = (0.0, 0.0) if clock is None else clock.ends_ms(self._group)
-            self._batches = BatchPredictor(stages, model, ends_ms, reduction is not None)
         stage = None if stages is None else stages.stage
-        plans = self._foresee(self._on_first(lambda: model.search.to_try(stage)), is_sorted=True)
+        plans = self._together(model, self._on_first(lambda: model.search.to_try(stage)))
+        if len(plans) > 2 and stages is not None and plans[0].of_stages == plans[1].of_stages:
+            # Where sending late changes nothing on any stage, the second is the first.
+            del plans[1]
         others = self._on_first(model.other_layouts) if stages is None else ({}, {})
         self.num_measured = measured.num_measured
         self._reduction = reduction
@@ -283,10 +281,10 @@ class Autotune:
 
     def _apply(self, model: TunedModel, candidate: Candidate) -> None:
         """Run layers by a plan from now on."""
-        plan, self.foreseen = candidate.plan, candidate.foreseen
+        plan, self.of_stages = candidate.plan, candidate.of_stages
         model.apply(plan, self.predictors)
         self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
-        self.step = model.predict(plan) if self.foreseen is None else self.foreseen.step
+        self.step = model.predict(plan) if self.of_stages is None else self.of_stages.step
         asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
         self.rows = rows_of(model.measured, model.labels, plan, asked)
 
@@ -306,7 +304,7 @@ class Autotune:
             clock,
             lambda candidate: self._apply(model, candidate),
             self._on_first,
-            self._foresee,
+            partial(self._together, model),
             self._reduction,
             self.outcome,
             may_keep_stock=block.schedule == BEST and is_open,
@@ -316,26 +314,12 @@ class Autotune:
             has_details=block.autotune.details,
         )
 
-    def _foresee(self, plans: Sequence[ModelPlan], is_sorted: bool = False) -> list[Candidate]:
-        """Return plans to try. Of these every stage of a pipeline has as many: stages try each in the same batches, and
-        the batch is what takes its time. Collective over all ranks where there are stages.
-
-        Args:
-            plans: the plans, DeepSpeed's schedule last.
-            is_sorted: whether those of stages come in the order of the batches that are predicted with them.
-        """
-        if self._batches is None:
+    def _together(self, model: TunedModel, plans: Sequence[ModelPlan]) -> list[Candidate]:
+        """Return plans to try, DeepSpeed's schedule last. Of these every stage of a pipeline has as many: stages try
+        each in the same batches. Collective over all ranks where there are stages."""
+        if self.stages is None:
             return [Candidate(each) for each in plans]
-        most = max(on_every_rank(len(plans)))
-        *others, stock = plans
-        together = [*others, *others[:1] * (most - len(plans)), stock]
-        pairs = zip(together, self._batches.predict(together), strict=True)
-        *tried, last = (Candidate(plan, foreseen) for plan, foreseen in pairs)
-        if is_sorted:
-            # Where sending late changes nothing on any stage, the second is the first.
-            del tried[1 : 2 if len(tried) > 1 and tried[0].foreseen == tried[1].foreseen else 1]
-            tried.sort(key=lambda each: each.foreseen.step.chosen_ms)
-        return [*tried, last]
+        return candidates_of_all_stages(plans, model, self.stages)
 
     def _on_first(self, decide: Callable[[], _T]) -> _T:
         """Return what the first rank that runs these layers decides. Collective over all ranks, and raises on all."""

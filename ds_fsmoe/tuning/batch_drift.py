@@ -2,8 +2,8 @@
 """Compares the predictions of batches through pipeline stages with what they take: of every n-th batch, as a whole and
 stage by stage.
 
-What is predicted of a batch is that of the plans that run, from the first forward of the first stage to the optimizer's
-step. By how much all of it is off is taken as it was in the first batches compared.
+What is predicted of a batch is the work of the stage that takes longest, with the plans that run. What else a batch
+takes, such as bubbles, sends and the optimizer, is taken as it was in the first batches compared.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import product
 from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.observing.step_timer import StepClock, most_of
-from ds_fsmoe.planning.stage_batch import StageTimes
+from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.tuning.drift import REFERENCES, PredictionWatch
-from ds_fsmoe.tuning.stage_predictions import Foreseen
+from ds_fsmoe.tuning.stage_plans import OfStages
 from ds_fsmoe.tuning.step_comparison import Compared, StepComparison
 
 _PHASES = ("forward", "backward")
@@ -30,8 +30,7 @@ class BatchWatch(PredictionWatch):
         block: how often to compare, and what differs too much.
         clock: the clock that is started for the batches that are compared.
         stages: where this rank is.
-        foreseen: returns what is predicted of the plans that run, the same on every rank; ``None`` until there is
-            something.
+        of_stages: returns what runs, the same on every rank; ``None`` until something is planned.
         plan_again: see :class:`~ds_fsmoe.tuning.drift.PredictionWatch`.
     """
 
@@ -40,19 +39,19 @@ class BatchWatch(PredictionWatch):
         block: AutotuneBlock,
         clock: StepClock,
         stages: Stages,
-        foreseen: Callable[[], Foreseen | None],
+        of_stages: Callable[[], OfStages | None],
         plan_again: Callable[[str], None],
     ) -> None:
         self._stages = stages
-        self._foreseen = foreseen
+        self._of_stages = of_stages
         super().__init__(block, clock, (), dict, plan_again)
 
     def _is_predicted(self) -> bool:
-        return self._foreseen() is not None
+        return self._of_stages() is not None
 
     def _compare(self, step: int) -> StepComparison | None:
-        own, foreseen = self._clock.read(), self._foreseen()
-        assert foreseen is not None
+        own, of_stages = self._clock.read(), self._of_stages()
+        assert of_stages is not None
         phases_ms = [0.0] * (2 * self._stages.num_stages)
         lacks, batch_ms = 1.0, 0.0
         if own is not None and own.batch_ms is not None and own.has_both:
@@ -63,14 +62,14 @@ class BatchWatch(PredictionWatch):
         if lacks:
             self._warn(step, "")
             return None
-        rest_ms = batch_ms - foreseen.step.chosen_ms
+        rest_ms = batch_ms - of_stages.step.chosen_ms
         rests = self._rests.setdefault((0, 0), [])
         if len(rests) < REFERENCES:
             rests.append(rest_ms)
         rest = Compared(statistics.median_low(rests), rest_ms)
-        whole = Compared(foreseen.step.chosen_ms + rest.predicted_ms, batch_ms)
+        whole = Compared(of_stages.step.chosen_ms + rest.predicted_ms, batch_ms)
         names = [f"stage{stage}/{phase}" for stage, phase in product(range(self._stages.num_stages), _PHASES)]
-        pairs = zip(self._predicted_ms(foreseen.stages), phases_ms, strict=True)
+        pairs = zip(self._predicted_ms(of_stages.times), phases_ms, strict=True)
         phases = {name: Compared(*each) for name, each in zip(names, pairs, strict=True)}
         return StepComparison(step, whole, rest, phases, {}, {})
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.partitioned import gathered
-from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.log import progress_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache
@@ -25,7 +24,6 @@ from ds_fsmoe.measuring.fingerprint import cluster_fingerprint, source_of
 from ds_fsmoe.measuring.link_times import LinkTimes, Reduces, time_links
 from ds_fsmoe.measuring.measurements import Measurements, Measuring
 from ds_fsmoe.measuring.profiler import is_serial, issues_ahead, profile, slowdowns_of
-from ds_fsmoe.measuring.stage_links import time_sends
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import layer_of_call
@@ -34,7 +32,6 @@ from ds_fsmoe.planning.larger_ep import sizes_from
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
 from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
-from ds_fsmoe.planning.stage_batch import StageLink
 from ds_fsmoe.planning.workload import Gradient, Layer
 from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_ways_on_every_stage
 from ds_fsmoe.tuning.layer_parts import time_gate_and_order, time_gradients
@@ -68,8 +65,6 @@ class Measured:
     """The number of operations that were timed; 0 where all was known."""
     source: str = ""
     """The origin of what was not measured again."""
-    sends: Sequence[StageLink] = ()
-    """What stages of a pipeline send each other for a micro batch; empty: there are none."""
     _costs: dict[tuple[str, str], LayerCosts] = field(default_factory=dict)
 
     @cached_property
@@ -164,7 +159,6 @@ def measure(
     group: dist.ProcessGroup | None,
     *,
     reads_cache: bool,
-    stages: Stages | None = None,
 ) -> Measured:
     """Measure what plans depend on. Collective over all ranks, between forwards.
 
@@ -174,7 +168,6 @@ def measure(
         reduction: the reduction of its gradients, if we do it.
         group: the ranks that run the same layers; ``None``: all of the job.
         reads_cache: whether earlier measurements are used instead of measuring again.
-        stages: where this rank is in a pipeline of stages; ``None``: there are none.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -210,7 +203,6 @@ def measure(
             make_ways_on_every_stage(kinds, running)
             with raise_on_all_ranks(None, "measuring the layers of a stage"):
                 profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
-        sends = () if stages is None else time_sends(for_all, stages)
     num_measured = everyone.num_timed + stage.num_timed
     if is_kept and cluster is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)
@@ -221,7 +213,7 @@ def measure(
     lanes = running.lanes
     ahead = issues_ahead(lanes, device)
     of_machine = cluster, topology, is_serial(lanes), ahead
-    return Measured(kinds, profiles, links, slowed, *of_machine, num_measured, source, sends)
+    return Measured(kinds, profiles, links, slowed, *of_machine, num_measured, source)
 
 
 def _layers(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.terminal.progress import NowAndThen
-from ds_fsmoe.tuning.stage_predictions import Candidate
+from ds_fsmoe.tuning.stage_plans import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.table import describe_plan
 from ds_fsmoe.tuning.trials import Trials, Tried
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STOCK = "DeepSpeed's schedule"
 """The name of the plan that the others are compared with."""
 Decide = Callable[[Callable[[], Sequence[ModelPlan]]], Sequence[ModelPlan]]
-Foresee = Callable[[Sequence[ModelPlan]], Sequence[Candidate]]
+Together = Callable[[Sequence[ModelPlan]], Sequence[Candidate]]
 
 
 class TrialRounds:
@@ -40,7 +40,7 @@ class TrialRounds:
         clock: the clock of the steps.
         apply: a function that runs the layers by a plan from now on.
         decide: a function that returns, on every rank, what the first one decides.
-        foresee: a function that makes candidates of plans, the last of which is DeepSpeed's schedule; stages have
+        together: a function that makes candidates of plans, the last of which is DeepSpeed's schedule; stages have
             equally many.
         reduction: the reduction of gradients, if we do it.
         outcome: what is found is noted in it.
@@ -58,7 +58,7 @@ class TrialRounds:
         clock: StepClock,
         apply: Callable[[Candidate], None],
         decide: Decide,
-        foresee: Foresee,
+        together: Together,
         reduction: Reduction | None,
         outcome: Outcome,
         may_keep_stock: bool,
@@ -75,7 +75,7 @@ class TrialRounds:
         self._outcome = outcome
         self._may_keep_stock = may_keep_stock
         self._can_refine = can_refine
-        self._foresee = foresee
+        self._together = together
         self._phase_group = phase_group
         self._has_details = has_details
         self._names: set[str] = set()
@@ -121,7 +121,7 @@ class TrialRounds:
         if self._can_refine:
             self._can_refine = False
             best, forward, backward = (plans[number].plan for number in (kept, *trials.fastest_phases(kept)))
-            near = self._foresee([*self._decide(lambda: self._near(best, forward, backward)), stock.plan])
+            near = self._together([*self._decide(lambda: self._near(best, forward, backward)), stock.plan])
             if len(near) > 2:
                 self.trials = self._begin(near, self._turns)
                 return
@@ -144,8 +144,8 @@ class TrialRounds:
         return Trials(names, turns, self._use, self._clock, None, *of_trials)
 
     def _name_of(self, candidate: Candidate) -> str:
-        if candidate.foreseen is not None:
-            return candidate.foreseen.name
+        if candidate.of_stages is not None:
+            return candidate.of_stages.name
         return describe_plan(self.model.labels, candidate.plan)
 
     def _use(self, number: int) -> None:

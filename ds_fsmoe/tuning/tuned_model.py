@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_fsmoe.config.blocks import FSMoEBlock
@@ -19,9 +18,8 @@ from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of
 from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.stage_batch import StageTimes
+from ds_fsmoe.planning.stage_plan import StageTimes, stage_times
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
-from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.tuning.as_data import measured_job
 from ds_fsmoe.tuning.measure import Measured
 
@@ -64,7 +62,7 @@ class TunedModel:
             when it was measured; ``None``: not seen.
         can_split: whether batches may be cut into halves.
         num_micro_batches: of a step, the last of which sends the gradients.
-        in_stages: whether these are the layers of a pipeline's stage, of whose batch a micro-batch alone is predicted.
+        in_stages: whether these are the layers of a pipeline's stage, whose backwards were seen without gradients.
         sums_each: whether each micro-batch sends gradients, and not the last one alone.
     """
 
@@ -102,8 +100,8 @@ class TunedModel:
         # What was seen is the second backward, with the gradients only where a step ends there.
         has_none = in_stages or (num_micro_batches > FORWARDS_WATCHED and not sums_each)
         in_backward_ms = 0.0 if has_none else self._gradients_ms
-        self._num_micro_batches = 1 if in_stages or sums_each else num_micro_batches
-        self._num_steps = num_micro_batches if sums_each and not in_stages else 1
+        self._num_micro_batches = 1 if sums_each else num_micro_batches
+        self._num_steps = num_micro_batches if sums_each else 1
         # Where a step has one micro-batch, what was seen has waited too.
         self._wait_ms = 0.0 if dense_ms is None or in_stages else dense_ms.wait_ms
         self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
@@ -157,33 +155,11 @@ class TunedModel:
         step = predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms, count)
         return step.repeated(self._num_steps).longer(self._wait_ms)
 
-    def micro_batch(self, plan: ModelPlan, is_isolated: bool = False) -> StageTimes:
-        """Predict what a micro batch takes in a pipeline's stage with a plan: the first ones and the last one, and the
-        gradients that are left after it.
-
-        Args:
-            plan: the plan of the stage's layers.
-            is_isolated: whether lanes are taken not to slow each other down.
-        """
+    def micro_batch(self, plan: ModelPlan) -> StageTimes:
+        """Predict what a micro batch takes in a pipeline's stage with a plan."""
         if not plan.layers:
             return StageTimes(*self._rest_ms, self._rest_ms[1])
-        settings = self.search.planner.settings
-        contention = IDEAL if is_isolated else settings.contention
-
-        def phases_ms(of: ModelPlan) -> list[float]:
-            return [each.makespan_ms for each in of.timelines({}, contention, is_serial=settings.is_serial)]
-
-        forward_ms, with_tail_ms = phases_ms(plan)
-        _, last_ms = phases_ms(replace(plan, tail=()))
-        _, before_ms = phases_ms(plan.without_gradients())
-        has_gradients = bool(plan.tail) or any(each.moe_slices or each.dense_slices for each in plan.backward)
-        # Without a plan for them all gradients follow.
-        left_ms = max(0.0, with_tail_ms - last_ms) if has_gradients else self._gradients_ms
-        return StageTimes(forward_ms, before_ms, last_ms, left_ms)
-
-    def bound_ms(self, plan: ModelPlan) -> float:
-        """Return what the busiest lane needs for a micro batch, whatever the plan."""
-        return self.predict(plan).bound_ms
+        return stage_times(self.search.planner, plan).times
 
     def other_layouts(self) -> tuple[dict[int, float], dict[int, float]]:
         """Predict what other layouts of the same ranks would take, by the cluster's numbers where those were measured.

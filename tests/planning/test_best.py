@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulations.paper import table_4
 from ds_fsmoe.planning.block import BlockPlan, model_schedule
 from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.paper.grid import table_4
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import PRESETS, Switches
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRAD, ORDER, Lane

@@ -202,6 +202,19 @@ def told(plan: ModelPlan) -> tuple:
     return alternatives, [dict(each) for each in plan.alltoalls_ms]
 
 
+def test_stages_behind_the_first_try_their_best_with_its_gradients_at_the_end_when_the_first_runs_its_best() -> None:
+    search = replace(search_of({"flat": with_gradients(DENSE)}), may_send_anyhow=True)
+    alone, first, second = (search.to_try(each) for each in (None, 0, 1))
+    assert first == [alone[0], *alone]
+    assert second == [alone[0], alone[0].sending_at_the_end(), *alone[1:]]
+    # A system that was named is run as it is, and without layers there is one way.
+    named = replace(search, may_send_anyhow=False)
+    assert named.to_try(0) == named.to_try(1) == named.to_try()
+    nothing = replace(search, options=(), uncut=()).to_try(1)
+    assert len(nothing) == 2
+    assert nothing[0] == nothing[1]
+
+
 def test_a_plan_that_is_run_again_by_its_orders_tells_the_same_alternatives() -> None:
     flat = layer_of(made_up(2), BUSY)
     search = search_of({"flat": flat, "2dh": layer_of(made_up(4), BUSY)})

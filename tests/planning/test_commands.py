@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_fsmoe plan`` and ``ds_fsmoe simulate-paper`` as a user types them, on a machine without torch."""
+"""``ds_fsmoe plan`` as a user types it, on a machine without torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.commands import simulate_paper
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import Settings
@@ -25,7 +22,6 @@ from ds_fsmoe.planning.report import report
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape
-from ds_fsmoe.terminal.progress import Progress
 
 SMALL = ["--width", "64", "--hidden", "192", "--length", "60", "--layers", "3", "--heads", "8"]
 PLAN = ["plan", "--cluster", "testbed_b", *SMALL]
@@ -320,59 +316,6 @@ def test_a_cluster_of_ones_own_plans_and_a_missing_operation_is_named(capsys, tm
     assert cli.main(["plan", "--cluster", str(mine), *SMALL]) == 2
     sentence = "cluster mine: operations.inter.all_reduce is missing, and the DP group (2 ranks, at most 1 in a node)"
     assert f"{sentence} needs it: there are inter.all_to_all, " in capsys.readouterr().err
-
-
-def test_the_papers_evaluation_prints_ours_beside_the_papers(capsys, tmp_path, monkeypatch) -> None:
-    hurried_s = count(step=60)  # a minute passes between two looks at the clock, so that every line is due
-    monkeypatch.setattr(simulate_paper, "Progress", partial(Progress, now_s=lambda: float(next(hurried_s))))
-    result = tmp_path / "paper.json"
-    arguments = ["--sample", "4", "--best-sample", "2", "--json", str(result)]
-    assert cli.main(["simulate-paper", "--testbed", "b", *arguments]) == 0
-    captured = capsys.readouterr()
-    for part in (
-        "table 5, testbed B",
-        "figure 6",
-        "figure 7, by length",
-        "figure 8, by micro-batches: speedup over deepspeed, contended",
-        "figure 8, by micro-batches, on ideal links: speedup over deepspeed",
-        "two equal stages of half the layers and half the nodes each, in GPipe's order",
-        "the paper: fsmoe over deepspeed 2.46, tutel 1.16",
-        "sensitivity, testbed B",
-        "assumed:",
-    ):
-        assert part in captured.out
-    assert "the paper: 912 of 1458" in captured.out
-    assert "4 of 4 layers" in captured.err
-    found = json.loads(result.read_text())
-    (table,) = found["table5"]
-    assert table["num_layers"] == 4
-    assert table["paper"]["fsmoe"] == 1.22
-    assert table["ideal"]["fsmoe"] >= table["ideal"]["fsmoe_no_iio"] >= table["ideal"]["tutel"] == 1.0
-    assert {row["what"] for row in found["sensitivity"]["b"]} == {"alpha", "beta", "both"}
-    assert {row["off_by"] for row in found["sensitivity"]["b"]} == {0.1, 0.3, 0.5}
-    assert all(row["worst"] >= row["mean"] >= 0 for row in found["sensitivity"]["b"])
-
-
-def test_the_papers_timelines_come_out_by_name(capsys, tmp_path) -> None:
-    ends_ms = {}
-    for name in ("3a", "3b", "3c", "3d", "4.1", "4.2", "4.3", "4.4"):
-        assert cli.main(["simulate-paper", "--timeline", name]) == 0
-        ends_ms[name] = float(capsys.readouterr().out.splitlines()[-1].split()[0])
-    assert ends_ms["3a"] > ends_ms["3b"] > ends_ms["3c"] > ends_ms["3d"]
-    # Figure 4's formulas: 2ra + gar, 2a + g + s + re, 2ra + g + s, 2a + r(g + s), with r = 2.
-    assert [ends_ms[f"4.{case}"] for case in (1, 2, 3, 4)] == [12.0, 11.0, 14.0, 14.0]
-    picture = tmp_path / "3d.png"
-    assert cli.main(["simulate-paper", "--timeline", "3d", "--png", str(picture)]) == 0
-    assert picture.stat().st_size > 5_000
-    assert cli.main(["simulate-paper", "--timeline", "5"]) == 2
-    assert "no timeline is called '5': the choices are 3a, 3b, 3c, 3d, 4.1" in capsys.readouterr().err
-
-
-def test_wrong_sizes_of_samples_are_refused(capsys) -> None:
-    assert cli.main(["simulate-paper", "--sample", "0"]) == 2
-    assert "--sample = 0, --best-sample = 54: must be at least 1 and 0" in capsys.readouterr().err
-    assert cli.main(["simulate-paper", "--png", "x.png"]) == 2
-    assert "--png draws a timeline: say which with --timeline" in capsys.readouterr().err
 
 
 ON_TWO_NODES = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_fsmoe plan --pp``: a batch through all stages, by every preset, in words, as a drawing and for programs."""
+"""``ds_fsmoe plan --pp``: a batch through all stages, by every preset, in words and for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.stage_batch import StageTimes, batch_ms
+from ds_fsmoe.planning.stage_plan import StageTimes, batch_ms
 
 TINY: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40},
@@ -45,25 +45,26 @@ def test_every_preset_has_a_batch_and_every_stage_a_row(tmp_path: Path, capsys) 
         assert batch["lower_bound_ms"] <= preset["batch_ms"]
         assert [each["blocks"] for each in preset["stages"]] == [[0, 1], [2, 3], [4, 4], [5, 5]]
         for stage in preset["stages"]:
-            idle_ms = sum(stage["bubbles_ms"].values())
-            assert stage["bubble_share"] == pytest.approx(idle_ms / preset["batch_ms"])
-            assert 0 < stage["busy_share"] < 1
+            own_ms = 16 * stage["forward_ms"] + 15 * stage["backward_ms"] + stage["last_backward_ms"]
+            all_ms = own_ms + stage["gradients_ms"] + stage["sends_ms"] + stage["bubbles_ms"]
+            assert all_ms == pytest.approx(preset["batch_ms"])
+            assert 0 < stage["bubble_share"] < 1
+            assert stage["bubble_share"] == pytest.approx(stage["bubbles_ms"] / preset["batch_ms"])
+        shares = [stage["bubble_share"] for stage in preset["stages"]]
+        assert preset["bubble_share"] == pytest.approx(sum(shares) / 4)
     table = said.split("\nthe stages by best: ")[1].split("\n\n")[0].splitlines()
     assert [line.split()[:2] for line in table[3:7]] == [["1", "0-1"], ["2", "2-3"], ["3", "4-4"], ["4", "5-5"]]
     assert "over the inter-node link" in table[-1]
 
 
-def test_the_batch_is_what_its_stages_take_in_deepspeeds_order(tmp_path: Path, capsys) -> None:
+def test_the_batch_is_the_closed_form_of_what_its_stages_take(tmp_path: Path, capsys) -> None:
     _, found = planned(tmp_path, capsys, "--pp", "4", "--micro-batches", "5")
     batch = found["batch"]
-    names = ("forward_ms", "backward_ms", "last_backward_ms", "gradients_ms", "optimizer_ms")
-    sends_ms = [each["activation_ms"] for each in batch["links"]]
+    names = ("forward_ms", "backward_ms", "last_backward_ms", "gradients_ms")
+    sends_ms = [each["send_ms"] for each in batch["links"]]
     for preset in batch["presets"].values():
         times = [StageTimes(*(stage[name] for name in names)) for stage in preset["stages"]]
         assert batch_ms(times, 5, sends_ms) == pytest.approx(preset["batch_ms"])
-    ends_ms = [each["end_ms"] for stage in batch["timeline"] for each in stage]
-    assert max(ends_ms) == pytest.approx(batch["presets"]["best"]["batch_ms"])
-    assert sum(each["kind"] == "FORWARD" for each in batch["timeline"][2]) == 5
 
 
 def test_a_stage_without_experts_is_in_the_batch(tmp_path: Path, capsys) -> None:
@@ -84,14 +85,6 @@ def test_the_layers_that_are_shown_are_planned_as_they_run_in_the_batch(tmp_path
         shown = found["presets"][preset]
         assert shown["forward_ms"] == pytest.approx(stage["forward_ms"])
         assert shown["backward_ms"] == pytest.approx(stage["last_backward_ms"] + stage["gradients_ms"])
-
-
-def test_stages_are_drawn_with_their_micro_batches(tmp_path: Path, capsys) -> None:
-    said, _ = planned(tmp_path, capsys, "--pp", "2", "--micro-batches", "3", "--gantt")
-    rows = re.findall(r"\n(stage [12]   [^\n]*)", said)
-    assert len(rows) == 2
-    assert all(f"F{each}" in row and f"B{each}" in row for row in rows for each in range(3))
-    assert rows[1].startswith("stage 2   .")
 
 
 def test_without_stages_a_batch_is_micro_batches_one_after_the_other(tmp_path: Path, capsys) -> None:

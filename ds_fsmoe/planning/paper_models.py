@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of the paper's table 4, and the models of its figures 6 to 8."""
+"""The models of the paper's figures 6 to 8."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +10,6 @@ from ds_fsmoe.planning.workload import Shape
 
 DEFAULT_EXPERTS = 8
 """The number of experts of a model that does not state it."""
-
-
-def table_4(testbed: str, num_experts: int) -> Iterator[Shape]:
-    """Return all 1458 layers for testbed "a" or "b", which has shorter sequences; k = 2."""
-    lengths = (512, 1024, 2048) if testbed == "a" else (256, 512, 1024)
-    for B, heads, L, M, scale, factor, ffn in itertools.product(
-        (1, 2, 4), (8, 16, 32), lengths, (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4, None), ("gpt", "mixtral")
-    ):
-        yield Shape(B, L, M, scale * M, num_experts, 2, factor, ffn, heads)
 
 
 @dataclass(frozen=True, slots=True)

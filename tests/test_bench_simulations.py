@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on clusters of many sizes: plans composed of single layers, layouts, what limits a step."""
+"""The simulations of the benchmarks: models on clusters of many sizes (plans composed of single layers, layouts, what
+limits a step), and the paper's figures."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import json
+import re
 from collections import defaultdict
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from benchmarks.simulations import paper, scale
+from benchmarks.simulations.layouts import (
+    Job,
+    crossings_of,
+    dtype_bytes_of,
+    ep_sizes,
+    variants,
+)
+from benchmarks.simulations.scale import LIMITS, Row, limit_of, simulate_job, sweep, with_efficiency
+from benchmarks.simulations.steady_state import plan_composed
 from ds_fsmoe.commands import plan
 from ds_fsmoe.commands.plan_memory import print_memory
 from ds_fsmoe.planning.cluster import load_cluster
@@ -17,18 +33,12 @@ from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shap
 from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import BEST, NAMES
-from ds_fsmoe.planning.scale import LIMITS, Row, limit_of, simulate_job, sweep, with_efficiency
-from ds_fsmoe.planning.scale_layouts import (
-    Job,
-    crossings_of,
-    dtype_bytes_of,
-    ep_sizes,
-    variants,
-)
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
-from ds_fsmoe.planning.steady_state import plan_composed
+from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.planning.training import Training
 from ds_fsmoe.planning.workload import AllToAll, Layer, kind_costs
+
+pytestmark = pytest.mark.long
 
 ADAPTIVE = ("fsmoe_no_iio", "fsmoe", "best")
 CASES = {
@@ -338,3 +348,76 @@ def test_several_processes_give_the_same_rows_in_the_same_order() -> None:
 def test_a_job_that_cannot_be_is_refused(job: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Job(**({"model": "olmoe", "cluster": "h100_400"} | job))
+
+
+def test_a_run_prints_a_line_for_every_size_and_writes_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.csv"
+    clusters = ("h100_400", "a100_200")
+    arguments = ["--model", "olmoe", "--cluster", *clusters, "--ranks", "8", "16", "--exact", "none"]
+    assert scale.main([*arguments, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    for cluster in clusters:
+        for ranks in (8, 16):
+            assert len(re.findall(rf"(?m)^olmoe +{cluster} +{ranks} ", text)) == 1
+    with open(out, newline="") as file:
+        table = list(csv.DictReader(file))
+    assert {row["preset"] for row in table} == {*NAMES}
+    assert sum(row["is_choice"] == "True" for row in table) == len(clusters) * 2 * len(NAMES)
+
+
+# ---- the paper
+
+
+def test_the_papers_evaluation_prints_ours_beside_the_papers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "figures", partial(paper.figures, ("deepspeed", "tutel", "fsmoe")))
+    result = tmp_path / "paper.json"
+    assert paper.main(["--sample", "4", "--json", str(result)]) == 0
+    text = capsys.readouterr().out
+    for part in ("table 5, testbed B", "figure 6", "figure 7, by length", "sensitivity, testbed B", "assumed:"):
+        assert part in text
+    assert "the paper: fsmoe over deepspeed 2.46, tutel 1.16" in text
+    found = json.loads(result.read_text())
+    for table in found["table5"]:
+        assert table["num_layers"] == 4
+        assert table["ideal"]["fsmoe"] >= table["ideal"]["fsmoe_no_iio"] >= table["ideal"]["tutel"] == 1.0
+    assert {(row["what"], row["off_by"]) for row in found["sensitivity"]["b"]} == {
+        (what, off_by) for what in ("alpha", "beta", "both") for off_by in (0.1, 0.3, 0.5)
+    }
+    assert all(row["worst"] >= row["mean"] >= 0 for row in found["sensitivity"]["b"])
+    # Figure 8: fsmoe over tutel, on average over the models, as docs/planning.md has it.
+    for title, bounds in (("", (1.03, 1.06)), (", on ideal links", (1.13, 1.23))):
+        rows = [paper.ModelRow(**row) for row in found["figures"][f"figure 8, by micro-batches{title}"]]
+        assert len(rows) == 3 * len(paper.FIGURE_8_MICRO_BATCHES)
+        means = [
+            paper.mean_over([row for row in rows if row.setting == setting], "tutel")["fsmoe"]
+            for setting in dict.fromkeys(row.setting for row in rows)
+        ]
+        assert (round(min(means), 2), round(max(means), 2)) == bounds
+
+
+def test_the_papers_timelines_come_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    ends_ms = {}
+    for name in ("3a", "3b", "3c", "3d", "4.1", "4.2", "4.3", "4.4"):
+        assert paper.main(["--timeline", name]) == 0
+        ends_ms[name] = float(capsys.readouterr().out.splitlines()[-1].split()[0])
+    assert ends_ms["3a"] > ends_ms["3b"] > ends_ms["3c"] > ends_ms["3d"]
+    # Figure 4's formulas: 2ra + gar, 2a + g + s + re, 2ra + g + s, 2a + r(g + s), with r = 2.
+    assert [ends_ms[f"4.{case}"] for case in (1, 2, 3, 4)] == [12.0, 11.0, 14.0, 14.0]
+    with pytest.raises(ValueError, match="no timeline is called '5': the choices are 3a, 3b"):
+        paper.main(["--timeline", "5"])
+
+
+def test_a_batch_of_equal_stages_in_gpipes_order_takes_what_counting_gives() -> None:
+    times = StageTimes(3.0, 5.0, 6.5, 2.0)
+    for num_stages in (1, 2, 3, 4):
+        for count in (1, 2, 5):
+            # Without sends: the last stage is through with all but one backward, then each stage runs its last one.
+            slots = count + num_stages - 1
+            expected_ms = slots * 3.0 + (count - 1) * 5.0 + num_stages * 6.5 + 2.0
+            assert paper.gpipe_ms(times, num_stages, count, 0.0) == pytest.approx(expected_ms)
+    # A send holds both stages: with one micro-batch it lengthens each way between neighbours once.
+    assert paper.gpipe_ms(times, 3, 1, 0.25) == pytest.approx(3 * (3.0 + 6.5) + 2.0 + 4 * 0.25)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.simulations.paper import load_bed, steady_state
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.paper.evaluation import load_bed, steady_state
 from ds_fsmoe.planning.plan import Planner
 from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane

@@ -4,20 +4,22 @@
 Scaling is weak: every GPU has the same samples at every size. A model is tried with its experts inside a node, spread
 over as many ranks as can be, and over what lies between by doubling; and where they lie on several ranks of several
 nodes with a flat all-to-all and with one that crosses to each node once.
+
+``python -m benchmarks.simulations.scale`` simulates five models on five clusters from 8 to 4096 GPUs, in twelve minutes
+of processor time (numpy and scipy are enough). ``docs/scale.md`` says what comes out.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ds_fsmoe.planning.bounds import step_bounds_ms
-from ds_fsmoe.planning.cost import Cost, LinearCost
-from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.planning.plan import Planner, Settings
-from ds_fsmoe.planning.presets import BEST, NAMES
-from ds_fsmoe.planning.scale_layouts import (
+from benchmarks.simulations.layouts import (
     Job,
     Variant,
     cluster_of,
@@ -26,13 +28,20 @@ from ds_fsmoe.planning.scale_layouts import (
     model_of,
     variants,
 )
+from benchmarks.simulations.steady_state import ComposedPlan, plan_composed
+from ds_fsmoe.planning.bounds import step_bounds_ms
+from ds_fsmoe.planning.cost import Cost, LinearCost
+from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
+from ds_fsmoe.planning.plan import Planner, Settings
+from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
-from ds_fsmoe.planning.steady_state import ComposedPlan, plan_composed
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, Layer, kind_costs
+from ds_fsmoe.terminal.tables import print_table
 
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "olmoe", "gpt-oss-20b")
 CLUSTERS = ("h100_400", "a100_200", "ethernet_25", "testbed_a", "testbed_b")
 """The clusters that are simulated unless others are asked for; the paper's as calibrated, not as printed."""
+SIZES = tuple(8 << step for step in range(10))
 LIMITS = ("inter", "intra", "compute", "start_up", "gradients")
 """What a step could be limited by: bytes between nodes and inside one (without gradients), operations of computing,
 start-ups, gradients."""
@@ -241,3 +250,62 @@ def with_efficiency(rows: Iterable[Row]) -> list[Row]:
 def limit_of(row: Row) -> str:
     """Return what the step of a row of ``best`` is limited by most."""
     return max(LIMITS, key=lambda each: row[f"without_{each}"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate, print a line for each size, and write all rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=MODELS, help="names, or config.json files (five of them)")
+    parser.add_argument("--cluster", nargs="+", default=CLUSTERS, help="names, or JSON files (five of them)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=SIZES, metavar="N", help="numbers of GPUs (8 to 4096)")
+    parser.add_argument("--samples", type=int, default=1, metavar="B", help="samples per GPU and micro-batch (1)")
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="micro-batches of a step (1)")
+    parser.add_argument("--exact", choices=("none", "chosen", "all"), default="chosen", help="see simulate_job")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="every simulated step as CSV")
+    args = parser.parse_args(arguments)
+    jobs = [
+        Job(model, cluster, ranks, args.samples, micro_batches=args.micro_batches)
+        for model in args.model
+        for cluster in args.cluster
+        for ranks in args.ranks
+    ]
+    found = sweep(jobs, processes=min(os.cpu_count() or 1, len(jobs)), exact=args.exact)
+    rows = with_efficiency(row for of_job in found for row in of_job)
+    print("assumed:", *ASSUMPTIONS, sep="\n  - ")
+    print_rows(rows)
+    if args.out is not None:
+        with open(args.out, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return 0
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the choice of each model, cluster and size, with what the other exchange or layout would take."""
+    step_ms = {(*job_of(row), row["preset"]): row["step_ms"] for row in rows if row["is_choice"]}
+    best = [row for row in rows if row["preset"] == BEST]
+    flat_ms = {job_of(row): row["step_ms"] for row in best if row["is_flat_choice"]}
+    cells = [
+        (
+            *job_of(row),
+            f"{row['ep']} over nodes" if row["ep_over"] == "nodes" else f"{row['ep']} in a node",
+            row["alltoall"],
+            *(f"{step_ms[(*job_of(row), name)]:.1f}" for name in ("deepspeed", "tutel", BEST)),
+            f"{row['bound_ms']:.1f}",
+            f"{flat_ms[job_of(row)] / row['step_ms']:.2f}x",
+            f"{row['tokens_per_s_per_gpu']:.0f}",
+            f"{row['efficiency']:.0%}",
+            limit_of(row),
+            "" if row["fits"] is not False else f"no: {row['memory_gb']:.0f} GB",
+        )
+        for row in best
+        if row["is_choice"]
+    ]
+    heads = ("model", "cluster", "GPUs", "experts", "exchange", "deepspeed ms", "tutel ms", "best ms", "bound ms")
+    print()
+    print_table((*heads, "over flat", "tokens/s/GPU", "efficiency", "limit", "fits"), cells)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
