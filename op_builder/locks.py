@@ -76,14 +76,19 @@ def find_lock(path: Path, clock: Any = time) -> Lock | None:
         found = Lock(path, clock.time() - os.stat(path).st_mtime)
     except FileNotFoundError:
         return None
+    if not _file_is_the_lock():
+        # It stays from build to build: its date says nothing of this one.
+        return Lock(path, 0.0) if _is_locked(path) else None
     return found if _may_be_held(path) else None
 
 
-def _may_be_held(path: Path) -> bool:
+def _file_is_the_lock() -> bool:
     from torch.utils import cpp_extension
 
-    if not hasattr(cpp_extension, "FileBaton"):
-        return _is_locked(path)
+    return hasattr(cpp_extension, "FileBaton")
+
+
+def _may_be_held(path: Path) -> bool:
     builder = path.with_name(_BUILDER)
     try:
         # A file system may keep what another machine locks to itself.
@@ -112,8 +117,6 @@ def building(path: Path) -> Iterator[None]:
         path: the lock. If nobody holds it any more, it is taken away first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    from torch.utils import cpp_extension
-
     # Opened without being emptied: another process may hold it, and has its name there.
     with open(path.with_name(_BUILDER), "a+") as file:
         try:
@@ -123,7 +126,7 @@ def building(path: Path) -> Iterator[None]:
             yield
             return
         was_here = _read(file) == socket.gethostname()
-        if was_here and hasattr(cpp_extension, "FileBaton"):
+        if was_here and _file_is_the_lock():
             path.unlink(missing_ok=True)
         file.seek(0)
         file.truncate()

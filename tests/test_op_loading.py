@@ -48,6 +48,9 @@ def fresh_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+of_a_file = pytest.mark.skipif(not FILE_IS_THE_LOCK, reason="the date of a file says nothing where torch locks it")
+
+
 def leave_lock(extensions: Path, age_s: float) -> Path:
     lock = extensions / NAME / "lock"
     lock.parent.mkdir(parents=True)
@@ -56,6 +59,7 @@ def leave_lock(extensions: Path, age_s: float) -> Path:
     return lock
 
 
+@of_a_file
 def test_a_stale_lock_is_named_with_its_age_and_the_cure(fresh_extensions: Path) -> None:
     lock = leave_lock(fresh_extensions, age_s=3600)
     with pytest.raises(RuntimeError, match=rf"{re.escape(str(lock))} is \d+ s old.*delete it") as caught:
@@ -81,6 +85,7 @@ class LockClock:
         self.slept_s += time_s
 
 
+@of_a_file
 @pytest.mark.parametrize(
     ("age_s", "waited_s", "said"),
     [
@@ -108,6 +113,18 @@ def test_a_lock_is_waited_for_until_it_is_stale_whatever_its_date(
     # Once in passing, and once so that it is seen.
     levels = [each.levelname for each in caplog.records if "waiting for the process that builds there" in each.message]
     assert levels == (["INFO", "WARNING"] if waited_s else [])
+
+
+def test_a_locked_file_is_waited_for_whatever_its_date(fresh_extensions: Path, monkeypatch) -> None:
+    loading.import_op_builder().builders("cpu")
+    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    monkeypatch.delattr("torch.utils.cpp_extension.FileBaton", raising=False)
+    lock = leave_lock(fresh_extensions, age_s=3600)
+    clock = LockClock(lock, 3600)
+    found = locks.wait_for(lock, clock)
+    assert found.is_stale
+    assert abs(clock.slept_s - 600) <= 1.0
+    assert found.age.startswith("0 s old, and it was there for the 60")
 
 
 def test_the_lock_of_a_build_that_was_killed_is_taken_away(fresh_extensions: Path) -> None:
@@ -277,6 +294,7 @@ def load_three_times(rank: int, world_size: int, folder: Path) -> dict[str, str]
     return outcomes
 
 
+@of_a_file
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
 def test_local_rank_0_builds_and_all_ranks_agree_on_the_outcome(tmp_path: Path) -> None:
     leave_lock(tmp_path / "locked", age_s=3600)
