@@ -85,6 +85,9 @@ class BlockTimes:
         """Whether its groups use the paper's links: inter-node for all-to-alls and gradients, else intra-node."""
         self._ideal = self.is_papers and not is_serial and self.contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
+        self.bottlenecks: dict[tuple[Order, float], str] = {}
+        """Way to run the layer and time of gradients in its MoE part -> the lane that it waits for, once known."""
+        self._form = _form(work)
         self._known_ms: dict[tuple[Order, float], float] = {}
         self._chunks_ms: dict[int, np.ndarray] = {}
 
@@ -162,21 +165,19 @@ class BlockTimes:
         # A slice that is not there must not hold up a lane: candidates with and without one are different orders.
         for has_moe, has_dense in sorted({*zip(moe_grad_ms > 0, dense_grad_ms > 0, strict=True)}):
             columns = np.flatnonzero(((moe_grad_ms > 0) == has_moe) & ((dense_grad_ms > 0) == has_dense))
-            jobs = self._jobs(orders, moe_grad_ms[columns], dense_grad_ms[columns])
+            jobs = []
+            for order in orders:
+                chunk_ms = np.repeat(self._chunk_ms(order.degree)[:, None], len(columns), axis=1)
+                jobs.append(self._job(order, chunk_ms, moe_grad_ms[columns], dense_grad_ms[columns]))
             for row, times_ms in zip(rows, makespans_ms(jobs, self.contention), strict=True):
                 result_ms[row, columns] = times_ms
 
-    def _jobs(self, orders: Sequence[Order], moe_grad_ms: np.ndarray, dense_grad_ms: np.ndarray) -> list[Job]:
-        """Return what is to be simulated: gradients are there in each of the candidates or in none, in both windows."""
-        has_moe, has_dense = bool(moe_grad_ms[0] > 0), bool(dense_grad_ms[0] > 0)
-        grads_ms = np.stack([np.zeros(len(moe_grad_ms)), moe_grad_ms, dense_grad_ms])
-        form, jobs = _form(self.work), []
-        for order in orders:
-            template, slots = _template(form, order, self.grad_lanes, has_moe, has_dense, self.is_serial)
-            chunk_ms = self._chunk_ms(order.degree)
-            slot_ms = np.concatenate([np.repeat(chunk_ms[:, None], len(moe_grad_ms), axis=1), grads_ms])
-            jobs.append((template, slot_ms[slots], self._issue_ms(slots, len(chunk_ms), template.launched)))
-        return jobs
+    def _job(self, order: Order, chunk_ms: np.ndarray, moe_grad_ms: np.ndarray, dense_grad_ms: np.ndarray) -> Job:
+        """Return candidates of one order: gradients are there in each of them or in none, in both windows."""
+        there = bool(moe_grad_ms[0] > 0), bool(dense_grad_ms[0] > 0)
+        template, slots = _template(self._form, order, self.grad_lanes, *there, self.is_serial)
+        slot_ms = np.concatenate([chunk_ms, np.stack([np.zeros_like(moe_grad_ms), moe_grad_ms, dense_grad_ms])])
+        return template, slot_ms[slots], self._issue_ms(slots, len(chunk_ms), template.launched)
 
     def _chunk_ms(self, degree: int) -> np.ndarray:
         """Return all operation times, chunk by chunk for those that are cut, in the order of :func:`_places`."""
@@ -211,23 +212,29 @@ def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]
     Args:
         wanted: the times of a layer -> the ways to run it, and the times of gradients in the window of its MoE part.
     """
-    jobs: dict[Contention, list[Job]] = {}
-    known: dict[Contention, list[tuple[BlockTimes, Order, list[float]]]] = {}
+    forms: dict[tuple, int] = {}
+    # Layers of one form are candidates for one order, which is compiled once.
+    alike: dict[tuple, list[tuple[BlockTimes, float]]] = {}
     for times, (orders, grads_ms) in wanted.items():
-        of_kind = [[each for each in grads_ms if (each > 0) == there] for there in (False, True)]
-        for columns in filter(None, of_kind):
-            new = [
-                order
-                for order in orders
-                if not times.has_closed_form(order) and any((order, each) not in times._known_ms for each in columns)
-            ]
-            moe_grad_ms = np.array(columns)
-            jobs.setdefault(times.contention, []).extend(times._jobs(new, moe_grad_ms, np.zeros_like(moe_grad_ms)))
-            known.setdefault(times.contention, []).extend((times, order, columns) for order in new)
+        host = id(times.host_ms) if isinstance(times.host_ms, Mapping) else times.host_ms
+        form = times.contention, host, times._form, times.grad_lanes, times.is_serial
+        number = forms.setdefault(form, len(forms))
+        for order in orders:
+            if not times.has_closed_form(order):
+                for each_ms in grads_ms:
+                    if (order, each_ms) not in times._known_ms:
+                        alike.setdefault((number, order, each_ms > 0), []).append((times, each_ms))
+    jobs: dict[Contention, list[tuple[Job, Order, list[tuple[BlockTimes, float]]]]] = {}
+    for (_, order, _), columns in alike.items():
+        first, grads_ms = columns[0][0], np.array([each_ms for _, each_ms in columns])
+        chunks_ms = np.stack([times._chunk_ms(order.degree) for times, _ in columns], axis=1)
+        job = first._job(order, chunks_ms, grads_ms, np.zeros_like(grads_ms))
+        jobs.setdefault(first.contention, []).append((job, order, columns))
     for contention, of_contention in jobs.items():
-        found = makespans_ms(of_contention, contention)
-        for (times, order, columns), times_ms in zip(known[contention], found, strict=True):
-            times._known_ms.update(zip([(order, each) for each in columns], times_ms.tolist(), strict=True))
+        found = makespans_ms([job for job, _, _ in of_contention], contention)
+        for (_, order, columns), times_ms in zip(of_contention, found, strict=True):
+            for (times, each_ms), time_ms in zip(columns, times_ms.tolist(), strict=True):
+                times._known_ms[order, each_ms] = time_ms
 
 
 def _cut(moe: MoEWork) -> list[Work]:

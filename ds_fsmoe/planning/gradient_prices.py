@@ -47,7 +47,8 @@ def window_prices(
     if len(orders) > _FEW:
         kept = _promising(orders, alone_ms, moe.times_ms(orders, grid_ms[[_CURVE_POINTS // 3, -1]]))
     few = [orders[index] for index in kept]
-    moe_ms = (moe.times_ms(few, grid_ms) + others_ms[kept]).min(axis=0)
+    of_orders_ms = np.column_stack([alone_ms[kept], moe.times_ms(few, grid_ms[1:])])
+    moe_ms = (of_orders_ms + others_ms[kept]).min(axis=0)
     dense_ms = whole.times_ms([alone], 0.0, grid_ms)[0]
     return _Curve(grid_ms, moe_ms - moe_ms[0]), _Curve(grid_ms, dense_ms - dense_ms[0])
 
