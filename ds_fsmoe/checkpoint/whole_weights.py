@@ -88,22 +88,30 @@ def _gathered_state_dict(
         if id(value) not in known:
             with gathered([value]):
                 whole = _whole(value, part_of(value), first)
-                # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
-                known[id(value)] = whole.detach().to("cpu", copy=True) if is_first and whole is not None else value
+                known[id(value)] = value if whole is None else whole
         if is_first:
             result[name] = known[id(value)]
     return result if is_first else None
 
 
 def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Tensor | None:
-    """Return a whole parameter of which ranks have parts, on one rank; ``None`` on others that have parts."""
+    """Return a whole parameter of which ranks have parts, on the CPU of one rank; ``None`` on the others."""
+    own, is_first = value.detach(), dist.get_rank() == first
     if part is None or part.num_parts == 1:
-        return value
+        # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
+        return own.to("cpu", copy=True) if is_first else None
     group = stock_groups._get_expert_parallel_group(value.group_name)
     if first not in dist.get_process_group_ranks(group):
         return None
-    own = value.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in range(part.num_parts)] if dist.get_rank() == first else None
-    with waiting("the whole weights of experts"):
-        dist.gather(own, parts, dst=first, group=group)
-    return None if parts is None else part.join(parts)
+    parts = [torch.empty(own.shape, dtype=own.dtype) for _ in range(part.num_parts)] if is_first else []
+    # A stretch of every part at a time: on a device, all of these are one part.
+    stretch, at = max(1, -(-own.numel() // part.num_parts)), 0
+    for piece in own.contiguous().view(-1).split(stretch):
+        arrived = [torch.empty_like(piece) for _ in parts]
+        with waiting("the whole weights of experts"):
+            dist.gather(piece, arrived if is_first else None, dst=first, group=group)
+        for each, found in zip(parts, arrived, strict=True):
+            each.view(-1)[at : at + piece.numel()] = found
+        at += piece.numel()
+    # Handed over one by one: shards are let go once they are joined.
+    return part.join(parts.pop(0) for _ in range(part.num_parts)) if is_first else None

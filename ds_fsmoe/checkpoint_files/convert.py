@@ -113,22 +113,26 @@ def export_tensors(
     if form == "huggingface" and is_of_huggingface(whole):
         if renames:
             raise CheckpointError("--rename: the names are those of the model's own save_pretrained; leave it out")
-        wanted = None if dtype is None else DTYPES[dtype]
+
+        def like(name: str) -> torch.Tensor:
+            found = whole.like(name)
+            return found if dtype is None or not found.is_floating_point() else found.to(DTYPES[dtype])
 
         def read(name: str) -> torch.Tensor:
-            found = whole.weights(name)
-            return _reader(whole, name, wanted)() if wanted is not None and found.is_floating_point() else found
+            wanted = like(name)
+            is_cast = dtype is not None and wanted.is_floating_point()
+            return _reader(whole, name, wanted.dtype)() if is_cast else whole.weights(name)
 
-        yield from _into(target, lambda folder: write_pretrained(whole, folder, read, limit_bytes, dtype), whole)
+        yield from _into(target, lambda folder: write_pretrained(whole, folder, like, read, limit_bytes, dtype), whole)
         return
     sources: dict[str, Source] = {}
     for name in whole.names():
-        if form == "fp32" and dtype is None and whole.index is None and whole.weights(name).dtype in _LOW:
+        like = whole.like(name)
+        if form == "fp32" and dtype is None and whole.index is None and like.dtype in _LOW:
             raise CheckpointError(
                 f"{whole.place} does not say where its fp32 weights lie (stock DeepSpeed's do not), and {name} has "
                 "less than fp32: --dtype float32 writes it as fp32 all the same"
             )
-        like = whole.weights(name)
         wanted = like.dtype
         if like.is_floating_point():
             wanted = DTYPES[dtype or "float32"] if form == "fp32" or dtype else like.dtype

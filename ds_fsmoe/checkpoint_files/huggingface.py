@@ -53,14 +53,15 @@ def is_of_huggingface(whole: Whole) -> bool:
 
 
 def write_pretrained(
-    whole: Whole, folder: Path, read: Convert, limit_bytes: int, dtype: str | None = None
+    whole: Whole, folder: Path, like: Convert, read: Convert, limit_bytes: int, dtype: str | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Write weights and config as ``save_pretrained`` would, one file in memory at a time.
+    """Write weights and config as ``save_pretrained`` would, one file and one layer in memory at a time.
 
     Args:
         whole: the checkpoint.
         folder: an existing folder.
-        read: returns the weights of a name of the model, in the data type that is to be written.
+        like: returns a tensor without data for a name of the model, in the data type that is to be written.
+        read: returns the weights of that name, in that type.
         limit_bytes: the largest size of a file.
         dtype: the data type of ``read``, which the config is to name; ``None`` for that of the checkpoint.
 
@@ -79,7 +80,7 @@ def write_pretrained(
     left_out = {*(getattr(model, "all_tied_weights_keys", None) or {}), *(model._keys_to_ignore_on_save or ())}
     sources: dict[str, Source] = {}
     for _, group in groupby((each for each in _in_order(names) if each not in left_out), _layer_of):
-        sources |= _converted(model, list(group), read)
+        sources |= _converted(model, list(group), like, read)
     yield from write_tensors(sources, folder, limit_bytes)
     if dtype is not None:
         model.config.dtype = getattr(torch, dtype)  # transformers loads in the data type that the config names
@@ -102,7 +103,7 @@ def _layer_of(name: str) -> str:
     return name if found is None else found["layer"]
 
 
-def _converted(model: Any, names: list[str], read: Convert) -> dict[str, Source]:
+def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> dict[str, Source]:
     """Return what the tensors of one layer become under published names, not read yet."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -113,7 +114,7 @@ def _converted(model: Any, names: list[str], read: Convert) -> dict[str, Source]
             kept.update(revert_weight_conversion(model, {each: read(each) for each in names}))
         return kept.pop(name)
 
-    shapes = revert_weight_conversion(model, {each: read(each).to("meta") for each in names})
+    shapes = revert_weight_conversion(model, {each: like(each) for each in names})
     return {
         name: Source(each.shape, each.numel() * each.itemsize, lambda name=name: of_layer(name))
         for name, each in shapes.items()

@@ -191,6 +191,14 @@ class Whole:
         """
         return self._joined(name, self._piecewise_weights_of if self.is_shared_out else self._weights_of)
 
+    def like(self, name: str) -> torch.Tensor:
+        """Return a tensor of the shape and data type that :meth:`weights` has, on the meta device: nothing is read.
+
+        Raises:
+            CheckpointError: there is no such parameter.
+        """
+        return self._joined(name, self._like)
+
     def state(self, name: str, item: str) -> torch.Tensor:
         """Return an optimizer state in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
 
@@ -306,6 +314,20 @@ class Whole:
             dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
             return self._state_of(found, MASTER).to(dtype)
         return self._state_of(found, WEIGHTS)
+
+    def _like(self, saved: str) -> torch.Tensor:
+        if not self.is_shared_out or saved in self.dense["buffer_names"]:
+            return self._weights_of(saved).to("meta")
+        found = self._optimized(saved)
+        groups = [group for group, _ in self._pieces.get(found, ())]
+        if any(MASTER in group.items for group in groups):
+            dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
+        else:
+            flat = next((self._at(each.file, each.items[WEIGHTS]) for each in groups if WEIGHTS in each.items), None)
+            if flat is None:
+                return self._state_of(found, WEIGHTS)  # says what is missing
+            dtype = flat.dtype
+        return torch.empty(self._shape_of(found), dtype=dtype, device="meta")
 
     def _shape_of(self, saved: str) -> torch.Size:
         if not self.is_shared_out:

@@ -43,6 +43,8 @@ TORCH_NAMES: dict[str, tuple[str, ...] | None] = {
     # What ours does beside a module's own way to move and to load.
     "torch.nn:Module()._apply": ("fn", "recurse"),
     "torch.nn:Module()._load_from_state_dict": ("state_dict", "prefix"),
+    # Copies the parameters of a message by one call.
+    "torch:_foreach_copy_": None,
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "torch:Tensor._post_accumulate_grad_hooks": None,

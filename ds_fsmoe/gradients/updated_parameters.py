@@ -96,42 +96,79 @@ class _Among:
         if self.nodes is None:
             # Each sends to every other one.
             return list(range(self.group.size()))
-        return [next(n for n, ranks in enumerate(self.nodes.ranks) if r in ranks) for r in range(self.group.size())]
+        node_of = {rank: node for node, ranks in enumerate(self.nodes.ranks) for rank in ranks}
+        return [node_of[rank] for rank in range(len(node_of))]
 
-    def steps(self, flats: Sequence[torch.Tensor], parts: Sequence[Part]) -> Steps:
-        """Return what sends these parts to every rank."""
-        own = self.group.rank()
+    def exchanges(self, parts: Sequence[Part]) -> dict[str, _Exchange]:
+        """Return what brings these parts to every rank: the exchange of each kind, in order."""
+        of_owner: dict[int, list[Part]] = {}
+        for part in parts:
+            of_owner.setdefault(part.owner, []).append(part)
 
-        def pass_on(group: dist.ProcessGroup | None, from_each: Sequence[Sequence[int]], index: int) -> None:
-            """Send to all ranks of a group what this rank has; ``from_each``: whose parts each of them has."""
-            of_each = [[part for owner in owners for part in parts if part.owner == owner] for owners in from_each]
-            counts = [sum(part.stop - part.first for part in each) for each in of_each]
-            pieces = [flats[part.group][part.first : part.stop] for part in of_each[index]]
-            others = len(from_each) - 1
-            sends = [0 if each == index else counts[index] for each in range(len(from_each))]
-            receives = [0 if each == index else count for each, count in enumerate(counts)]
-            packed = torch.cat(pieces * others) if pieces and others else flats[parts[0].group][:0]
-            received, at = exchange_sized(packed, sends, receives, group), 0
-            for each, those in enumerate(of_each):
-                for part in those if each != index else ():
-                    stop = at + part.stop - part.first
-                    flats[part.group][part.first : part.stop] = received[at:stop]
-                    at = stop
+        def of_owners(owners: Sequence[int]) -> list[Part]:
+            return [part for owner in owners for part in of_owner.get(owner, ())]
 
-        nodes = self.nodes
+        nodes, group = self.nodes, parts[0].group
         if nodes is None:
-            return {GRAD: lambda: pass_on(self.group, [[each] for each in range(self.group.size())], own)}
-        of_places = [[ranks[place] for ranks in nodes.ranks] for place in range(nodes.per_node)]
+            of_each = [of_owners([rank]) for rank in range(self.group.size())]
+            return {GRAD: _exchange(self.group, of_each, self.group.rank(), group)}
+        of_nodes = [of_owners([ranks[nodes.place]]) for ranks in nodes.ranks]
+        of_places = [of_owners(ranks) for ranks in zip(*nodes.ranks, strict=True)]
         return {
-            GRAD: lambda: pass_on(nodes.between, [[each] for each in of_places[nodes.place]], nodes.node),
-            GRAD_GATHER: lambda: pass_on(nodes.inside, of_places, nodes.place),
+            GRAD: _exchange(nodes.between, of_nodes, nodes.node, group),
+            GRAD_GATHER: _exchange(nodes.inside, of_places, nodes.place, group),
         }
 
 
 @dataclass(frozen=True)
+class _Exchange:
+    """Sends the parts that this rank has to all others of a group, and receives theirs."""
+
+    group: dist.ProcessGroup | None
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    """Rank in the group -> the elements that it gets from this rank, and that this rank gets from it."""
+    own: tuple[Part, ...]
+    others: tuple[Part, ...]
+    """The parts that arrive, in the order of the ranks."""
+    flat: int
+    """One of the message's flat groups, for the type of its elements."""
+
+    def run(self, flats: Sequence[torch.Tensor]) -> None:
+        """Exchange: collective over the group.
+
+        Args:
+            flats: ZeRO's flat groups.
+        """
+        own = torch.cat([flats[self.flat][:0], *_views(flats, self.own)])
+        packed = own.expand(len(self.sends) - 1, -1).flatten()
+        received = exchange_sized(packed, self.sends, self.receives, self.group)
+        if self.others:
+            sizes = [part.stop - part.first for part in self.others]
+            torch._foreach_copy_(_views(flats, self.others), received.split(sizes))
+
+
+def _views(flats: Sequence[torch.Tensor], parts: Sequence[Part]) -> list[torch.Tensor]:
+    return [flats[part.group][part.first : part.stop] for part in parts]
+
+
+def _exchange(group: dist.ProcessGroup | None, of_each: Sequence[Sequence[Part]], own: int, flat: int) -> _Exchange:
+    """Return the exchange between ranks of which each has some parts; ``own``: this rank's index among them."""
+    counts = [sum(part.stop - part.first for part in each) for each in of_each]
+    sends = tuple(0 if each == own else counts[own] for each in range(len(counts)))
+    receives = tuple(0 if each == own else count for each, count in enumerate(counts))
+    others = tuple(part for each, those in enumerate(of_each) if each != own for part in those)
+    return _Exchange(group, sends, receives, tuple(of_each[own]), others, flat)
+
+
+@dataclass(frozen=True)
 class _Message:
-    among: _Among
+    exchanges: dict[str, _Exchange]
     parts: tuple[Part, ...]
+
+    def steps(self, flats: Sequence[torch.Tensor]) -> Steps:
+        """Return what sends the parts to every rank."""
+        return {kind: functools.partial(each.run, flats) for kind, each in self.exchanges.items()}
 
 
 class UpdatedParameters:
@@ -203,7 +240,7 @@ class UpdatedParameters:
             ranks = among[name]
             assert ranks is not None
             for each in in_messages(of_ranks, ranks.node_of_each, FEWEST_NUMEL, MOST_MESSAGES):
-                messages.append(_Message(ranks, tuple(each)))
+                messages.append(_Message(ranks.exchanges(each), tuple(each)))
         messages.sort(key=lambda message: min(part.number for part in message.parts))
         return messages, parameters
 
@@ -223,7 +260,7 @@ class UpdatedParameters:
     def _begin(self, **_: Any) -> None:
         """Begin with all messages, in place of DeepSpeed's gather."""
         flats = self._optimizer.bit16_groups_flat
-        self._waits = [self._beside.start(each.among.steps(flats, each.parts)) for each in self._messages]
+        self._waits = [self._beside.start(each.steps(flats)) for each in self._messages]
         self._beside.flush()
 
     def _mark(self) -> None:

@@ -55,13 +55,15 @@ class Template:
         return cls(np.array(schedule.launched, dtype=np.int64), indices, tuple(needs), tuple(after))
 
 
-def makespans_ms(
-    jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: Contention = IDEAL
-) -> list[np.ndarray]:
+Job = tuple[Template, np.ndarray, np.ndarray]
+"""An order, its task times in ms, [tasks, candidates], and when the host has issued the tasks, [tasks]."""
+
+
+def makespans_ms(jobs: Sequence[Job], contention: Contention = IDEAL) -> list[np.ndarray]:
     """Return when each candidate would finish.
 
     Args:
-        jobs: an order, its task times in ms, [tasks, candidates], and when the host has issued the tasks, [tasks].
+        jobs: the orders and their candidates.
         contention: how lanes slow each other down.
 
     Returns:
@@ -85,7 +87,7 @@ def _walk(template: Template, task_ms: np.ndarray, issue_ms: np.ndarray) -> np.n
     return end_ms.max(axis=0) if template.after else np.zeros(task_ms.shape[1])
 
 
-def _play(jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: Contention) -> list[np.ndarray]:
+def _play(jobs: Sequence[Job], contention: Contention) -> list[np.ndarray]:
     counts = [task_ms.shape[1] for _, task_ms, _ in jobs]
     starts = np.cumsum([0, *counts])
     needs, issue_ms, work_ms, width = _tables(jobs, starts)
@@ -141,9 +143,7 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: C
     return np.split(result_ms, starts[1:-1])
 
 
-def _tables(
-    jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], starts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def _tables(jobs: Sequence[Job], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return, per lane and task, how many tasks of each lane it needs, when the host has issued it and how long it
     takes; and the largest number of tasks on a lane."""
     width = 1 + max((len(tasks) for template, _, _ in jobs for tasks in template.lane_tasks), default=0)

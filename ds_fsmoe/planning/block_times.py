@@ -7,13 +7,13 @@ schedules together. Both give the result of ``timeline.simulate``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from ds_fsmoe.planning.batch import Template, makespans_ms
+from ds_fsmoe.planning.batch import Job, Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cost import Cost, LinearCost
@@ -85,6 +85,11 @@ class BlockTimes:
         """Whether its groups use the paper's links: inter-node for all-to-alls and gradients, else intra-node."""
         self._ideal = self.is_papers and not is_serial and self.contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
+        self.bottlenecks: dict[tuple[Order, float], str] = {}
+        """Way to run the layer and time of gradients in its MoE part -> the lane that it waits for, once known."""
+        self._form = _form(work)
+        self._known_ms: dict[tuple[Order, float], float] = {}
+        self._chunks_ms: dict[int, np.ndarray] = {}
 
     def _sum_ms(self, works: Sequence[Work]) -> float:
         return sum(self.costs[each.kind].ms(each.size, each.launches) for each in works)
@@ -109,6 +114,18 @@ class BlockTimes:
         }
         expert = Load(self.costs[moe.expert.kind], moe.expert.size, moe.expert.launches)
         return Phase(expert=expert, grad_ms=grad_ms, links="shared" if links == "shared" else "paper", **load)
+
+    def with_ms(self, orders: Sequence[Order], moe_grad_ms: float) -> np.ndarray:
+        """Return the times of the layer with gradients of one time in the window of the MoE part, [orders], in ms.
+
+        They are computed once: of one layer many plans are made, each with other choices out of the same ways.
+        """
+        known = self._known_ms
+        new = [order for order in dict.fromkeys(orders) if (order, moe_grad_ms) not in known]
+        if new:
+            found_ms = self.times_ms(new, moe_grad_ms)[:, 0].tolist()
+            known.update(zip([(order, moe_grad_ms) for order in new], found_ms, strict=True))
+        return np.array([known[order, moe_grad_ms] for order in orders])
 
     def times_ms(
         self, orders: Sequence[Order], moe_grad_ms: np.ndarray | float = 0.0, dense_grad_ms: np.ndarray | float = 0.0
@@ -145,30 +162,33 @@ class BlockTimes:
         result_ms: np.ndarray,
         rows: Sequence[int],
     ) -> None:
-        form = _form(self.work)
         # A slice that is not there must not hold up a lane: candidates with and without one are different orders.
         for has_moe, has_dense in sorted({*zip(moe_grad_ms > 0, dense_grad_ms > 0, strict=True)}):
             columns = np.flatnonzero(((moe_grad_ms > 0) == has_moe) & ((dense_grad_ms > 0) == has_dense))
-            grads_ms = np.stack([np.zeros(len(columns)), moe_grad_ms[columns], dense_grad_ms[columns]])
             jobs = []
             for order in orders:
-                template, slots = _template(
-                    form, order, self.grad_lanes, bool(has_moe), bool(has_dense), self.is_serial
-                )
-                chunk_ms = self._chunk_ms(order.degree)
-                slot_ms = np.concatenate([np.repeat(chunk_ms[:, None], len(columns), axis=1), grads_ms])
-                jobs.append((template, slot_ms[slots], self._issue_ms(slots, len(chunk_ms), template.launched)))
+                chunk_ms = np.repeat(self._chunk_ms(order.degree)[:, None], len(columns), axis=1)
+                jobs.append(self._job(order, chunk_ms, moe_grad_ms[columns], dense_grad_ms[columns]))
             for row, times_ms in zip(rows, makespans_ms(jobs, self.contention), strict=True):
                 result_ms[row, columns] = times_ms
 
+    def _job(self, order: Order, chunk_ms: np.ndarray, moe_grad_ms: np.ndarray, dense_grad_ms: np.ndarray) -> Job:
+        """Return candidates of one order: gradients are there in each of them or in none, in both windows."""
+        there = bool(moe_grad_ms[0] > 0), bool(dense_grad_ms[0] > 0)
+        template, slots = _template(self._form, order, self.grad_lanes, *there, self.is_serial)
+        slot_ms = np.concatenate([chunk_ms, np.stack([np.zeros_like(moe_grad_ms), moe_grad_ms, dense_grad_ms])])
+        return template, slot_ms[slots], self._issue_ms(slots, len(chunk_ms), template.launched)
+
     def _chunk_ms(self, degree: int) -> np.ndarray:
         """Return all operation times, chunk by chunk for those that are cut, in the order of :func:`_places`."""
-        shares = chunk_shares(self.work.moe.capacity, degree)
-        times_ms: list[float] = []
-        for each, is_cut in _works(self.work):
-            cost = self.costs[each.kind]
-            times_ms += [cost.ms(each.size * share, each.launches) for share in (shares if is_cut else (1.0,))]
-        return np.array(times_ms)
+        if degree not in self._chunks_ms:
+            shares = chunk_shares(self.work.moe.capacity, degree)
+            times_ms: list[float] = []
+            for each, is_cut in _works(self.work):
+                cost = self.costs[each.kind]
+                times_ms += [cost.ms(each.size * share, each.launches) for share in (shares if is_cut else (1.0,))]
+            self._chunks_ms[degree] = np.array(times_ms)
+        return self._chunks_ms[degree]
 
     def _issue_ms(self, slots: np.ndarray, count: int, launched: np.ndarray) -> np.ndarray:
         """Return when the host has issued each task of a template."""
@@ -182,6 +202,39 @@ class BlockTimes:
         ]
         launch_ms = max(self.host_ms.values(), default=0.0)
         return np.cumsum(np.array([*of_slots, 0.0, launch_ms, launch_ms])[slots])
+
+
+def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]]]) -> None:
+    """Compute what :meth:`BlockTimes.with_ms` is going to be asked for, of many layers together.
+
+    A simulation of many candidates takes hardly longer than one of few.
+
+    Args:
+        wanted: the times of a layer -> the ways to run it, and the times of gradients in the window of its MoE part.
+    """
+    forms: dict[tuple, int] = {}
+    # Layers of one form are candidates for one order, which is compiled once.
+    alike: dict[tuple, list[tuple[BlockTimes, float]]] = {}
+    for times, (orders, grads_ms) in wanted.items():
+        host = id(times.host_ms) if isinstance(times.host_ms, Mapping) else times.host_ms
+        form = times.contention, host, times._form, times.grad_lanes, times.is_serial
+        number = forms.setdefault(form, len(forms))
+        for order in orders:
+            if not times.has_closed_form(order):
+                for each_ms in grads_ms:
+                    if (order, each_ms) not in times._known_ms:
+                        alike.setdefault((number, order, each_ms > 0), []).append((times, each_ms))
+    jobs: dict[Contention, list[tuple[Job, Order, list[tuple[BlockTimes, float]]]]] = {}
+    for (_, order, _), columns in alike.items():
+        first, grads_ms = columns[0][0], np.array([each_ms for _, each_ms in columns])
+        chunks_ms = np.stack([times._chunk_ms(order.degree) for times, _ in columns], axis=1)
+        job = first._job(order, chunks_ms, grads_ms, np.zeros_like(grads_ms))
+        jobs.setdefault(first.contention, []).append((job, order, columns))
+    for contention, of_contention in jobs.items():
+        found = makespans_ms([job for job, _, _ in of_contention], contention)
+        for (_, order, columns), times_ms in zip(of_contention, found, strict=True):
+            for (times, each_ms), time_ms in zip(columns, times_ms.tolist(), strict=True):
+                times._known_ms[order, each_ms] = time_ms
 
 
 def _cut(moe: MoEWork) -> list[Work]:

@@ -53,11 +53,11 @@ class Search:
             space: the allowed choices, if not all.
             planner: the planner that predicts times, if not this one's.
         """
-        whole, halves = self.whole(space, planner), self.in_halves(space, planner)
-        if halves is None:
-            return whole
-        step_ms = (planner or self.planner).step_ms
-        return halves if step_ms(halves) < (1 - MIN_GAIN) * step_ms(whole) else whole
+        return self._faster(self.whole(space, planner), self.in_halves(space, planner), planner or self.planner)
+
+    def _faster(self, whole: ModelPlan, halves: ModelPlan | None, planner: Planner) -> ModelPlan:
+        gains = halves is not None and planner.step_ms(halves) < (1 - MIN_GAIN) * planner.step_ms(whole)
+        return halves if halves is not None and gains else whole
 
     def whole(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
         """Return the fastest plan of those that run a micro-batch as a whole; see :meth:`fastest`."""
@@ -88,7 +88,10 @@ class Search:
         in two, three and four chunks, in each allowed order; and where micro-batches may be run in halves, the best of
         these, and halves in one and two chunks."""
         isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
-        found = [self.fastest(), self.whole(), self._again(self.whole(planner=isolated)), *self._by_alltoall()]
+        whole = self.whole()
+        halves = [self.in_halves(degree=each) for each in (None, *HALVES_DEGREES)]
+        fastest = self._faster(whole, halves[0], self.planner)
+        found = [fastest, whole, self._again(self.whole(planner=isolated)), *self._by_alltoall()]
         if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
             most = max(1, min((each for each in capacities if each is not None), default=0))
@@ -104,7 +107,6 @@ class Search:
                 for each in degrees
                 if each > 1
             ]
-        halves = [self.in_halves(degree=each) for each in (None, *HALVES_DEGREES)]
         return _distinct([*found, *(each for each in halves if each is not None)])
 
     def to_try(self, stage: int | None = None) -> list[ModelPlan]:
@@ -133,6 +135,8 @@ class Search:
     def _by_alltoall(self) -> list[ModelPlan]:
         """Return the fastest plan with each all-to-all, where there are several: layers that lack it keep their own."""
         names = dict.fromkeys(name for each in self.options for name in each)
+        if len(names) < 2:
+            return []
         spaces = self._spaces(self.space)
         with_each = [[name if name in each else next(iter(each)) for each in self.options] for name in names]
         return [self.planner.plan_options(self.options, spaces, self.mode, used) for used in with_each]

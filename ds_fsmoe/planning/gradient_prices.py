@@ -11,6 +11,8 @@ import numpy as np
 from ds_fsmoe.planning.block_times import BlockTimes, Order
 
 _CURVE_POINTS = 17
+_FEW = 24
+"""So many orders are all looked at for a curve."""
 Price = Callable[[np.ndarray], np.ndarray]
 """Time of gradients in a window -> how much longer the layer gets."""
 
@@ -28,7 +30,7 @@ def window_prices(
         num_micro_batches: of which the last one sends gradients. All run in the same way, so that the others pay for
             one that is not the best without gradients.
     """
-    alone_ms = moe.times_ms(orders)[:, 0]
+    alone_ms = moe.with_ms(orders, 0.0)
     base_ms = float(alone_ms.min())
     others_ms = (num_micro_batches - 1) * (alone_ms - base_ms)[:, None]
     if all(moe.has_closed_form(order) for order in orders):
@@ -41,9 +43,12 @@ def window_prices(
 
         return priced, dense
     grid_ms = np.linspace(0.0, 1.5 * max(base_ms, whole.after_ms), _CURVE_POINTS)
-    kept = _promising(orders, alone_ms, moe.times_ms(orders, grid_ms[[_CURVE_POINTS // 3, -1]]))
+    kept = list(range(len(orders)))
+    if len(orders) > _FEW:
+        kept = _promising(orders, alone_ms, moe.times_ms(orders, grid_ms[[_CURVE_POINTS // 3, -1]]))
     few = [orders[index] for index in kept]
-    moe_ms = (moe.times_ms(few, grid_ms) + others_ms[kept]).min(axis=0)
+    of_orders_ms = np.column_stack([alone_ms[kept], moe.times_ms(few, grid_ms[1:])])
+    moe_ms = (of_orders_ms + others_ms[kept]).min(axis=0)
     dense_ms = whole.times_ms([alone], 0.0, grid_ms)[0]
     return _Curve(grid_ms, moe_ms - moe_ms[0]), _Curve(grid_ms, dense_ms - dense_ms[0])
 
@@ -51,8 +56,6 @@ def window_prices(
 def _promising(orders: Sequence[Order], *times_ms: np.ndarray) -> list[int]:
     """Return the places of those of many orders that matter for a curve: with few gradients, more, and many, the best
     of each degree, and of these the best eight."""
-    if len(orders) <= 24:
-        return list(range(len(orders)))
     kept: set[int] = set()
     for column_ms in np.column_stack([each.reshape(len(orders), -1) for each in times_ms]).T:
         of_degree: dict[int, int] = {}

@@ -203,6 +203,7 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     two_kinds, kinds_between = all(queue.has), queue.kinds_between
     alphas_ms = [queue.alphas_ms[0]] if not queue.has[1] else [queue.alphas_ms[1]] if not queue.has[0] else None
     seen: dict[int, np.ndarray] = {}
+    kinds, num_mixed = np.zeros((steps + 1, 0), dtype=np.int8), 0
 
     for window in windows:
         exists = queue.exists(window.num_pieces)
@@ -216,20 +217,26 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
             if key not in seen or len(seen[key][0]) < exists + 1:
                 seen[key] = _prices(window, queue, np.arange(steps + 1), alphas_ms[0])[None]
             extra_ms = seen[key][:, : exists + 1]
-        longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
-        # candidates[j, m]: emptied up to j, of which m in this window.
-        padded = np.concatenate([np.full(longest, np.inf), best_ms])
+            longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
+            # candidates[j, m]: emptied up to j, of which m in this window; nothing is emptied that does not exist.
+            padded = np.concatenate([np.full(longest, np.inf), best_ms[: exists + 1]])
         before_ms = np.lib.stride_tricks.sliding_window_view(padded, longest + 1)[:, ::-1]
         if two_kinds:
-            last = np.arange(steps + 1)[:, None]
-            kinds = kinds_between(np.maximum(0, last - np.arange(longest + 1)), last)
-            price_ms = extra_ms[kinds, np.broadcast_to(np.arange(longest + 1), kinds.shape)]
+            if kinds.shape[1] <= longest:
+                last = np.arange(steps + 1)[:, None]
+                kinds = kinds_between(np.maximum(0, last - size[: longest + 1]), last).astype(np.int8)
+                # Behind the longest stretch of one kind there are both; a slice longer than all is none.
+                of_one = ((kinds != 2) & (last >= size[: longest + 1])).any(axis=0)
+                num_mixed = int(np.flatnonzero(of_one)[-1]) + 1
+            total_ms = before_ms + extra_ms[2, : longest + 1]
+            few = slice(0, min(num_mixed, longest + 1))
+            total_ms[:, few] = before_ms[:, few] + np.choose(kinds[: exists + 1, few], extra_ms[:, None, few])
         else:
-            price_ms = extra_ms[0, : longest + 1]
-        total_ms = before_ms + price_ms + even_ms[: longest + 1]
-        choice = total_ms.argmin(axis=1)
-        then_ms = total_ms[np.arange(steps + 1), choice]
-        then_ms[exists + 1 :] = np.inf
+            total_ms = before_ms + extra_ms[0, : longest + 1]
+        total_ms += even_ms[: longest + 1]
+        choice, then_ms = np.zeros(steps + 1, dtype=np.int64), np.full(steps + 1, np.inf)
+        choice[: exists + 1] = total_ms.argmin(axis=1)
+        then_ms[: exists + 1] = total_ms[np.arange(exists + 1), choice[: exists + 1]]
         if exists == steps and longest < steps:
             # More than is worth while, but all that is left: that saves every later launch.
             first = np.arange(steps + 1)

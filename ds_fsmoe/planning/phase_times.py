@@ -26,6 +26,11 @@ class PhaseTimes:
     num_micro_batches: int = 1
     """Of which the last one sends them; all are cut alike."""
 
+    @property
+    def grads_ms(self) -> tuple[float, ...]:
+        """The times of gradients with which :meth:`mean_ms` looks at a layer."""
+        return (self.grad_ms,) if self.num_micro_batches == 1 else (self.grad_ms, 0.0)
+
     def of(self, same_chunks: bool) -> BlockTimes:
         """Return the times that hold for such chunks."""
         return self.same if same_chunks or self.other is None else self.other
@@ -36,8 +41,8 @@ class PhaseTimes:
 
     def mean_of(self, times: BlockTimes, orders: Sequence[Order]) -> np.ndarray:
         """Return the same by given times."""
-        last_ms = times.times_ms(orders, self.grad_ms)[:, 0]
+        last_ms = times.with_ms(orders, self.grad_ms)
         if self.num_micro_batches == 1 or not self.grad_ms:
             return last_ms
-        earlier_ms = times.times_ms(orders)[:, 0]
+        earlier_ms = times.with_ms(orders, 0.0)
         return earlier_ms + (last_ms - earlier_ms) / self.num_micro_batches

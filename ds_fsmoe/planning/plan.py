@@ -8,13 +8,14 @@ plan`` prints what comes out, and training runs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.block_times import BlockTimes
+from ds_fsmoe.planning.block_times import BlockTimes, Order, learn
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.gradient_prices import Price, window_prices
@@ -130,6 +131,7 @@ class Planner:
         # Layers that are equal are planned once, and told apart by a number from here on.
         numbers: dict[tuple[Layer, SearchSpace], int] = {}
         kinds = [numbers.setdefault(each, len(numbers)) for each in zip(layers, of_layers, strict=True)]
+        self._learn((*each, ()) for each in numbers)
         alone = [self.choose(*each) for each in numbers]
         # A system of one degree chooses it without its gradients.
         final = [
@@ -138,6 +140,8 @@ class Planner:
         ]
         distinct = [layer for layer, _ in numbers]
         split = self._partition(distinct, kinds[::-1], alone, final, mode, carried)
+        sending = ((kinds[-1 - index], split.slices[2 * index]) for index in range(len(kinds)))
+        self._learn((distinct[kind], final[kind], moe) for kind, moe in sending)
         pairs, plans = [], []
         for index, kind in enumerate(kinds[::-1]):
             moe, dense = split.slices[2 * index : 2 * index + 2]
@@ -169,6 +173,9 @@ class Planner:
             names: the all-to-all of each layer, if these are given.
         """
         of_layers = [spaces] * len(options) if isinstance(spaces, SearchSpace) else list(spaces)
+        self._learn(
+            (layer, space, ()) for each, space in zip(options, of_layers, strict=True) for layer in each.values()
+        )
         fastest, times = [], []
         for layers, space in zip(options, of_layers, strict=True):
             of_names = {name: sum(each.time_ms for each in self.choose(layer, space)) for name, layer in layers.items()}
@@ -202,19 +209,38 @@ class Planner:
             space: what may be chosen from.
             moe: slices of gradients that travel in its backward.
         """
-        costs = layer.costs or self._written
-        grad_ms = sum(costs.backward[each.kind].ms(each.size_bytes) for each in moe)
-        lanes = _lanes(moe)
-        key = layer.forward.moe, layer.backward.moe, costs, space, grad_ms, lanes
+        costs, key = layer.costs or self._written, self._key(layer, space, moe)
         if key not in self._choices:
             self._choices[key] = choose(
-                self._phase_times(layer, False),
-                self._phase_times(layer, True, lanes, grad_ms),
+                *self._both_phases(layer, moe),
                 space,
                 uses_rng=costs.uses_rng,
                 relative_residual=costs.relative_residual,
             )
         return self._choices[key]
+
+    def _key(self, layer: Layer, space: SearchSpace, moe: tuple[Slice, ...]) -> tuple:
+        return layer.forward.moe, layer.backward.moe, layer.costs, space, self._grad_ms(layer, moe), _lanes(moe)
+
+    def _grad_ms(self, layer: Layer, moe: tuple[Slice, ...]) -> float:
+        costs = (layer.costs or self._written).backward
+        return sum(costs[each.kind].ms(each.size_bytes) for each in moe)
+
+    def _learn(self, wanted: Iterable[tuple[Layer, SearchSpace, tuple[Slice, ...]]]) -> None:
+        """Compute the times by which ways to run layers are chosen, see :meth:`choose`, for all layers together."""
+        of_times: dict[BlockTimes, tuple[dict[Order, None], dict[float, None]]] = {}
+        for layer, space, moe in {self._key(*each): each for each in wanted}.values():
+            for backward, phase in enumerate(self._both_phases(layer, moe)):
+                orders = dict.fromkeys(space.orders_of(phase.same.work.moe, bool(backward)))
+                for times in dict.fromkeys((phase.same, phase.other or phase.same)):
+                    known = of_times.setdefault(times, ({}, {}))
+                    known[0].update(orders)
+                    known[1].update(dict.fromkeys(phase.grads_ms))
+        learn(of_times)
+
+    def _both_phases(self, layer: Layer, moe: tuple[Slice, ...]) -> tuple[PhaseTimes, PhaseTimes]:
+        backward = self._phase_times(layer, True, _lanes(moe), self._grad_ms(layer, moe))
+        return self._phase_times(layer, False), backward
 
     def _phase_times(
         self, layer: Layer, backward: bool, lanes: tuple[Lane, ...] = (Lane.INTER,), grad_ms: float = 0.0
@@ -315,14 +341,14 @@ class Planner:
     def _windows(self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]) -> tuple[Price, Price]:
         """Price both windows of a layer, the degree re-chosen for every time of gradients."""
         costs, moe = layer.costs or self._written, layer.backward.moe
-        key = layer.backward, costs, space, lanes, alone.order
-        if key in self._curves:
-            return self._curves[key]
         orders = [alone.order]
         if space.asked[1] is None and not costs.uses_rng:
             most = moe.capacity or MAX_DEGREE
             orders += [each for each in space.orders(True, moe.expert_dw is not None) if each.degree <= most]
         orders = list(dict.fromkeys(orders))
+        key = layer.backward, costs, tuple(orders), lanes
+        if key in self._curves:
+            return self._curves[key]
         prices = window_prices(
             orders,
             alone.order,

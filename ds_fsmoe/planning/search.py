@@ -146,7 +146,8 @@ def _fixed(forward: Order, backward: Order) -> SearchSpace:
     return SearchSpace(lambda is_backward, splits: (backward if is_backward else forward,))
 
 
-def _open_orders(max_degree: int, links: Sequence[Links], may_put_off: bool) -> tuple[Order, ...]:
+@lru_cache(maxsize=1024)
+def _open_orders(max_degree: int, links: tuple[Links, ...], may_put_off: bool) -> tuple[Order, ...]:
     # The first is stock's schedule; on lanes of their own, its collectives leave the other link to gradients.
     first = Order(1, links[-1])
     found = [first]
@@ -372,10 +373,13 @@ def _bottleneck(times: BlockTimes, order: Order, grad_ms: float) -> str:
         chains_ms = bounds_ms(times.phase(order.links, grad_ms), order.degree)
         name = BOTTLENECKS[chains_ms.index(max(chains_ms))]
         return STREAM if order.links == "shared" and name == BOTTLENECKS[0] else name
+    if (order, grad_ms) in times.bottlenecks:
+        return times.bottlenecks[order, grad_ms]
     # Of what the end waits for, the lane with most of it.
     slices = (Slice(_TIMED, times.grad_lanes, grad_ms),) if grad_ms else ()
     schedule = block_schedule(times.work, order.plan(slices))
     costs = {**times.costs, _TIMED: LinearCost(0.0, 1.0)}
     path = simulate(schedule, costs, times.contention).critical_path()
     share_ms = {lane: sum(span.end_ms - span.start_ms for span in path if span.task.lane is lane) for lane in Lane}
-    return LANE_NAMES[max(share_ms, key=share_ms.__getitem__)]
+    times.bottlenecks[order, grad_ms] = LANE_NAMES[max(share_ms, key=share_ms.__getitem__)]
+    return times.bottlenecks[order, grad_ms]
