@@ -139,7 +139,7 @@ class Checkpoints:
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest, layout)
         rounds = moved and asked.get("custom_load_fn") is None
         with (
-            reading.in_use(layout.is_recut, sharper, strict, relaid, with_optimizer, rounds),
+            reading.in_use(layout.is_recut, sharper, strict, relaid, moved, rounds),
             without_tying(self._engine),
         ):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimiz
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
 from ds_fsmoe.checkpoint.saving import stock_layers
+from ds_fsmoe.checkpoint.shared_out import FROZEN
 from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files import guards
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, whole_name
@@ -79,7 +81,7 @@ class Reading:
 
     @contextmanager
     def in_use(
-        self, recut: bool, sharper: bool, strict: bool, relaid: bool, with_optimizer: bool, rounds: bool
+        self, recut: bool, sharper: bool, strict: bool, relaid: bool, moved: bool, rounds: bool
     ) -> Iterator[None]:
         """Make DeepSpeed load through this reader within the block.
 
@@ -89,7 +91,8 @@ class Reading:
             sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
             relaid: whether weights lie otherwise in the files than this job's would: experts spread over other ranks,
                 or ZeRO 3 on one side.
-            with_optimizer: whether states of the optimizer are to be loaded; without them its files need not be there.
+            moved: whether states of the optimizer are to be loaded from another layout; without them its files need not
+                be there.
             rounds: whether weights may get their values from the optimizer's copies after these are filled.
         """
         files = self._engine.checkpoint_engine
@@ -100,7 +103,7 @@ class Reading:
 
         own = None
         if relaid:
-            own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, with_optimizer, rounds)
+            own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, moved, rounds)
         frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
 
         stage = stage_of(self._engine)
@@ -122,8 +125,11 @@ class Reading:
             if expert is not None:
                 return self._expert(expert.layer, expert.number, sharper, strict)
             self._check_named(Path(path))
-            is_of_others = Path(path).name == main_file(0) != main
-            found = read_file(Path(path), self._trusted, map_location or "cpu", in_place=is_of_others)
+            if moved:
+                found = self._in_place(path, main)
+            else:
+                is_of_others = Path(path).name == main_file(0) != main
+                found = read_file(Path(path), self._trusted, map_location or "cpu", in_place=is_of_others)
             if sharper and Path(path).name == main and found["module"] is not None:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
             elif sharper and (layer := self._layer_in(Path(path))) is not None:
@@ -138,6 +144,15 @@ class Reading:
                 return
             with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: list(map(str, own.main_files))):
                 yield
+
+    def _in_place(self, path: str, main: str) -> dict[str, Any]:
+        """Return what a file of weights holds, which stay in the file; what scripts have saved beside them does not."""
+        found = copy(self.whole.file(Path(path).name))
+        if Path(path).name == main:
+            found["module"] = copy(found["module"])
+            own = found.keys() - {"module", "optimizer", FROZEN}
+            found |= {name: deepcopy(found[name]) for name in own}
+        return found
 
     def _layer_in(self, path: Path) -> str | None:
         """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""

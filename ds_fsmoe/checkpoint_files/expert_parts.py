@@ -182,6 +182,10 @@ class ExpertPart:
         chosen = torch.tensor(places, device=whole.device)
         return whole.unflatten(dim, sizes).index_select(2 * dim, chosen).flatten(dim, dim + 1)
 
+    def all_of_it(self) -> ExpertPart:
+        """Return the description of the whole parameter, as one rank alone would have it."""
+        return replace(self, ep_size=1, ep_rank=0, shard=None)
+
     def of_rank(self, ep_rank: int) -> ExpertPart:
         """Return the description of another rank's part of the same parameter."""
         return replace(self, ep_rank=ep_rank)

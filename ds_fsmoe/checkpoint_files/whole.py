@@ -24,7 +24,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import (
 )
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
 from ds_fsmoe.checkpoint_files.moved_parts import elements_of_part
-from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertFile, ExpertName, Numbering, expert_file, expert_name
+from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, Numbering, expert_file, expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
@@ -52,6 +52,7 @@ class Whole:
 
     Attributes:
         place: that folder.
+        file: returns what a file holds, with tensors that stay in it.
         numbering: maps the path of each MoE layer -> how its files number experts.
         index: where the optimizer's states are; ``None`` where that was not written down.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
@@ -72,7 +73,7 @@ class Whole:
     ) -> None:
         self.place = place
         self._stage = stage
-        self._file = OpenFiles(place, partial(read_file, trusted=trusted, in_place=True))
+        self.file = OpenFiles(place, partial(read_file, trusted=trusted, in_place=True))
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
         there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
@@ -91,7 +92,7 @@ class Whole:
             )
         self._auto_ep: AutoEPNames | None = None
         if self.manifest is None and not self.is_shared_out and self.dense.get(LAYERS):
-            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self._file(str(ExpertFile(0, layer, number))))
+            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self.file(str(ExpertFile(0, layer, number))))
             names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
         lasts = {(each.stage, each.layer): each for each in self._experts}
@@ -100,7 +101,7 @@ class Whole:
         self.index: Index | None = index(place)
         if self.index is None and self.is_shared_out:
             try:
-                self.index = stock_index(there, self.dense, self._file)
+                self.index = stock_index(there, self.dense, self.file)
             except CheckpointError as error:
                 raise CheckpointError(f"{place} cannot be put together: {error}") from error
         self.numbering = self._numberings()
@@ -108,28 +109,25 @@ class Whole:
         self._first = {name: each.first() for name, each in self.parts.items()}
         if self._auto_ep is not None:
             self._first |= {name: ExpertPart("stacked", n, n, 0) for name, n in self._auto_ep.num_experts().items()}
-        self._pieces = SavedPieces(self.index, stage, self._file, place)
-        layers = () if self.manifest is None else self.manifest.layers
-        self._cuts: Mapping[str, Mapping[str, Cut]] = {each.path: each.cuts for each in layers}
+        self._pieces = SavedPieces(self.index, stage, self.file, place)
+        self._cuts = {} if self.manifest is None else {each.path: each.cuts for each in self.manifest.layers}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @property
     def dense(self) -> dict[str, Any]:
         """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``: at ZeRO 3
         buffers alone have their values there."""
-        return self._file(self.main_file)
+        return self.file(self.main_file)
 
     def main(self, stage: int) -> dict[str, Any]:
         """Return the data that DeepSpeed stores beside the weights of a stage; see :attr:`dense`."""
-        return self.dense if stage == 0 else self._file(main_file(stage))
+        return self.dense if stage == 0 else self.file(main_file(stage))
 
     def states_of(self, stage: int) -> Index | None:
         """Return the index of the optimizer states that a stage has; ``None`` where that was not written down."""
-        if self.index is None:
-            return None
-        return replace(
-            self.index, groups=tuple(each for each in self.index.groups if stage_of_file(each.file) == stage)
-        )
+        groups = () if self.index is None else self.index.groups
+        of_stage = tuple(each for each in groups if stage_of_file(each.file) == stage)
+        return None if self.index is None else replace(self.index, groups=of_stage)
 
     def files(self) -> Iterator[Path]:
         """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
@@ -156,19 +154,17 @@ class Whole:
     def names_of(self, stage: int) -> Iterator[str]:
         """The names of the parameters and buffers of one stage."""
         yield from self.dense_names_of(stage)
-        for layer, at in self._layer_at.items():
-            if at[0] == stage:
-                numbering = self.numbering[layer]
-                for expert in range(numbering.num_experts):
-                    for each in self._names_in(str(ExpertFile(*at, numbering.number(expert, 0)))):
-                        yield str(ExpertName(layer, expert, each.parameter))
+        for layer in (each for each, at in self._layer_at.items() if at[0] == stage):
+            for expert in range(self.numbering[layer].num_experts):
+                for each in self._names_in(self.file_of(layer, self.numbering[layer].number(expert, 0))):
+                    yield str(ExpertName(layer, expert, each.parameter))
 
     def dense_names_of(self, stage: int) -> Iterator[str]:
         """The names of those that are in no expert's own file, none of which is opened."""
         yield from self._dense[stage] if self._auto_ep is None else self._auto_ep
         if not self.is_shared_out:
             parts = [name for name, each in self.parts.items() if each.stage == stage]
-            there = self._file(parts_file(0, stage)) if parts else ()
+            there = self.file(parts_file(0, stage)) if parts else ()
             yield from (name for name in parts if part_name(name, 0) in there)
 
     def shapes(self, stage: int = 0) -> dict[str, tuple[int, ...]]:
@@ -182,8 +178,7 @@ class Whole:
 
     def parameters_of(self, layer: str) -> set[str]:
         """Return the parameters and buffers of one expert of a layer, under the names that the expert gives them."""
-        number = self.numbering[layer].number(0, 0)
-        return {each.parameter for each in self._names_in(str(ExpertFile(*self._layer_at[layer], number)))}
+        return {each.parameter for each in self._names_in(self.file_of(layer, self.numbering[layer].number(0, 0)))}
 
     @property
     def dense_files(self) -> set[str]:
@@ -263,7 +258,7 @@ class Whole:
 
         if was is None:
             return saved(0, first, size)
-        return elements_of_part(was, here or _all_of(was), self._shape(name), first, size, saved)
+        return elements_of_part(was, here or was.all_of_it(), self._shape(name), first, size, saved)
 
     def _was(self, name: str, here: ExpertPart | None) -> ExpertPart | None:
         """Return the first of the parts that were saved of a parameter; ``None`` where it is whole there and here."""
@@ -271,7 +266,7 @@ class Whole:
             return self._first[name]
         expert, num_shards = expert_name(name), self._num_saved(name)
         if num_shards == 1:
-            return None if here is None else _all_of(here)
+            return None if here is None else here.all_of_it()
         cuts = {} if expert is None else self._cuts.get(expert.layer, {})
         if expert is None or not cuts:
             raise CheckpointError(f"{self.place} does not say how {name} is cut into its {num_shards} shards")
@@ -329,7 +324,7 @@ class Whole:
     def _weights_of(self, saved: str) -> Any:
         file, keys = self._place_of(saved)
         if self._auto_ep is None:
-            return self._file.at(file, keys)
+            return self.file.at(file, keys)
         try:
             return self._auto_ep.weights(whole_name(saved), part_number(saved))
         except KeyError:
@@ -357,7 +352,7 @@ class Whole:
         """
         for name in self.names():
             places = self._places_of(name)
-            values = [self._file.at(*each) for each in places.values()] if len(places) > 1 else []
+            values = [self.file.at(*each) for each in places.values()] if len(places) > 1 else []
             if any(not torch.equal(values[0], each) for each in values[1:]):
                 raise CheckpointError(
                     f"{self.place}: {name} differs between the stages {', '.join(map(str, places))} of the pipeline, "
@@ -372,7 +367,7 @@ class Whole:
             found[at] = {name: (file, ("module", name)) for name in self.main(at)["module"] or ()}
         for at, stage in enumerate(() if self.manifest is None else self.manifest.stages):
             for file, path in stage.files.items():
-                found[at] |= {f"{path}.{key}": (file, (key,)) for key in self._file(file)}
+                found[at] |= {f"{path}.{key}": (file, (key,)) for key in self.file(file)}
         return found
 
     def _shape_of(self, saved: str) -> torch.Size:
@@ -398,12 +393,7 @@ class Whole:
         return found
 
     def _names_in(self, file: str) -> list[ExpertName]:
-        found = [expert_name(each) for each in self._file(file)]
+        found = [expert_name(each) for each in self.file(file)]
         if not found or None in found:
             raise CheckpointError(f"{self.place / file} is not of an expert")
         return [each for each in found if each is not None]
-
-
-def _all_of(part: ExpertPart) -> ExpertPart:
-    """Describe the whole parameter that a part is of."""
-    return replace(part, ep_size=1, ep_rank=0, shard=None)
