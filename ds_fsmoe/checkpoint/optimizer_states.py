@@ -233,7 +233,8 @@ def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[s
     """Return which optimized parameters a checkpoint's states lack, and which of its parameters this job lacks."""
 
     here = {_kind(name) for group in live_groups(engine) or () for name in group.names}
-    there = {_kind(piece.name) for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
+    names = {piece.name for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
+    there = set(map(_kind, names))
     return sorted(here - there), sorted(there - here)
 
 

@@ -7,6 +7,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +127,25 @@ class SavedPieces:
     """
 
     def __init__(self, index: Index | None, stage: int, files: OpenFiles, place: Path) -> None:
-        self._files, self._place = files, place
-        self._of: dict[str, list[tuple[Group, Piece]]] = {}
-        groups = () if index is None else index.groups
+        self._index, self._stage, self._files, self._place = index, stage, files, place
+
+    @cached_property
+    def _of(self) -> dict[str, list[tuple[Group, Piece]]]:
+        """Maps the name of a parameter -> its pieces in order; made when first needed, as it is large with many ranks."""
+        found: dict[str, list[tuple[Group, Piece]]] = {}
+        groups = () if self._index is None else self._index.groups
         stages: dict[str, int] = {}
         known: set[tuple[str, int]] = set()
-        for group in sorted(groups, key=lambda each: stage_of_file(each.file) != stage):
+        for group in sorted(groups, key=lambda each: stage_of_file(each.file) != self._stage):
             number = stage_of_file(group.file)
             for piece in group.pieces:
                 # Without ZeRO each rank that writes a file has all that is no expert's; each stage has what they share.
                 if stages.setdefault(piece.name, number) == number and (piece.name, piece.first) not in known:
                     known.add((piece.name, piece.first))
-                    self._of.setdefault(piece.name, []).append((group, piece))
-        for each in self._of.values():
+                    found.setdefault(piece.name, []).append((group, piece))
+        for each in found.values():
             each.sort(key=_first)
+        return found
 
     def has(self, name: str, item: str) -> bool:
         """Return whether there is an item of a parameter."""
