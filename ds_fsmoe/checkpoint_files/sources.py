@@ -131,7 +131,7 @@ class SavedPieces:
 
     @cached_property
     def _of(self) -> dict[str, list[tuple[Group, Piece]]]:
-        """Maps the name of a parameter -> its pieces in order; made when first needed, as it is large with many ranks."""
+        """Maps the name of a parameter -> its pieces in order. It is large with many ranks, and not needed by all."""
         found: dict[str, list[tuple[Group, Piece]]] = {}
         groups = () if self._index is None else self._index.groups
         stages: dict[str, int] = {}
