@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes DeepSpeed read files safely while our engine loads: nothing in them is run, and experts are cut as this
-job's are. States from another layout are put together parameter by parameter.
+job's are. Of files of another layout a rank reads the ranges that it keeps.
 """
 
 from __future__ import annotations
@@ -106,16 +106,17 @@ class Reading:
             own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, moved, rounds)
         frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
 
-        stage = stage_of(self._engine)
-        main, seen = main_file(stage), dict[str, Any]()
+        main = main_file(stage_of(self._engine))
+        first: dict[str, Any] = {}
 
         def load(path: str, map_location: Any = None) -> Any:
-            # DeepSpeed looks at the first stage's file before it reads that of its own stage, which may be the same.
-            if path in seen:
-                return seen.pop(path)
+            # DeepSpeed reads the first file once more, after a look at how many there should be.
+            if (found := first.get(path)) is not None:
+                first[path] = None
+                return found
             found = read(path, map_location)
-            if Path(path).name == main:
-                seen[path] = found
+            if not first:
+                first[path] = found
             return found
 
         def read(path: str, map_location: Any) -> Any:
