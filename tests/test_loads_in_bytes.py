@@ -177,6 +177,7 @@ HF = [
     (Layout("hf", 2, 2, 1), Layout("hf", 4, 4, 2)),
     (Layout("hf", 2, 2, 1), Layout("hf", 4, 2, 0, "fp32")),
     (Layout("hf", 4, 2, 3), Layout("hf", 2, 1, 3)),
+    (Layout("hf", 4, 2, 3), Layout("hf", 2, 1, 1, "fp32")),
 ]
 STOCK = [
     (Layout("stock", 2, 2, 1), Layout("stock", 2, 1, 1)),
