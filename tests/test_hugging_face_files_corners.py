@@ -149,7 +149,7 @@ def test_a_rank_s_part_of_a_checkpoint_of_another_layout_does_not_keep_the_whole
     relaid, name = Relaid.__new__(Relaid), "experts.down_proj"
     relaid._parts, relaid._live = {name: ExpertPart("stacked", 4, 2, 1)}, {name: torch.zeros(2, 3)}
     relaid._whole = SimpleNamespace(part_shape=lambda name, part: part.part_shape((4, 3)))
-    relaid._sharper, relaid._copies = False, Copies()
+    relaid._sharper, relaid._rounded, relaid._copies = False, set(), Copies()
     saved = torch.arange(12.0)
     relaid._sources = lambda name, item, first, size: (Source("file", lambda: saved, 6 + at, 3) for at in (0, 3))
     found = relaid._own(name)
