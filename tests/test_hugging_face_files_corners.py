@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("peft")
 
 from ds_fsmoe.checkpoint.relaid import Relaid
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from tests.hf_families import model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -144,10 +146,14 @@ def test_what_was_saved_goes_on(name: str, which: list[int], tmp_path: Path) -> 
 
 
 def test_a_rank_s_part_of_a_checkpoint_of_another_layout_does_not_keep_the_whole_alive() -> None:
-    relaid = Relaid.__new__(Relaid)
-    relaid._parts = {"experts.down_proj": (torch.nn.Parameter(torch.zeros(2, 3)), ExpertPart("stacked", 4, 2, 1))}
-    relaid._read = lambda name: torch.arange(12.0).view(4, 3)
-    found = relaid._own("experts.down_proj")
+    relaid, name = Relaid.__new__(Relaid), "experts.down_proj"
+    relaid._parts, relaid._live = {name: ExpertPart("stacked", 4, 2, 1)}, {name: torch.zeros(2, 3)}
+    relaid._whole = SimpleNamespace(part_shape=lambda name, part: part.part_shape((4, 3)))
+    relaid._sharper, relaid._rounded, relaid._copies = False, set(), Copies()
+    saved = torch.arange(12.0)
+    relaid._sources = lambda name, item, first, size: (Source("file", lambda: saved, 6 + at, 3) for at in (0, 3))
+    found = relaid._own(name)
+    relaid._copies.run()
     assert found.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
     assert found.untyped_storage().nbytes() == found.nbytes
 

@@ -31,7 +31,7 @@ from ds_fsmoe.checkpoint.stages import tie, without_tying
 from ds_fsmoe.checkpoint_files import guards, tags
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files.manifest import Manifest
-from ds_fsmoe.checkpoint_files.pieces import Index, read_index
+from ds_fsmoe.checkpoint_files.pieces import Index
 from ds_fsmoe.checkpoint_files.publishing import recover
 from ds_fsmoe.checkpoint_files.random_states import set_random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -110,7 +110,7 @@ class Checkpoints:
         tag, manifest = self.check(folder, tag, asked, with_optimizer)
         place = folder / tag
         reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
-        index = ranks.together(f"reading {place}", lambda: read_index(place))
+        index = ranks.together(f"reading {place}", lambda: reading.index)
         layout = Comparison(self._engine, ranks, place, manifest)
         if manifest is None and with_optimizer:
             ranks.together(f"reading {place}", lambda: self._check_stock_states(place, layout))
@@ -137,8 +137,9 @@ class Checkpoints:
         dtype = sizes_of(self._engine).dtype
         sharper = moved and manifest is not None and manifest.sizes.dtype != dtype == "float32"
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest, layout)
+        rounds = moved and asked.get("custom_load_fn") is None
         with (
-            reading.in_use(layout.is_recut, sharper, strict, relaid, with_optimizer),
+            reading.in_use(layout.is_recut, sharper, strict, relaid, moved, rounds),
             without_tying(self._engine),
         ):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
@@ -159,6 +160,7 @@ class Checkpoints:
     def _fill_optimizer(self, place: Path, reading: Reading, differences: Sequence[str], client_state: Any) -> None:
         """Put the optimizer's states where this job has them. Collective."""
         self._ranks.together(f"moving {place}", reading.fill_optimizer)
+        reading.round_weights()
         log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
         if client_state is not None:
             client_state.pop("optimizer", None)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes DeepSpeed read files safely while our engine loads: nothing in them is run, and experts are cut as this
-job's are. States from another layout are put together parameter by parameter.
+job's are. Of files of another layout a rank reads the ranges that it keeps.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,20 @@ from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimiz
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
 from ds_fsmoe.checkpoint.saving import stock_layers
+from ds_fsmoe.checkpoint.shared_out import FROZEN
 from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files import guards
-from ds_fsmoe.checkpoint_files.expert_parts import parts_file, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
-from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name
+from ds_fsmoe.checkpoint_files.pieces import MASTER, Index, read_index
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.sources import Source
 from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
+from ds_fsmoe.distributed.waits import waiting
 
 
 def trusted_classes(names: list[str]) -> tuple[Any, ...]:
@@ -53,17 +58,31 @@ class Reading:
         self._place = place
         self._manifest = manifest
         self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
-        self._whole: Whole | None = None
+        self._relaid: Relaid | None = None
+        self._cuts: dict[str, dict[str, Cut]] = {}
 
-    @property
+    @cached_property
+    def index(self) -> Index | None:
+        """The index of the optimizer's states; ``None`` if there is none."""
+        return read_index(self._place)
+
+    @cached_property
     def whole(self) -> Whole:
         """The whole parameters of the tag, read when first needed: only to move states from another layout."""
-        if self._whole is None:
-            self._whole = Whole(self._place, self._trusted, stage_of(self._engine))
-        return self._whole
+        return Whole(self._place, self._trusted, stage_of(self._engine), lambda place: self.index)
+
+    @cached_property
+    def _stock_paths(self) -> list[str]:
+        return list(stock_layers(self._engine))
+
+    @cached_property
+    def _parts(self) -> dict[str, ExpertPart]:
+        return {name: part for name, (_, part) in live_parts(self._engine).items()}
 
     @contextmanager
-    def in_use(self, recut: bool, sharper: bool, strict: bool, relaid: bool, with_optimizer: bool) -> Iterator[None]:
+    def in_use(
+        self, recut: bool, sharper: bool, strict: bool, relaid: bool, moved: bool, rounds: bool
+    ) -> Iterator[None]:
         """Make DeepSpeed load through this reader within the block.
 
         Args:
@@ -72,7 +91,9 @@ class Reading:
             sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
             relaid: whether weights lie otherwise in the files than this job's would: experts spread over other ranks,
                 or ZeRO 3 on one side.
-            with_optimizer: whether states of the optimizer are to be loaded; without them its files need not be there.
+            moved: whether states of the optimizer are to be loaded from another layout; without them its files need not
+                be there.
+            rounds: whether weights may get their values from the optimizer's copies after these are filled.
         """
         files = self._engine.checkpoint_engine
         if type(files) is not TorchCheckpointEngine:
@@ -82,25 +103,39 @@ class Reading:
 
         own = None
         if relaid:
-            read = self._sharp if sharper else self.whole.weights
-            own = Relaid(self._engine, self.whole, read, with_optimizer)
+            own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, moved, rounds)
         frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
 
         main = main_file(stage_of(self._engine))
+        first: dict[str, Any] = {}
 
         def load(path: str, map_location: Any = None) -> Any:
+            # DeepSpeed reads the first file once more, after a look at how many there should be.
+            if (found := first.get(path)) is not None:
+                first[path] = None
+                return found
+            found = read(path, map_location)
+            if not first:
+                first[path] = found
+            return found
+
+        def read(path: str, map_location: Any) -> Any:
             if own is not None and (made := own.file(Path(path))) is not None:
                 return made
             expert = expert_file(Path(path).name) if recut or sharper else None
             if expert is not None:
                 return self._expert(expert.layer, expert.number, sharper, strict)
             self._check_named(Path(path))
-            found = read_file(Path(path), self._trusted, map_location or "cpu")
+            if moved:
+                found = self._in_place(path, main)
+            else:
+                is_of_others = Path(path).name == main_file(0) != main
+                found = read_file(Path(path), self._trusted, map_location or "cpu", in_place=is_of_others)
             if sharper and Path(path).name == main and found["module"] is not None:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
             elif sharper and (layer := self._layer_in(Path(path))) is not None:
                 found |= {name: self._sharp(f"{layer}.{name}") for name in found}
-            if Path(path).name == main and live_parts(self._engine):
+            if Path(path).name == main and self._parts:
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
@@ -110,6 +145,15 @@ class Reading:
                 return
             with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: list(map(str, own.main_files))):
                 yield
+
+    def _in_place(self, path: str, main: str) -> dict[str, Any]:
+        """Return what a file of weights holds, which stay in the file; what scripts have saved beside them does not."""
+        found = copy(self.whole.file(Path(path).name))
+        if Path(path).name == main:
+            found["module"] = copy(found["module"])
+            own = found.keys() - {"module", "optimizer", FROZEN}
+            found |= {name: deepcopy(found[name]) for name in own}
+        return found
 
     def _layer_in(self, path: Path) -> str | None:
         """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
@@ -187,37 +231,51 @@ class Reading:
         """
         index = self.whole.states_of(stage_of(self._engine))
         assert index is not None
-        optimizer_states.fill(self._engine, index, self._state, self._place)
+        has_masters = self._relaid is not None and self._relaid.has_filled_masters
+        optimizer_states.fill(self._engine, index, self._sources, self._place, has_masters)
 
-    def _state(self, name: str, item: str) -> torch.Tensor:
-        return self._cut(name, lambda of_whole: self.whole.state(of_whole, item))
+    def round_weights(self) -> None:
+        """Give weights that no file has in their data type their values; called after :meth:`fill_optimizer`.
+        Collective."""
+        if self._relaid is not None and self._relaid.rounds:
+            with waiting("weights that are rounded after a load"):
+                optimizer_states.round_weights(self._engine)
 
     def _sharp(self, name: str) -> torch.Tensor:
         return self.whole.state(name, MASTER) if self.whole.has_state(name, MASTER) else self.whole.weights(name)
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
         """Return what the file of an expert would hold, had this job saved it."""
-        path = list(stock_layers(self._engine))[layer]
+        path = self._stock_paths[layer]
         inner = self._engine.fsmoe.layers[path].deepspeed_moe
         parameters = list(inner.experts.deepspeed_experts[0].state_dict())
         unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
         if strict and unexpected:
             raise CheckpointError(f"{self._place}: experts of {path} have {', '.join(unexpected)} there, and not here")
-        names = [str(ExpertName(path, number, each)) for each in parameters]
-        read = self._sharp if sharper else self.whole.weights
-        return {name: self._cut(name, read) for name in names}
+        found = {}
+        for each in parameters:
+            name, here = self._meant(ExpertName(path, number, each))
+            item = MASTER if sharper and self.whole.has_state(name, MASTER) else None
+            found[str(ExpertName(path, number, each))] = self.whole.part(name, item, here)
+        return found
 
-    def _cut(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        if whole_name(name) in (parts := live_parts(self._engine)):
-            return parts[whole_name(name)][1].cut(read(whole_name(name)))
+    def _sources(self, name: str, item: str | None, first: int, size: int) -> Iterator[Source]:
+        """Return where elements are that this rank has of a parameter, by its name here, or of its state."""
         expert = expert_name(name)
-        if expert is None:
-            return read(name)
+        if expert is not None:
+            meant, here = self._meant(expert)
+            return self.whole.sources(meant, item, first, size, here)
+        name = whole_name(name)
+        return self.whole.sources(name, item, first, size, self._parts.get(name))
+
+    def _meant(self, expert: ExpertName) -> tuple[str, ExpertPart | None]:
+        """Return the model's name for an expert's parameter, and which shard of it this rank has."""
         esp = self._engine.fsmoe.block.esp_size
         layer = self._engine.fsmoe.layers[expert.layer]
         meant, shard = Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp).meant(expert.number)
-        found = read(str(ExpertName(expert.layer, meant, expert.parameter)))
+        name = str(ExpertName(expert.layer, meant, expert.parameter))
         if esp == 1:
-            return found
-        cuts = cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0])
-        return cut_out(found, cuts.get(expert.parameter, "whole"), shard, esp).contiguous()
+            return name, None
+        if expert.layer not in self._cuts:
+            self._cuts[expert.layer] = cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0])
+        return name, of_one_expert(self._cuts[expert.layer].get(expert.parameter, "whole"), shard, esp)

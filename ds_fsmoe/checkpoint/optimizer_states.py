@@ -25,10 +25,11 @@ from ds_fsmoe.checkpoint.live_group import LiveGroup
 from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_of, whole_name
 from ds_fsmoe.checkpoint_files.numbering import EXPERTS, ExpertName, expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Keys, Piece
+from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
-Read = Callable[[str, str], torch.Tensor]
-"""Takes this job's name for a parameter, and a state -> all elements of it, in this job's layout."""
+Sources = Callable[[str, str, int, int], Iterable[Source]]
+"""Takes this job's name for a parameter, a state, and which elements of it in this job's layout -> where they are."""
 
 
 def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
@@ -142,14 +143,15 @@ def index_of(engine: Any, file: str, frozen_file: str | None = None) -> Index | 
     return Index(optimizer_name(engine), described, _numbers(_scaler(engine.optimizer)))
 
 
-def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
+def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: bool) -> None:
     """Fill the optimizer with the states of a checkpoint.
 
     Args:
         engine: the engine, whose parameters are loaded already.
         index: the index of the checkpoint; of this rank's stage, in a pipeline.
-        read: reads the checkpoint's states, in this job's layout.
+        sources: says where the checkpoint's states are.
         place: the checkpoint's folder, for messages.
+        has_masters: whether the optimizer has its copies of the parameters already.
 
     Raises:
         CheckpointError: one of the two lacks parameters of the other, or states cannot be put here.
@@ -157,6 +159,7 @@ def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
     groups = live_groups(engine)
     if groups is None:
         raise CheckpointError(f"{place}: the states of {type(engine.optimizer).__name__} cannot be laid out otherwise")
+    copies = Copies()
     source = {piece.name: group for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
     in_source = _in_source(source)
     for group in groups:
@@ -171,13 +174,15 @@ def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
         for name, value in of.scalars.items():
             group.state[name] = _as_before(group.state.get(name), value)
         targets = {item: group.state[item].detach().view(-1) for item in items}
-        targets[MASTER] = (group.tensor if group.master is None else group.master).detach().view(-1)
+        if group.master is not None and not has_masters:  # else the parameter itself, which is loaded
+            targets[MASTER] = group.master.detach().view(-1)
         for piece in group.pieces:
             for item, target in targets.items():
-                values = read(piece.name, item).reshape(-1)[piece.first : piece.first + piece.size]
-                target[piece.at : piece.at + piece.size].copy_(values)
+                found = sources(piece.name, item, piece.first, piece.size)
+                copies.add(found, target[piece.at : piece.at + piece.size])
         if group.state:
             _base(engine.optimizer).state[group.tensor] = group.state
+    copies.run()
     scaler = _scaler(engine.optimizer)
     for name, value in index.scaler.items():
         if scaler is not None and type(getattr(scaler, name, None)) in (int, float, bool):
@@ -206,6 +211,18 @@ def refresh_masters(engine: Any) -> None:
         engine.optimizer.refresh_fp32_params()
 
 
+def round_weights(engine: Any) -> None:
+    """Give the weights the values of the optimizer's copies, in the weights' data type. Collective."""
+    if hasattr(engine.optimizer, "update_lp_params"):
+        engine.optimizer.update_lp_params()
+        return
+    parameters = {name: each.data for each, name in names_in_files(engine).items()}
+    for group in live_groups(engine) or ():
+        for piece in group.pieces if group.master is not None else ():
+            values = group.master.detach().view(-1)[piece.at : piece.at + piece.size]
+            parameters[piece.name].view(-1)[piece.first : piece.first + piece.size].copy_(values)
+
+
 def reads_own_states(engine: Any) -> bool:
     """Return whether DeepSpeed reads the states of the optimizer that it has written. What it makes of bf16 in a
     pipeline without ZeRO, it looks for where it has not put it."""
@@ -216,7 +233,8 @@ def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[s
     """Return which optimized parameters a checkpoint's states lack, and which of its parameters this job lacks."""
 
     here = {_kind(name) for group in live_groups(engine) or () for name in group.names}
-    there = {_kind(piece.name) for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
+    names = {piece.name for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
+    there = set(map(_kind, names))
     return sorted(here - there), sorted(there - here)
 
 

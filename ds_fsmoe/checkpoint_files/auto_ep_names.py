@@ -53,21 +53,28 @@ class AutoEPNames:
         yield from self._renamed
         yield from self._stacked
 
-    def weights(self, name: str) -> torch.Tensor:
+    def num_experts(self) -> dict[str, int]:
+        """Return name -> number of experts, of every parameter of experts."""
+        return {name: int(layer["num_experts"]) for name, (layer, _) in self._stacked.items()}
+
+    def weights(self, name: str, number: int | None = None) -> torch.Tensor:
         """Return a parameter, or buffer, of the model.
+
+        Args:
+            name: its name in the model.
+            number: that of an expert, of whose weights alone a tensor [1, ...] is returned.
 
         Raises:
             KeyError: there is no such parameter.
         """
-        if name not in self._stacked:
+        if number is None:
             return self._weights[self._renamed[name]]
         layer, kinds = self._stacked[name]
-        prefix, number = layer["expert_key_prefix"], int(layer["moe_layer_id"])
-        files = ((each, self._expert(number, each)) for each in range(int(layer["num_experts"])))
-        return torch.stack([torch.cat([file[f"{prefix}.{kind}.{each}"] for kind in kinds]) for each, file in files])
+        prefix, file = layer["expert_key_prefix"], self._expert(int(layer["moe_layer_id"]), number)
+        return torch.cat([file[f"{prefix}.{kind}.{number}"] for kind in kinds]).unsqueeze(0)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of :meth:`weights`, without making them."""
+        """Return the whole shape of a parameter, without making it."""
         if name not in self._stacked:
             return tuple(self._weights[self._renamed[name]].shape)
         layer, kinds = self._stacked[name]

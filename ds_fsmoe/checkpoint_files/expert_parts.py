@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.numbering import Cut
+
 Layout = Literal["stacked", "innermost"]
 """How experts lie in a parameter. ``"stacked"``: one behind the other along the first dimension, [E * k, ...], as in
 base weights (k = 1) and the A of an adapter (k = r). ``"innermost"``: [out, r * E], experts running fastest in the
@@ -180,6 +182,10 @@ class ExpertPart:
         chosen = torch.tensor(places, device=whole.device)
         return whole.unflatten(dim, sizes).index_select(2 * dim, chosen).flatten(dim, dim + 1)
 
+    def all_of_it(self) -> ExpertPart:
+        """Return the description of the whole parameter, as one rank alone would have it."""
+        return replace(self, ep_size=1, ep_rank=0, shard=None)
+
     def of_rank(self, ep_rank: int) -> ExpertPart:
         """Return the description of another rank's part of the same parameter."""
         return replace(self, ep_rank=ep_rank)
@@ -189,6 +195,13 @@ class ExpertPart:
         if len(shape) <= dim or shape[dim] % num_experts:
             raise ValueError(f"shape {list(shape)}: dimension {dim} must be a multiple of {num_experts} experts")
         return dim
+
+
+def of_one_expert(cut: Cut, index: int, count: int) -> ExpertPart:
+    """Describe one of ``count`` shards of an expert with a file of its own, whose parameter is seen as [1, ...]."""
+    is_whole = cut == "whole" or count == 1
+    shard = None if is_whole else Shard(count, index, None if cut == "first" else int(cut) + 1)
+    return ExpertPart("stacked", 1, 1, 0, shard)
 
 
 def part_of(parameter: torch.Tensor) -> ExpertPart | None:

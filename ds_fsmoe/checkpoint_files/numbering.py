@@ -9,7 +9,6 @@ told of a group of ``ep * esp`` ranks, so that its numbers run over shards: no s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -91,13 +90,6 @@ class Numbering:
         local = self.num_experts // self.ep
         rank, of_rank = divmod(expert, local)
         return (rank * self.esp + shard) * local + of_rank
-
-
-def join(shards: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
-    """Join all shards of a parameter, given in order, into the whole parameter."""
-    if len(shards) == 1 or cut in ("first", "whole"):
-        return shards[0]
-    return torch.cat(tuple(shards), dim=int(cut))
 
 
 def cut_out(whole: torch.Tensor, cut: Cut, shard: int, count: int) -> torch.Tensor:

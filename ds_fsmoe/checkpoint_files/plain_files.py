@@ -26,6 +26,9 @@ def problem_of(path: Path, folder: Path) -> str | None:
         folder: the folder that it has to be in, also after all links are followed.
     """
     try:
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode) and path.parent == folder:
+            return None  # no link: where it leads does not have to be looked for
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             return f"{path} is a folder"

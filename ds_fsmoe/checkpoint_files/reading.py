@@ -67,11 +67,16 @@ def read_file(
     trusted = [*trusted, *_trusted_by_script()]
     try:
         with _allowed(*PLAIN, *trusted):
-            names_numpy = _names_numpy(path)
-        if names_numpy:
+            try:
+                found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
+            except pickle.UnpicklingError:
+                if not _names_numpy(path):
+                    raise
+                found = None
+        if found is None:
             _go_through(path, trusted)
-        with _allowed(*PLAIN, *trusted, *(NUMPY if names_numpy else ())):
-            found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
+            with _allowed(*PLAIN, *trusted, *NUMPY):
+                found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
     except pickle.UnpicklingError as error:
         named = _strangers(path, trusted)
         if not named:

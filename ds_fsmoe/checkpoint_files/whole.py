@@ -4,21 +4,31 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS, AutoEPNames
-from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_number, parts_file, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import (
+    ExpertPart,
+    of_one_expert,
+    part_name,
+    part_number,
+    parts_file,
+    whole_name,
+)
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, Numbering, expert_file, expert_name, join
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Keys, Piece, read_index
+from ds_fsmoe.checkpoint_files.moved_parts import elements_of_part
+from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, Numbering, expert_file, expert_name
+from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, joined
 from ds_fsmoe.checkpoint_files.stages import main_file, stage_of_file
 from ds_fsmoe.checkpoint_files.stock_pieces import stock_index
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -27,7 +37,6 @@ DENSE_FILE = main_file(0)
 SHARED_OUT_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """The first rank's file of a checkpoint of ZeRO 3, whose weights are in pieces in the files of all ranks."""
 _OF_TENSOR_PARALLEL_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
-_OPEN_FILES = 64
 
 
 class Whole:
@@ -39,9 +48,11 @@ class Whole:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
         stage: the pipeline stage whose values are returned of what several stages have under one name.
+        index: reads the index of the optimizer states of a folder.
 
     Attributes:
         place: that folder.
+        file: returns what a file holds, with tensors that stay in it.
         numbering: maps the path of each MoE layer -> how its files number experts.
         index: where the optimizer's states are; ``None`` where that was not written down.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
@@ -53,11 +64,16 @@ class Whole:
         CheckpointError: it is not a checkpoint, or has tensor parallelism, or stages that it does not describe.
     """
 
-    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED, stage: int = 0) -> None:
+    def __init__(
+        self,
+        place: Path,
+        trusted: Sequence[Any] = WITHOUT_DEEPSPEED,
+        stage: int = 0,
+        index: Callable[[Path], Index | None] = read_index,
+    ) -> None:
         self.place = place
         self._stage = stage
-        self._trusted = trusted
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self.file = OpenFiles(place, partial(read_file, trusted=trusted, in_place=True))
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
         there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
@@ -76,47 +92,42 @@ class Whole:
             )
         self._auto_ep: AutoEPNames | None = None
         if self.manifest is None and not self.is_shared_out and self.dense.get(LAYERS):
-            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self._file(str(ExpertFile(0, layer, number))))
+            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self.file(str(ExpertFile(0, layer, number))))
             names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
         lasts = {(each.stage, each.layer): each for each in self._experts}
         self._layer_at = {next(iter(self._names_in(str(last)))).layer: at for at, last in lasts.items()}
         self._dense = self._dense_places()
-        self.index: Index | None = read_index(place)
+        self.index: Index | None = index(place)
         if self.index is None and self.is_shared_out:
             try:
-                self.index = stock_index(there, self.dense, self._file)
+                self.index = stock_index(there, self.dense, self.file)
             except CheckpointError as error:
                 raise CheckpointError(f"{place} cannot be put together: {error}") from error
         self.numbering = self._numberings()
         self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
-        self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
-        groups = self.index.groups if self.index is not None else ()
-        for group in sorted(groups, key=lambda each: stage_of_file(each.file) != stage):
-            number = stage_of_file(group.file)
-            for piece in group.pieces:
-                known = self._pieces.setdefault(piece.name, [])
-                # Without ZeRO each rank that writes a file has all that is no expert's; each stage has what they share.
-                if all(other.first != piece.first and stage_of_file(of.file) == number for of, other in known):
-                    known.append((group, piece))
+        self._first = {name: each.first() for name, each in self.parts.items()}
+        if self._auto_ep is not None:
+            self._first |= {name: ExpertPart("stacked", n, n, 0) for name, n in self._auto_ep.num_experts().items()}
+        self._pieces = SavedPieces(self.index, stage, self.file, place)
+        self._cuts = {} if self.manifest is None else {each.path: each.cuts for each in self.manifest.layers}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     @property
     def dense(self) -> dict[str, Any]:
         """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``: at ZeRO 3
         buffers alone have their values there."""
-        return self._file(self.main_file)
+        return self.file(self.main_file)
 
     def main(self, stage: int) -> dict[str, Any]:
         """Return the data that DeepSpeed stores beside the weights of a stage; see :attr:`dense`."""
-        return self.dense if stage == 0 else self._file(main_file(stage))
+        return self.dense if stage == 0 else self.file(main_file(stage))
 
     def states_of(self, stage: int) -> Index | None:
         """Return the index of the optimizer states that a stage has; ``None`` where that was not written down."""
-        if self.index is None:
-            return None
-        return replace(
-            self.index, groups=tuple(each for each in self.index.groups if stage_of_file(each.file) == stage)
-        )
+        groups = () if self.index is None else self.index.groups
+        of_stage = tuple(each for each in groups if stage_of_file(each.file) == stage)
+        return None if self.index is None else replace(self.index, groups=of_stage)
 
     def files(self) -> Iterator[Path]:
         """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
@@ -142,35 +153,32 @@ class Whole:
 
     def names_of(self, stage: int) -> Iterator[str]:
         """The names of the parameters and buffers of one stage."""
+        yield from self.dense_names_of(stage)
+        for layer in (each for each, at in self._layer_at.items() if at[0] == stage):
+            for expert in range(self.numbering[layer].num_experts):
+                for each in self._names_in(self.file_of(layer, self.numbering[layer].number(expert, 0))):
+                    yield str(ExpertName(layer, expert, each.parameter))
+
+    def dense_names_of(self, stage: int) -> Iterator[str]:
+        """The names of those that are in no expert's own file, none of which is opened."""
         yield from self._dense[stage] if self._auto_ep is None else self._auto_ep
         if not self.is_shared_out:
             parts = [name for name, each in self.parts.items() if each.stage == stage]
-            there = self._file(parts_file(0, stage)) if parts else ()
+            there = self.file(parts_file(0, stage)) if parts else ()
             yield from (name for name in parts if part_name(name, 0) in there)
-        for layer, at in self._layer_at.items():
-            if at[0] == stage:
-                numbering = self.numbering[layer]
-                for expert in range(numbering.num_experts):
-                    for each in self._names_in(str(ExpertFile(*at, numbering.number(expert, 0)))):
-                        yield str(ExpertName(layer, expert, each.parameter))
 
     def shapes(self, stage: int = 0) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of a stage's parameters and buffers, whole, but those that experts' own files have."""
         if self._auto_ep is not None:
             return {name: self._auto_ep.shape(name) for name in self._auto_ep}
-        found = {}
-        for name in self.names_of(stage):
-            if expert_name(name) is None and (name in self.parts or torch.is_tensor(self._weights_of(name))):
-                is_buffer = name in self.main(stage)["buffer_names"]
-                saved = self._optimized(self._saved_names(name)[0])
-                shape = tuple(self._weights_of(saved).shape if is_buffer else self._shape_of(saved))
-                found[name] = self.parts[name].first().whole_shape(shape) if name in self.parts else shape
-        return found
+        names = (each for each in self.dense_names_of(stage) if expert_name(each) is None)
+        return {
+            each: self._shape(each) for each in names if each in self._first or torch.is_tensor(self._weights_of(each))
+        }
 
     def parameters_of(self, layer: str) -> set[str]:
         """Return the parameters and buffers of one expert of a layer, under the names that the expert gives them."""
-        number = self.numbering[layer].number(0, 0)
-        return {each.parameter for each in self._names_in(str(ExpertFile(*self._layer_at[layer], number)))}
+        return {each.parameter for each in self._names_in(self.file_of(layer, self.numbering[layer].number(0, 0)))}
 
     @property
     def dense_files(self) -> set[str]:
@@ -189,7 +197,9 @@ class Whole:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        return self._joined(name, self._piecewise_weights_of if self.is_shared_out else self._weights_of)
+        if self._num_saved(name) == 1 and not self._in_pieces(name):
+            return self._weights_of(self._saved_name(name, 0))
+        return self.part(name, None)
 
     def like(self, name: str) -> torch.Tensor:
         """Return a tensor of the shape and data type that :meth:`weights` has, on the meta device: nothing is read.
@@ -197,7 +207,9 @@ class Whole:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        return self._joined(name, self._like)
+        shape = torch.Size(self.part_shape(name))
+        first = next(iter(self.sources(name, None, 0, shape.numel())))
+        return torch.empty(shape, dtype=first.dtype or first.read().dtype, device="meta")
 
     def state(self, name: str, item: str) -> torch.Tensor:
         """Return an optimizer state in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
@@ -207,73 +219,136 @@ class Whole:
         """
         if item == MASTER and not self.has_state(name, item):
             return self.weights(name).float()
-        return self._joined(self._optimized(name), lambda saved: self._state_of(saved, item))
+        return self.part(name, item)
+
+    def part(self, name: str, item: str | None, here: ExpertPart | None = None) -> torch.Tensor:
+        """Return a part of a parameter, or all of it; see :meth:`sources`."""
+        shape = torch.Size(self.part_shape(name, here))
+        return joined(self.sources(name, item, 0, shape.numel(), here)).view(shape)
+
+    def part_shape(self, name: str, here: ExpertPart | None = None) -> tuple[int, ...]:
+        """Return the shape of a part of a parameter, or of all of it."""
+        shape = self._shape(name) if here is None else here.part_shape(self._shape(name))
+        return shape if expert_name(name) is None else shape[1:]
 
     def has_state(self, name: str, item: str) -> bool:
         """Return whether the optimizer had such a state."""
-        first = self._saved_names(self._optimized(name))[0]
-        return any(item in group.items for group, _ in self._pieces.get(first, ()))
+        return self._pieces.has(self._saved_name(self._optimized(name), 0), item)
 
     def _optimized(self, name: str) -> str:
         """Return the one name under which a parameter with several names is optimized."""
         shared = (self.main(stage).get("shared_params") or {} for stage in range(self.num_stages))
         return next((each[name] for each in shared if name in each), name)
 
-    def _joined(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        shards = [read(each) for each in self._saved_names(name)]
-        if name in self.parts:
-            return self.parts[name].first().join(shards)
-        if len(shards) == 1:
-            return shards[0]
-        expert = expert_name(name)
-        layers = () if self.manifest is None else self.manifest.layers
-        cuts = next((each.cuts for each in layers if expert is not None and each.path == expert.layer), {})
-        if expert is not None and expert.parameter not in cuts and cuts:
-            return shards[0]  # no parameter, but a buffer
-        if expert is None or not cuts:
-            raise CheckpointError(f"{self.place} does not say how {name} is cut into its {len(shards)} shards")
-        return join(shards, cuts[expert.parameter])
+    def sources(
+        self, name: str, item: str | None, first: int, size: int, here: ExpertPart | None = None
+    ) -> Iterator[Source]:
+        """Return where consecutive elements of a parameter are, or of a part of it; none is read by that.
 
-    def _saved_names(self, name: str) -> list[str]:
-        """Return the names that the files have for a parameter: one for each shard."""
-        if name in self.parts:
-            return [part_name(name, each) for each in range(self.parts[name].first().num_parts)]
+        Args:
+            name: the parameter's name in the model.
+            item: the name of a state, ``None`` for the weights; see :meth:`state`.
+            first: the first element of the flattened parameter or part.
+            size: the number of elements.
+            here: the part, of an expert parameter; a shard of one expert of DeepSpeed's is a part of it.
+
+        Raises:
+            CheckpointError: there is no such parameter, or elements of its state are missing.
+        """
+        rounded = None
+        if item == MASTER and not self.has_state(name, item):
+            item, rounded = None, torch.float32
+        if item is not None:
+            name = self._optimized(name)
+        was = self._was(name, here)
+
+        def saved(number: int, start: int, count: int) -> Iterator[Source]:
+            found = self._saved(self._saved_name(name, number), item, start, count)
+            return found if rounded is None else (replace(each, dtype=rounded) for each in found)
+
+        if was is None:
+            return saved(0, first, size)
+        return elements_of_part(was, here or was.all_of_it(), self._shape(name), first, size, saved)
+
+    def _was(self, name: str, here: ExpertPart | None) -> ExpertPart | None:
+        """Return the first of the parts that were saved of a parameter; ``None`` where it is whole there and here."""
+        if name in self._first:
+            return self._first[name]
+        expert, num_shards = expert_name(name), self._num_saved(name)
+        if num_shards == 1:
+            return None if here is None else here.all_of_it()
+        cuts = {} if expert is None else self._cuts.get(expert.layer, {})
+        if expert is None or not cuts:
+            raise CheckpointError(f"{self.place} does not say how {name} is cut into its {num_shards} shards")
+        # What is not named is no parameter, but a buffer.
+        return of_one_expert(cuts.get(expert.parameter, "whole"), 0, num_shards)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole shape of a parameter or buffer; that of an expert of DeepSpeed's begins with a 1."""
+        if name not in self._shapes:
+            was, shape = self._was(name, None), tuple(self._shape_of(self._optimized(self._saved_name(name, 0))))
+            shape = shape if expert_name(name) is None else (1, *shape)
+            self._shapes[name] = shape if was is None else was.whole_shape(shape)
+        return self._shapes[name]
+
+    def _saved(self, saved: str, item: str | None, first: int, size: int) -> Iterator[Source]:
+        """Return where elements are of a tensor, or of its state, that a rank had saved."""
+        if item is not None:
+            return self._pieces.sources(saved, item, first, size)
+        if not self._in_pieces(saved):
+            return iter([Source(self._place_of(saved)[0], partial(self._weights_of, saved), first, size)])
+        found = self._optimized(saved)
+        if not self._pieces.has(found, MASTER):
+            return self._pieces.sources(found, WEIGHTS, first, size)
+        # In the data type of the job.
+        dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
+        return self._pieces.sources(found, MASTER, first, size, dtype)
+
+    @cached_property
+    def _in_pieces(self) -> Callable[[str], bool]:
+        """Says whether ZeRO 3 has saved a tensor in pieces, as it does all but buffers."""
+        buffers = frozenset(self.dense["buffer_names"]) if self.is_shared_out else frozenset()
+        return lambda name: self.is_shared_out and name not in buffers
+
+    def _num_saved(self, name: str) -> int:
+        """Return how many tensors the files have for a parameter: one for each shard or part."""
+        if name in self._first:
+            return self._first[name].num_parts
+        expert = expert_name(name)
+        return 1 if expert is None else self._numbering_of(expert).esp
+
+    def _saved_name(self, name: str, number: int) -> str:
+        """Return the name that the files have for a shard or part of a parameter."""
+        if name in self._first:
+            return part_name(name, number)
         expert = expert_name(name)
         if expert is None:
-            return [name]
+            return name
+        return str(replace(expert, number=self._numbering_of(expert).number(expert.number, number)))
+
+    def _numbering_of(self, expert: ExpertName) -> Numbering:
         if expert.layer not in self.numbering:
             raise CheckpointError(f"{self.place} has no MoE layer {expert.layer!r}; it has {', '.join(self.numbering)}")
-        numbering = self.numbering[expert.layer]
-        return [
-            str(ExpertName(expert.layer, numbering.number(expert.number, shard), expert.parameter))
-            for shard in range(numbering.esp)
-        ]
+        return self.numbering[expert.layer]
 
-    def _weights_of(self, saved: str) -> torch.Tensor:
-        expert, part = expert_name(saved), self.parts.get(whole_name(saved))
-        keys: Keys = (saved,)
-        if expert is not None:
-            file = self.file_of(expert.layer, expert.number)
-        elif part is not None and (number := part_number(saved)) is not None:
-            file = parts_file(number, part.stage)
-        else:
-            places = self._places_of(saved)
-            file, keys = places.get(self._stage) or next(iter(places.values()), (self.main_file, ("module", saved)))
-        if self._auto_ep is not None:
-            try:
-                return self._auto_ep.weights(saved)
-            except KeyError:
-                raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
-        return self._at(file, keys)
-
-    def _at(self, file: str, keys: Keys) -> Any:
-        found = self._file(file)
+    def _weights_of(self, saved: str) -> Any:
+        file, keys = self._place_of(saved)
+        if self._auto_ep is None:
+            return self.file.at(file, keys)
         try:
-            for key in keys:
-                found = found[key]
-            return found
+            return self._auto_ep.weights(whole_name(saved), part_number(saved))
         except KeyError:
-            raise CheckpointError(f"{self.place / file} has no {keys[-1]!r}") from None
+            raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+
+    def _place_of(self, saved: str) -> tuple[str, Keys]:
+        """Return the file that has a tensor, and its keys there."""
+        expert, part = expert_name(saved), self.parts.get(whole_name(saved))
+        if expert is not None:
+            return self.file_of(expert.layer, expert.number), (saved,)
+        if part is not None and (number := part_number(saved)) is not None:
+            return parts_file(number, part.stage), (saved,)
+        places = self._places_of(saved)
+        return places.get(self._stage) or next(iter(places.values()), (self.main_file, ("module", saved)))
 
     def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
         """Return stage -> file and keys in it, of what no single rank has."""
@@ -287,7 +362,7 @@ class Whole:
         """
         for name in self.names():
             places = self._places_of(name)
-            values = [self._at(*each) for each in places.values()] if len(places) > 1 else []
+            values = [self.file.at(*each) for each in places.values()] if len(places) > 1 else []
             if any(not torch.equal(values[0], each) for each in values[1:]):
                 raise CheckpointError(
                     f"{self.place}: {name} differs between the stages {', '.join(map(str, places))} of the pipeline, "
@@ -302,35 +377,11 @@ class Whole:
             found[at] = {name: (file, ("module", name)) for name in self.main(at)["module"] or ()}
         for at, stage in enumerate(() if self.manifest is None else self.manifest.stages):
             for file, path in stage.files.items():
-                found[at] |= {f"{path}.{key}": (file, (key,)) for key in self._file(file)}
+                found[at] |= {f"{path}.{key}": (file, (key,)) for key in self.file(file)}
         return found
 
-    def _piecewise_weights_of(self, saved: str) -> torch.Tensor:
-        """Return weights that ZeRO 3 has saved in pieces, in the data type of the job."""
-        if saved in self.dense["buffer_names"]:
-            return self._weights_of(saved)
-        found = self._optimized(saved)
-        if any(MASTER in group.items for group, _ in self._pieces.get(found, ())):
-            dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
-            return self._state_of(found, MASTER).to(dtype)
-        return self._state_of(found, WEIGHTS)
-
-    def _like(self, saved: str) -> torch.Tensor:
-        if not self.is_shared_out or saved in self.dense["buffer_names"]:
-            return self._weights_of(saved).to("meta")
-        found = self._optimized(saved)
-        groups = [group for group, _ in self._pieces.get(found, ())]
-        if any(MASTER in group.items for group in groups):
-            dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
-        else:
-            flat = next((self._at(each.file, each.items[WEIGHTS]) for each in groups if WEIGHTS in each.items), None)
-            if flat is None:
-                return self._state_of(found, WEIGHTS)  # says what is missing
-            dtype = flat.dtype
-        return torch.empty(self._shape_of(found), dtype=dtype, device="meta")
-
     def _shape_of(self, saved: str) -> torch.Size:
-        if not self.is_shared_out:
+        if not self._in_pieces(saved):
             return self._weights_of(saved).shape
         name = whole_name(saved) if whole_name(saved) in self.parts else saved
         for shapes in (*(self.dense["param_shapes"] or ()), self.dense["frozen_param_shapes"] or {}):
@@ -338,26 +389,9 @@ class Whole:
                 return torch.Size(shapes[name])
         raise CheckpointError(f"{self.place} has no {name!r}")
 
-    def _state_of(self, saved: str, item: str) -> torch.Tensor:
-        shape = self._shape_of(saved)
-        numel = shape.numel()
-        flat: torch.Tensor | None = None
-        filled = 0
-        for group, piece in self._pieces.get(saved, ()):
-            if item not in group.items:
-                continue
-            found: Any = self._file(group.file)
-            for key in group.items[item]:
-                found = found[key]
-            flat = torch.empty(numel, dtype=found.dtype) if flat is None else flat
-            flat[piece.first : piece.first + piece.size] = found.reshape(-1)[piece.at : piece.at + piece.size]
-            filled += piece.size
-        if flat is None or filled != numel:
-            raise CheckpointError(f"{self.place} has {filled} of the {numel} elements of {item} of {saved}")
-        return flat.view(shape)
-
     def _numberings(self) -> Mapping[str, Numbering]:
-        counts = {layer: sum(each[:2] == at for each in self._experts) for layer, at in self._layer_at.items()}
+        of_layers = Counter(each[:2] for each in self._experts)
+        counts = {layer: of_layers[at] for layer, at in self._layer_at.items()}
         if self.manifest is None:
             return {layer: Numbering(count, 1, 1) for layer, count in counts.items()}
         esp = self.manifest.sizes.esp
@@ -369,15 +403,7 @@ class Whole:
         return found
 
     def _names_in(self, file: str) -> list[ExpertName]:
-        found = [expert_name(each) for each in self._file(file)]
+        found = [expert_name(each) for each in self.file(file)]
         if not found or None in found:
             raise CheckpointError(f"{self.place / file} is not of an expert")
         return [each for each in found if each is not None]
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = read_file(self.place / name, self._trusted, in_place=True)
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
-        self._open.move_to_end(name)
-        return self._open[name]
