@@ -118,7 +118,8 @@ def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> N
             own = [shared_out(rank, parameters, world) for rank in range(world)]
             return work_of(lambda: merged(own).as_json())
         written(tmp_path, index_of_all(parameters, world))
-        return work_of(lambda: read_index(tmp_path, manifest_for(world)))
+        manifest_for(world).write(tmp_path)
+        return work_of(lambda: read_index(tmp_path))
 
     small = work(40, 16)
     assert work(80, 16) <= MOST * small
@@ -190,8 +191,9 @@ BAD: dict[str, tuple[Callable[[], Index], str]] = {
 def test_an_index_that_cannot_be_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     index, words = BAD[name]
     written(tmp_path, index())
+    manifest_for(SHARED, size_bytes=100).write(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        read_index(tmp_path, manifest_for(SHARED, size_bytes=100))
+        read_index(tmp_path)
     said = str(caught.value)
     assert said.startswith(f"{tmp_path / pieces.NAME} is damaged, or not of a checkpoint: ")
     assert words in said
@@ -205,7 +207,8 @@ def test_copies_empty_parameters_and_padding_are_no_faults(tmp_path: Path) -> No
     copies = tuple(replace(whole, file=states_file(rank), pieces=padded) for rank in range(2))
     empty = replace(whole, items={"fp32": ("other",)}, pieces=(pieces.Piece("empty", 0, 0, 0),))
     index = Index("Adam", (*copies, empty), {})
-    assert read_index(written(tmp_path, index), manifest_for(2)) == index
+    manifest_for(2).write(tmp_path)
+    assert read_index(written(tmp_path, index)) == index
 
 
 # ---- who sums up

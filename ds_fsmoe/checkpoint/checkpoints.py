@@ -109,8 +109,8 @@ class Checkpoints:
         with_optimizer = with_optimizer and self._engine.optimizer is not None
         tag, manifest = self.check(folder, tag, asked, with_optimizer)
         place = folder / tag
-        index = ranks.together(f"reading {place}", lambda: read_index(place, manifest))
-        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest, index))
+        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
+        index = ranks.together(f"reading {place}", lambda: read_index(place))
         layout = Comparison(self._engine, ranks, place, manifest)
         if manifest is None and with_optimizer:
             ranks.together(f"reading {place}", lambda: self._check_stock_states(place, layout))

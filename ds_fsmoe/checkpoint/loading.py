@@ -25,7 +25,7 @@ from ds_fsmoe.checkpoint_files import guards
 from ds_fsmoe.checkpoint_files.expert_parts import parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER, Index
+from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -46,14 +46,12 @@ class Reading:
         engine: our engine.
         place: the folder of the tag.
         manifest: the tag's manifest; ``None`` for a tag of stock DeepSpeed.
-        index: the index of the optimizer's states; ``None`` where there is none.
     """
 
-    def __init__(self, engine: Any, place: Path, manifest: Manifest | None, index: Index | None) -> None:
+    def __init__(self, engine: Any, place: Path, manifest: Manifest | None) -> None:
         self._engine = engine
         self._place = place
         self._manifest = manifest
-        self._index = index
         self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
         self._whole: Whole | None = None
 
@@ -61,7 +59,7 @@ class Reading:
     def whole(self) -> Whole:
         """The whole parameters of the tag, read when first needed: only to move states from another layout."""
         if self._whole is None:
-            self._whole = Whole(self._place, self._trusted, stage_of(self._engine), self._index)
+            self._whole = Whole(self._place, self._trusted, stage_of(self._engine))
         return self._whole
 
     @contextmanager

@@ -159,7 +159,7 @@ def _check_types(manifest: Manifest) -> None:
     ]
     groups += [(each, ("layout", "cut")) for each in manifest.parts.values()]
     for each, texts in groups:
-        for name, value in asdict(each).items():
+        for name, value in vars(each).items():
             if name == "cuts":
                 if not all(type(cut) in (int, str) and cut in CUTS for cut in dict(value).values()):
                     raise TypeError(f"{name} = {value!r}")

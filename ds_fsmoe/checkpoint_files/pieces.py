@@ -8,6 +8,7 @@ and is written down; so the states can be read in any other layout, and by progr
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 from ds_fsmoe.checkpoint_files.described import read_described
 from ds_fsmoe.checkpoint_files.manifest import NAME as MANIFEST
-from ds_fsmoe.checkpoint_files.manifest import Manifest
+from ds_fsmoe.checkpoint_files.manifest import Manifest, read_manifest
 from ds_fsmoe.checkpoint_files.stages import stage_of_file
 
 NAME = "fsmoe_pieces.json"
@@ -96,16 +97,16 @@ def merged(indices: Iterable[Index]) -> Index:
     return Index(optimizer, tuple(groups.values()), scaler)
 
 
-def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
-    """Read the index of a checkpoint, and check it; return ``None`` if there is none.
-
-    Args:
-        folder: the folder of the checkpoint.
-        manifest: its manifest, which bounds what the index can say; ``None``: there is none.
+def read_index(folder: Path) -> Index | None:
+    """Read the index of a checkpoint; return ``None`` if there is none.
 
     Raises:
-        CheckpointError: it cannot be read, or its pieces cannot be those of whole parameters in these files.
+        CheckpointError: it or the manifest cannot be read, or its pieces do not make up whole parameters, or the files
+            that the manifest names cannot have them.
     """
+    if not os.path.lexists(folder / NAME):
+        return None
+    manifest = read_manifest(folder)
 
     def make(found: Mapping[str, Any]) -> Index:
         index = _index(found)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,6 @@ class Whole:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
         stage: the pipeline stage whose values are returned of what several stages have under one name.
-        index: the index of the optimizer's states, where it is read already.
 
     Attributes:
         place: that folder.
@@ -54,19 +53,12 @@ class Whole:
         CheckpointError: it is not a checkpoint, or has tensor parallelism, or stages that it does not describe.
     """
 
-    def __init__(
-        self,
-        place: Path,
-        trusted: Sequence[Any] = WITHOUT_DEEPSPEED,
-        stage: int = 0,
-        index: Index | None = None,
-    ) -> None:
+    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED, stage: int = 0) -> None:
         self.place = place
         self._stage = stage
         self._trusted = trusted
         self._open: OrderedDict[str, Any] = OrderedDict()
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
-        self.index: Index | None = index or read_index(place, self.manifest)
         there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
         self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
@@ -90,6 +82,7 @@ class Whole:
         lasts = {(each.stage, each.layer): each for each in self._experts}
         self._layer_at = {next(iter(self._names_in(str(last)))).layer: at for at, last in lasts.items()}
         self._dense = self._dense_places()
+        self.index: Index | None = read_index(place)
         if self.index is None and self.is_shared_out:
             try:
                 self.index = stock_index(there, self.dense, self._file)
@@ -342,8 +335,7 @@ class Whole:
         return flat.view(shape)
 
     def _numberings(self) -> Mapping[str, Numbering]:
-        files_of = Counter(each[:2] for each in self._experts)
-        counts = {layer: files_of[at] for layer, at in self._layer_at.items()}
+        counts = {layer: sum(each[:2] == at for each in self._experts) for layer, at in self._layer_at.items()}
         if self.manifest is None:
             return {layer: Numbering(count, 1, 1) for layer, count in counts.items()}
         esp = self.manifest.sizes.esp
