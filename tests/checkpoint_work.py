@@ -75,8 +75,11 @@ def states_file(rank: int) -> str:
     return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def shared_out(rank: int, parameters: int, world: int, size: int = 4) -> Index:
+NAMES = "blocks.{}.weight"
+
+
+def shared_out(rank: int, parameters: int, world: int, size: int = 4, names: str = NAMES) -> Index:
     """The index of one rank at ZeRO 3: a piece of each parameter, end to end."""
-    pieces = tuple(Piece(Name(f"blocks.{at}.weight"), rank * size, size, at * size) for at in range(parameters))
+    pieces = tuple(Piece(Name(names.format(at)), rank * size, size, at * size) for at in range(parameters))
     items = {item: ("optimizer_state_dict", item, 0) for item in ("fp32", "exp_avg", "exp_avg_sq")}
     return Index("Adam", (Group(states_file(rank), items, {"step": 1.0}, {"lr": 0.1}, pieces),), {})

@@ -17,7 +17,7 @@ from ds_fsmoe.checkpoint_files import pieces
 from ds_fsmoe.checkpoint_files.manifest import FileSum, Manifest, omissions
 from ds_fsmoe.checkpoint_files.pieces import Index, merged, read_index
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from tests.checkpoint_work import Name, manifest_of, shared_out, states_file, stock_files, work_of
+from tests.checkpoint_work import NAMES, Name, manifest_of, shared_out, states_file, stock_files, work_of
 
 MOST = 2.2
 """The work that twice the input may take, in that of the input."""
@@ -131,9 +131,9 @@ SHARED = 8
 """The ranks of the index that is spoilt."""
 
 
-def spoilt(change: Callable[[list[Any]], Any], rank: int = 3) -> Index:
+def spoilt(change: Callable[[list[Any]], Any], rank: int = 3, names: str = NAMES) -> Index:
     """An index in which the pieces of one rank, as lists, are changed."""
-    index = index_of_all(3, SHARED)
+    index = merged(shared_out(each, 3, SHARED, names=names) for each in range(SHARED))
     of_rank = [[each.name, each.first, each.size, each.at] for each in index.groups[rank].pieces]
     change(of_rank)
     group = replace(index.groups[rank], pieces=tuple(pieces.Piece(*each) for each in of_rank))
@@ -160,8 +160,16 @@ BAD: dict[str, tuple[Callable[[], Index], str]] = {
         f"pieces of {NAMED} leave a hole at element 0",
     ),
     "a short piece": (lambda: spoilt(with_value(1, SIZE, 3)), f"pieces of {NAMED} leave a hole at element 15"),
+    "a short end": (
+        lambda: spoilt(with_value(1, SIZE, 3), SHARED - 1, "experts.weight@{}"),
+        "pieces of experts.weight@1 have 31 elements, and another expert's have 32",
+    ),
+    "a short expert": (
+        lambda: spoilt(with_value(1, SIZE, 3), SHARED - 1, "moe.deepspeed_moe.experts.deepspeed_experts.{}.fc1.weight"),
+        "deepspeed_experts.1.fc1.weight have 31 elements, and another expert's have 32",
+    ),
     "an overlap": (lambda: spoilt(with_value(1, FIRST, 11)), f"pieces of {NAMED} overlap at element 12"),
-    "copies of two sizes": (lambda: spoilt(with_value(1, FIRST, 8)), f"pieces of {NAMED} leave a hole at element 12"),
+    "a copy of another": (lambda: spoilt(with_value(1, FIRST, 8)), f"pieces of {NAMED} leave a hole at element 12"),
     "longer than its copy": (
         lambda: spoilt(lambda found: found[1].__setitem__(slice(1, 3), [8, 8]) or found[2].__setitem__(AT, 12)),
         f"pieces of {NAMED} overlap at element 8",

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.checkpoint_files.described import read_described
+from ds_fsmoe.checkpoint_files.expert_parts import whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME as MANIFEST
 from ds_fsmoe.checkpoint_files.manifest import Manifest, read_manifest
+from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.stages import stage_of_file
 
 NAME = "fsmoe_pieces.json"
@@ -119,28 +121,34 @@ def read_index(folder: Path) -> Index | None:
 
 
 def _check_cover(index: Index) -> None:
-    """Check that the pieces of each parameter lie end to end from its first element on, in one file or in copies."""
+    """Check that the pieces of each parameter lie end to end from its first element on, in one file or in copies, and
+    that all experts have as many of them."""
     # Each pipeline stage has a parameter that several share.
     sizes: dict[tuple[str, int], dict[int, int]] = {}
     in_files: set[tuple[str, str, int]] = set()
     for group in index.groups:
         stage, end = stage_of_file(group.file), 0
-        for each in sorted(group.pieces, key=lambda piece: piece.at):
+        filled = [each for each in group.pieces if each.size]
+        for each in sorted(filled, key=lambda piece: piece.at):
             if each.at < end:
                 raise ValueError(f"{each.name} overlaps another parameter in {group.file}, at element {each.at}")
             end = each.at + each.size
-        for each in filter(lambda piece: piece.size, group.pieces):
+        for each in filled:
             if (group.file, each.name, each.first) in in_files:
                 raise ValueError(f"{each.name} from element {each.first} on is there twice in {group.file}")
             in_files.add((group.file, each.name, each.first))
             if sizes.setdefault((each.name, stage), {}).setdefault(each.first, each.size) != each.size:
                 raise ValueError(f"pieces of {each.name} overlap at element {each.first}")
-    for (name, _), size_at in sizes.items():
-        end = 0
+    ends: dict[tuple[str | int, ...], int] = {}
+    for (name, stage), size_at in sizes.items():
+        end, expert = 0, expert_name(name)
         for first in sorted(size_at):
             if first != end:
                 raise ValueError(f"pieces of {name} {'overlap' if first < end else 'leave a hole'} at element {end}")
             end = first + size_at[first]
+        kind = (stage, whole_name(name)) if expert is None else (stage, expert.layer, expert.parameter)
+        if end != ends.setdefault(kind, end):
+            raise ValueError(f"pieces of {name} have {end} elements, and another expert's have {ends[kind]}")
 
 
 def _check_bounds(index: Index, manifest: Manifest) -> None:
