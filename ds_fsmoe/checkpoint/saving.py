@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,11 @@ class Saving:
         self._frozen_file: str | None = None
         """The file with this rank's pieces of what is not optimized, at ZeRO 3."""
 
+    @cached_property
+    def _parts(self) -> dict[str, PartSizes]:
+        """What is spread over ranks; it takes a walk through the model."""
+        return parts_of(self._engine)
+
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
         """Write a tag, publish it, and make ``latest`` name it.
 
@@ -147,7 +153,7 @@ class Saving:
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
         What is of one rank alone does not go into the file of all."""
-        parts, own_main_file = set(parts_of(self._engine)), main_file(stage_of(self._engine))
+        parts, own_main_file = set(self._parts), main_file(stage_of(self._engine))
         is_misleading = misleads_others(self._engine)
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
@@ -165,7 +171,7 @@ class Saving:
 
     def _write_config(self) -> None:
         """Write the config of a Hugging Face model, by which its weights can be written under published names."""
-        text = config_text(self._engine.module) if parts_of(self._engine) else None
+        text = config_text(self._engine.module) if self._parts else None
         if text is not None:
             (self._place / CONFIG).write_text(text, "utf-8")
             self._written.append(self._place / CONFIG)
@@ -236,7 +242,7 @@ class Saving:
             )
             for name, layer in stock_layers(self._engine).items()
         ]
-        return stage_of(self._engine), described(self._engine), layers, parts_of(self._engine)
+        return stage_of(self._engine), described(self._engine), layers, self._parts
 
     def _manifest(self, of_ranks: Sequence[tuple[Mapping[str, FileSum], _OfStage | None]]) -> Manifest:
         files = {name: each for sums, _ in of_ranks for name, each in sums.items()}

@@ -129,7 +129,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder that is not published yet."""
-        text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | asdict(self), indent=1)
+        text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | vars(self), default=vars)
         (folder / NAME).write_text(text)
 
 
@@ -197,18 +197,17 @@ def sum_of(path: Path) -> FileSum:
 
 def names_in(folder: Path) -> list[str]:
     """Return every file of a checkpoint being written, except those that describe it, in the same order everywhere."""
-    found = map(Path, _files_in(str(folder)))
-    return sorted(each.relative_to(folder).as_posix() for each in found if each.name not in (NAME, OWNER))
+    return sorted(each for each in _files_in(folder) if each.rpartition("/")[2] not in (NAME, OWNER))
 
 
-def _files_in(folder: str) -> Iterator[str]:
+def _files_in(folder: Path | str, before: str = "") -> Iterator[str]:
     # Every rank lists all files: it asks a shared file system for their names, not for each file's state.
     with os.scandir(folder) as found:
         for each in found:
             if each.is_dir(follow_symlinks=False):
-                yield from _files_in(each.path)
+                yield from _files_in(each.path, f"{before}{each.name}/")
             elif each.is_file():
-                yield each.path
+                yield before + each.name
 
 
 def names_read(manifest: Manifest, with_optimizer: bool) -> list[str]:
