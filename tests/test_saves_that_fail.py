@@ -67,7 +67,7 @@ FAILURES: dict[str, Failure] = {
     "every rank": ((0, 1), lambda engine: patch.object(engine.checkpoint_engine, "save", failing)),
     "generators": ((1,), lambda _: patch.object(saving, "random_states", failing)),
     "where states lie": ((1,), lambda _: patch.object(saving, "index_of", failing)),
-    "the index": ((0,), lambda _: patch.object(pieces.Index, "write", failing)),
+    "the index": ((0,), lambda _: patch.object(pieces.Index, "as_json", failing)),
     "listing": ((1,), lambda _: patch.object(manifest, "names_in", failing)),
     "summing up": ((1,), lambda _: patch.object(manifest, "sum_of", failing)),
     "the manifest": ((0,), lambda _: patch.object(manifest.Manifest, "write", failing)),

@@ -196,7 +196,8 @@ class Checkpoints:
         ranks.on_leaders(f"checking {place}", lambda: _check_all_is_named(place, manifest))
         if manifest is not None:
             ranks.together(f"checking {place}", lambda: check_model(self._engine, place, manifest))
-            ranks.together(f"checking {place}", lambda: self._check_files(place, manifest, with_optimizer))
+            beside = ranks.beside()
+            ranks.together(f"checking {place}", lambda: self._check_files(place, manifest, with_optimizer, beside))
         return wanted, manifest
 
     def _read_state(self, place: Path, manifest: Manifest | None, layout: Comparison) -> RankState | None:
@@ -303,12 +304,13 @@ class Checkpoints:
                 f"{error}. Load it with load_optimizer_states=False, which takes the weights, or in the layout of then"
             ) from error
 
-    def _check_files(self, place: Path, manifest: Manifest, with_optimizer: bool) -> None:
-        names, rank, size = manifests.names_read(manifest, with_optimizer), dist.get_rank(), dist.get_world_size()
+    def _check_files(self, place: Path, manifest: Manifest, with_optimizer: bool, beside: list[int]) -> None:
+        """Check every file once, among the ranks that share this one's file system."""
+        names = manifests.names_read(manifest, with_optimizer)
         if self._engine.use_node_local_storage():
             # Of the files of other nodes nothing can be said here.
-            names, rank, size = [each for each in names if (place / each).exists()], self._engine.local_rank, 1
-        mine = names[rank % size :: size]
+            names = [each for each in names if (place / each).exists()]
+        mine = names[beside.index(dist.get_rank()) :: len(beside)]
         progress = progress_on_rank_0(f"checking {place.name}", len(mine), "files")
         found = manifests.faults(place, manifest.files, followed(mine, progress))
         if found:

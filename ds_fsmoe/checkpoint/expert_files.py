@@ -58,10 +58,11 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
         place: the folder of the tag.
         exclude_frozen: whether to leave out what is not trained.
     """
-    number, parts = number_of_job(engine), live_parts(engine)
-    if number is None or engine.zero_optimization_partition_weights():
+    parts = live_parts(engine)
+    if not parts or engine.zero_optimization_partition_weights():
         return
-    group_name = next(iter(parts.values()))[0].group_name
+    first, of_all = next(iter(parts.values()))
+    group_name, number = first.group_name, of_all.number
     if not engine.checkpoint_engine.is_data_parallel_writer(stock_groups._get_expert_data_parallel_rank(group_name)):
         return
     state = {

@@ -8,6 +8,7 @@ a checkpoint of another layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,18 @@ Sources = Callable[[str, str, int, int], Iterable[Source]]
 def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
     """Map every parameter of this rank -> its name, with the expert's number over all ranks or that of a part."""
     found = {}
+
+    @cache
+    def first(path: str) -> int:
+        layer = engine.fsmoe.layers[path]
+        return stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+
     for name, parameter in engine.module.named_parameters():
         expert, part = expert_name(name), part_of(parameter)
         if part is not None:
             name = part_name(name, part.number)
         if expert is not None:
-            layer = engine.fsmoe.layers[expert.layer]
-            first = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
-            name = str(ExpertName(expert.layer, first + expert.number, expert.parameter))
+            name = str(ExpertName(expert.layer, first(expert.layer) + expert.number, expert.parameter))
         found[parameter] = name
     return found
 

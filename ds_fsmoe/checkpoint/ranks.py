@@ -7,15 +7,18 @@ there must be no other collective: DeepSpeed's barriers become comparisons, too.
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from deepspeed.runtime import engine as stock_engine
 
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement, in_words
-from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.distributed.waits import waiting
 
 _T = TypeVar("_T")
@@ -32,7 +35,9 @@ class Ranks:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.is_leader = engine.local_rank == 0 if engine.use_node_local_storage() else engine.global_rank == 0
+        self._is_local = engine.use_node_local_storage()
+        self._local_rank = engine.local_rank
+        self.is_leader = engine.local_rank == 0 if self._is_local else engine.global_rank == 0
         self._told: CheckpointError | None = None
 
     def agree(self, what: str, facts: Mapping[str, object]) -> None:
@@ -78,6 +83,22 @@ class Ranks:
         """Do something on one rank of each file system; see :meth:`together`."""
         self.together(what, act if self.is_leader else lambda: None)
 
+    def for_leaders(self, value: _T) -> _T:
+        """Return rank 0's value on one rank of each file system at least."""
+        return from_first_rank(value) if self._is_local else value
+
+    def beside(self) -> list[int]:
+        """Return the ranks that share this one's file system, this one among them, in ascending order."""
+        if not self._is_local:
+            return list(range(dist.get_world_size()))
+        found: dict[object, list[int]] = {}
+        seen = Counter[object]()
+        for rank, place in enumerate(on_every_rank((socket.gethostname(), self._local_rank))):
+            # Hosts may have one name: then the second rank with the same local number is on another one.
+            found.setdefault((place[0], seen[place]), []).append(rank)
+            seen[place] += 1
+        return next(each for each in found.values() if dist.get_rank() in each)
+
     def meet(self) -> None:
         """Wait until all ranks are here, or raise the error of one; for use inside of :meth:`together`."""
         self._compare("", None)
@@ -94,12 +115,13 @@ class Ranks:
             own = str(error), ""
         elif error is not None:
             own = f"{what} failed", f"{type(error).__name__}: {error}"
-        of_ranks = on_every_rank(own)
-        told = []
-        for problem in dict.fromkeys(each for each in of_ranks if each is not None):
-            begin, cause = problem
-            ranks = [rank for rank, each in enumerate(of_ranks) if each == problem]
-            told.append(f"{begin} on {in_words(ranks)}: {cause}" if cause else begin)
+        ranks_of: dict[tuple[str, str], list[int]] = {}
+        for rank, problem in enumerate(on_every_rank(own)):
+            if problem is not None:
+                ranks_of.setdefault(problem, []).append(rank)
+        told = [
+            f"{begin} on {in_words(ranks)}: {cause}" if cause else begin for (begin, cause), ranks in ranks_of.items()
+        ]
         if told:
             self._told = CheckpointError("; ".join(told))
             raise self._told from error

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from ds_fsmoe.checkpoint.stages import described, has_known_stages, stage_of
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
-from ds_fsmoe.checkpoint_files.manifest import LayerSizes, Manifest, PartSizes, Sizes
+from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
 from ds_fsmoe.checkpoint_files.pieces import merged
 from ds_fsmoe.checkpoint_files.plain_files import to_disk
 from ds_fsmoe.checkpoint_files.publishing import Publication
@@ -34,7 +36,7 @@ from ds_fsmoe.checkpoint_files.stages import Stage, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
-from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
+from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, on_first_rank
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
 from ds_fsmoe.terminal.progress import followed
@@ -98,6 +100,11 @@ class Saving:
         self._frozen_file: str | None = None
         """The file with this rank's pieces of what is not optimized, at ZeRO 3."""
 
+    @cached_property
+    def _parts(self) -> dict[str, PartSizes]:
+        """What is spread over ranks; it takes a walk through the model."""
+        return parts_of(self._engine)
+
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
         """Write a tag, publish it, and make ``latest`` name it.
 
@@ -146,7 +153,7 @@ class Saving:
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
         What is of one rank alone does not go into the file of all."""
-        parts, own_main_file = set(parts_of(self._engine)), main_file(stage_of(self._engine))
+        parts, own_main_file = set(self._parts), main_file(stage_of(self._engine))
         is_misleading = misleads_others(self._engine)
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
@@ -164,7 +171,7 @@ class Saving:
 
     def _write_config(self) -> None:
         """Write the config of a Hugging Face model, by which its weights can be written under published names."""
-        text = config_text(self._engine.module) if parts_of(self._engine) else None
+        text = config_text(self._engine.module) if self._parts else None
         if text is not None:
             (self._place / CONFIG).write_text(text, "utf-8")
             self._written.append(self._place / CONFIG)
@@ -186,11 +193,19 @@ class Saving:
         own = self._ranks.together(
             f"describing {place}", lambda: index_of(engine, states_file(engine, place), self._frozen_file)
         )
-        of_ranks = on_every_rank(own)
-        indices = [each for each in of_ranks if each is not None]
-        if len(indices) == len(of_ranks):
-            self._ranks.on_leaders(f"writing {place / pieces.NAME}", lambda: merged(indices).write(place))
-        else:
+        indices = on_first_rank(own)
+
+        def merge() -> str | None:
+            return merged(indices).as_json() if indices and all(indices) else None
+
+        text = self._ranks.for_leaders(self._ranks.together(f"describing {place}", merge))
+
+        def write() -> None:
+            if text is not None:
+                (place / pieces.NAME).write_text(text)
+
+        self._ranks.on_leaders(f"writing {place / pieces.NAME}", write)
+        if text is None:
             log_on_rank_0(
                 f"{type(engine.optimizer).__name__} keeps states of which nothing is known: {self._folder / self._tag} "
                 "can be loaded in the layout of this job only"
@@ -199,27 +214,24 @@ class Saving:
     def _describe(self) -> None:
         """Compute every file's checksum, on each rank for a part of the files it sees, and write the manifest."""
         place, ranks = self._place, self._ranks
-        names = ranks.together(f"listing {place}", lambda: manifests.names_in(place))
-        seen = on_every_rank(names)
+        mine = _share(ranks.together(f"listing {place}", lambda: manifests.names_in(place)))
 
-        def sum_up() -> dict[str, Any]:
-            names = sorted({each for every in seen for each in every})
-            owners_of = {name: [rank for rank, every in enumerate(seen) if name in every] for name in names}
-            mine = [
-                name
-                for at, (name, owners) in enumerate(owners_of.items())
-                if owners[at % len(owners)] == dist.get_rank()
-            ]
+        def sum_up() -> tuple[dict[str, FileSum], _OfStage | None]:
             progress = progress_on_rank_0(f"summing up {self._tag}", len(mine), "files")
-            return {name: manifests.sum_of(place / name) for name in followed(mine, progress)}
+            return {name: manifests.sum_of(place / name) for name in followed(mine, progress)}, self._of_stage()
 
-        own = ranks.together(f"summing up {place}", sum_up)
-        files = {name: each for every in on_every_rank(own) for name, each in every.items()}
-        of_ranks = on_every_rank(ranks.together(f"describing {place}", self._of_stage))
-        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(files, of_ranks).write(place))
+        of_ranks = on_first_rank(ranks.together(f"summing up {place}", sum_up))
 
-    def _of_stage(self) -> _OfStage:
-        """Describe what ranks of the same pipeline stage have in common."""
+        def describe() -> Manifest | None:
+            return None if of_ranks is None else self._manifest(of_ranks)
+
+        manifest = ranks.for_leaders(ranks.together(f"describing {place}", describe))
+        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: manifest.write(place))
+
+    def _of_stage(self) -> _OfStage | None:
+        """Describe what ranks of the same pipeline stage have in common, on the first of them."""
+        if stock_groups._get_data_parallel_rank() > 0:
+            return None
         layers = [
             LayerSizes(
                 name,
@@ -230,19 +242,44 @@ class Saving:
             )
             for name, layer in stock_layers(self._engine).items()
         ]
-        return stage_of(self._engine), described(self._engine), layers, parts_of(self._engine)
+        return stage_of(self._engine), described(self._engine), layers, self._parts
 
-    def _manifest(self, files: Mapping[str, Any], of_ranks: Sequence[_OfStage]) -> Manifest:
-        stages = {number: stage for number, stage, *_ in of_ranks if stage is not None}
-        layers = {each.path: each for *_, layers, _ in of_ranks for each in layers}
+    def _manifest(self, of_ranks: Sequence[tuple[Mapping[str, FileSum], _OfStage | None]]) -> Manifest:
+        files = {name: each for sums, _ in of_ranks for name, each in sums.items()}
+        of_stages = [each for _, each in of_ranks if each is not None]
+        stages = {number: stage for number, stage, *_ in of_stages if stage is not None}
+        layers = {each.path: each for *_, layers, _ in of_stages for each in layers}
         return Manifest(
             sizes_of(self._engine),
             tuple(sorted(layers.values(), key=lambda each: each.stage)),
             facts_of_versions(("torch", "deepspeed")),
             dict(sorted(files.items())),
-            {name: each for *_, parts in of_ranks for name, each in parts.items()},
+            {name: each for *_, parts in of_stages for name, each in parts.items()},
             tuple(stages[number] for number in sorted(stages)),
         )
+
+
+def _share(names: Sequence[str]) -> list[str]:
+    """Return the files that this rank sums up. Each is summed up once, by a rank that sees it. Collective.
+
+    Args:
+        names: the files that this rank sees.
+    """
+    own = dist.get_rank()
+    ranks_of: dict[str, list[int]] = {}
+    for rank, view in enumerate(on_every_rank(hashlib.sha256("\0".join(names).encode()).hexdigest())):
+        ranks_of.setdefault(view, []).append(rank)
+    is_first = any(ranks[0] == own for ranks in ranks_of.values())
+    # Ranks that share a file system have one list, which none has to send.
+    lists = [names] if len(ranks_of) == 1 else on_every_rank(names if is_first else ())
+    mine: list[str] = []
+    taken: set[str] = set()
+    for ranks in ranks_of.values():
+        new = [each for each in lists[ranks[0]] if each not in taken]
+        taken.update(new)
+        if own in ranks:
+            mine = new[ranks.index(own) :: len(ranks)]
+    return mine
 
 
 def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:

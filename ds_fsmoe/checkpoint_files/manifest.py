@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder that is not published yet."""
-        text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | asdict(self), indent=1)
+        text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | vars(self), default=vars)
         (folder / NAME).write_text(text)
 
 
@@ -158,7 +159,7 @@ def _check_types(manifest: Manifest) -> None:
     ]
     groups += [(each, ("layout", "cut")) for each in manifest.parts.values()]
     for each, texts in groups:
-        for name, value in asdict(each).items():
+        for name, value in vars(each).items():
             if name == "cuts":
                 if not all(type(cut) in (int, str) and cut in CUTS for cut in dict(value).values()):
                     raise TypeError(f"{name} = {value!r}")
@@ -196,11 +197,17 @@ def sum_of(path: Path) -> FileSum:
 
 def names_in(folder: Path) -> list[str]:
     """Return every file of a checkpoint being written, except those that describe it, in the same order everywhere."""
-    return sorted(
-        each.relative_to(folder).as_posix()
-        for each in folder.rglob("*")
-        if each.is_file() and each.name not in (NAME, OWNER)
-    )
+    return sorted(each for each in _files_in(folder) if each.rpartition("/")[2] not in (NAME, OWNER))
+
+
+def _files_in(folder: Path | str, before: str = "") -> Iterator[str]:
+    # Every rank lists all files: it asks a shared file system for their names, not for each file's state.
+    with os.scandir(folder) as found:
+        for each in found:
+            if each.is_dir(follow_symlinks=False):
+                yield from _files_in(each.path, f"{before}{each.name}/")
+            elif each.is_file():
+                yield before + each.name
 
 
 def names_read(manifest: Manifest, with_optimizer: bool) -> list[str]:
@@ -277,12 +284,14 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
     # An older version named the layers of the first stage only.
     layers = manifest.layers if manifest.stages or manifest.sizes.pp == 1 else ()
     of_stages = Counter[int]()
+    experts = defaultdict[tuple[int, int], list[int]](list)
+    for each in filter(None, map(expert_file, manifest.files)):
+        experts[each.stage, each.layer].append(each.number)
     for layer in layers:
         at = of_stages[layer.stage]
         of_stages[layer.stage] += 1
         should = layer.num_experts * manifest.sizes.esp
-        files = (each for each in map(expert_file, manifest.files) if each is not None)
-        named = sum(each[:2] == (layer.stage, at) and each.number < should for each in files)
+        named = sum(number < should for number in experts[layer.stage, at])
         if named < should:
             found.append(
                 f"{folder} has {named} files of experts of {layer.path}, and should have {should} by its {NAME}"

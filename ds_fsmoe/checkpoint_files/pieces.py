@@ -8,12 +8,19 @@ and is written down; so the states can be read in any other layout, and by progr
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.checkpoint_files.described import read_described
+from ds_fsmoe.checkpoint_files.expert_parts import whole_name
+from ds_fsmoe.checkpoint_files.manifest import NAME as MANIFEST
+from ds_fsmoe.checkpoint_files.manifest import Manifest, read_manifest
+from ds_fsmoe.checkpoint_files.numbering import expert_name
+from ds_fsmoe.checkpoint_files.stages import stage_of_file
 
 NAME = "fsmoe_pieces.json"
 FORMAT = 1
@@ -69,21 +76,14 @@ class Index:
     groups: tuple[Group, ...]
     scaler: Mapping[str, float | bool]
 
-    def write(self, folder: Path) -> None:
-        """Write the index into a folder that is not published yet."""
+    def as_json(self) -> str:
+        """Return the text of the file."""
         groups = [
-            asdict(each) | {"pieces": [[piece.name, piece.first, piece.size, piece.at] for piece in each.pieces]}
+            vars(each) | {"pieces": [[piece.name, piece.first, piece.size, piece.at] for piece in each.pieces]}
             for each in self.groups
         ]
-        text = json.dumps(
-            {
-                "format": FORMAT,
-                "optimizer": self.optimizer,
-                "groups": groups,
-                "scaler": self.scaler,
-            }
-        )
-        (folder / NAME).write_text(text)
+        found = {"format": FORMAT, "optimizer": self.optimizer, "groups": groups, "scaler": self.scaler}
+        return json.dumps(found)
 
 
 def merged(indices: Iterable[Index]) -> Index:
@@ -103,9 +103,73 @@ def read_index(folder: Path) -> Index | None:
     """Read the index of a checkpoint; return ``None`` if there is none.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it or the manifest cannot be read, or its pieces do not make up whole parameters, or the files
+            that the manifest names cannot have them.
     """
-    return read_described(folder / NAME, FORMAT, _index)
+    if not os.path.lexists(folder / NAME):
+        return None
+    manifest = read_manifest(folder)
+
+    def make(found: Mapping[str, Any]) -> Index:
+        index = _index(found)
+        _check_cover(index)
+        if manifest is not None:
+            _check_bounds(index, manifest)
+        return index
+
+    return read_described(folder / NAME, FORMAT, make)
+
+
+def _check_cover(index: Index) -> None:
+    """Check that the pieces of each parameter lie end to end from its first element on, in one file or in copies, and
+    that all experts have as many of them."""
+    # Each pipeline stage has a parameter that several share.
+    sizes: dict[tuple[str, int], dict[int, int]] = {}
+    in_files: set[tuple[str, str, int]] = set()
+    for group in index.groups:
+        stage, end = stage_of_file(group.file), 0
+        filled = [each for each in group.pieces if each.size]
+        for each in sorted(filled, key=lambda piece: piece.at):
+            if each.at < end:
+                raise ValueError(f"{each.name} overlaps another parameter in {group.file}, at element {each.at}")
+            end = each.at + each.size
+        for each in filled:
+            if (group.file, each.name, each.first) in in_files:
+                raise ValueError(f"{each.name} from element {each.first} on is there twice in {group.file}")
+            in_files.add((group.file, each.name, each.first))
+            if sizes.setdefault((each.name, stage), {}).setdefault(each.first, each.size) != each.size:
+                raise ValueError(f"pieces of {each.name} overlap at element {each.first}")
+    ends: dict[tuple[str | int, ...], int] = {}
+    for (name, stage), size_at in sizes.items():
+        end, expert = 0, expert_name(name)
+        for first in sorted(size_at):
+            if first != end:
+                raise ValueError(f"pieces of {name} {'overlap' if first < end else 'leave a hole'} at element {end}")
+            end = first + size_at[first]
+        kind = (stage, whole_name(name)) if expert is None else (stage, expert.layer, expert.parameter)
+        if end != ends.setdefault(kind, end):
+            raise ValueError(f"pieces of {name} have {end} elements, and another expert's have {ends[kind]}")
+
+
+def _check_bounds(index: Index, manifest: Manifest) -> None:
+    """Check that there are no more pieces than the ranks of then can have made, and that files can have them."""
+    num_pieces = sum(len(group.pieces) for group in index.groups)
+    most = len({piece.name for group in index.groups for piece in group.pieces}) * manifest.sizes.world
+    if num_pieces > most:
+        raise ValueError(f"{num_pieces} pieces, and its parameters on {manifest.sizes.world} ranks have at most {most}")
+    ends: dict[tuple[str, Keys], int] = {}
+    for group in index.groups:
+        end = max((piece.at + piece.size for piece in group.pieces), default=0)
+        for keys in group.items.values():
+            ends[group.file, keys] = max(end, ends.get((group.file, keys), 0))
+    numel_in = Counter[str]()
+    for (file, _), end in ends.items():
+        numel_in[file] += end
+    for file, numel in numel_in.items():
+        if file not in manifest.files:
+            raise ValueError(f"pieces in {file!r}, which {MANIFEST} does not name")
+        if numel > manifest.files[file].size_bytes:  # an element has a byte at least
+            raise ValueError(f"pieces of {numel} elements in {file}, which has {manifest.files[file].size_bytes} bytes")
 
 
 def _index(found: Mapping[str, Any]) -> Index:

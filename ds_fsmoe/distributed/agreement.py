@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -198,6 +199,7 @@ def facts_of_versions(packages: Iterable[str]) -> dict[str, str]:
     return {f"version of {package}": _version(package) for package in packages}
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

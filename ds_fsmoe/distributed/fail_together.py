@@ -81,6 +81,16 @@ def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]
     return of_ranks
 
 
+def on_first_rank(value: _T) -> list[_T] | None:
+    """Return what each rank of the job has given on rank 0, and ``None`` on the others. Collective."""
+    if world_size_now() == 1:
+        return [value]
+    of_ranks: list[_T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with waiting("what every rank tells rank 0"):
+        dist.gather_object(value, of_ranks)
+    return of_ranks
+
+
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for tensors that a group carries: NCCL only knows those of the current GPU."""
     if dist.get_backend(group) in NCCL_BACKENDS:

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describing a checkpoint takes work in proportion to its files and ranks, and to the pieces of its index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.checkpoint import ranks as ranks_of_job
+from ds_fsmoe.checkpoint import saving
+from ds_fsmoe.checkpoint_files import pieces
+from ds_fsmoe.checkpoint_files.manifest import FileSum, Manifest, omissions
+from ds_fsmoe.checkpoint_files.pieces import Index, merged, read_index
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from tests.checkpoint_work import NAMES, Name, manifest_of, shared_out, states_file, stock_files, work_of
+
+MOST = 2.2
+"""The work that twice the input may take, in that of the input."""
+
+
+def saving_alone(monkeypatch: pytest.MonkeyPatch, world: int, names: list[Name]) -> saving.Saving:
+    """A save on rank 0 of so many ranks, which all see these files."""
+
+    def of_ranks(value: Any) -> list[Any]:
+        return [value] * world
+
+    monkeypatch.setattr(saving, "on_every_rank", of_ranks)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(
+        saving, "on_first_rank", lambda own: [own, *(divided(names, rank, world) for rank in range(1, world))]
+    )
+    monkeypatch.setattr(saving.manifests, "names_in", lambda _: names)
+    monkeypatch.setattr(saving.manifests, "sum_of", lambda _: FileSum(1, ""))
+    monkeypatch.setattr(saving, "sizes_of", lambda _: manifest_of([], 0, 8).sizes)
+    monkeypatch.setattr(saving.Saving, "_of_stage", lambda _: (0, None, [], {}))
+    monkeypatch.setattr(Manifest, "write", lambda *_: None)
+    found = object.__new__(saving.Saving)
+    found._engine, found._place, found._tag = None, Path("place"), "tag"
+    found._ranks = SimpleNamespace(
+        together=lambda _, act: act(), on_leaders=lambda _, act: act(), for_leaders=lambda value: value
+    )
+    return found
+
+
+def divided(names: Sequence[Name], rank: int, world: int) -> tuple[dict[str, FileSum], None]:
+    return {each: FileSum(1, "") for each in names[rank::world]}, None
+
+
+def describing(monkeypatch: pytest.MonkeyPatch, world: int, layers: int, experts: int) -> int:
+    names = stock_files(layers, experts, 8)
+    found = saving_alone(monkeypatch, world, names)
+    return work_of(found._describe)
+
+
+def test_a_save_is_described_in_work_linear_in_files_and_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = describing(monkeypatch, 64, 12, 128)
+    assert describing(monkeypatch, 64, 24, 128) <= MOST * small
+    assert describing(monkeypatch, 128, 12, 128) <= MOST * small
+    # Of 512 ranks and 94 layers, a few for each file and rank.
+    assert describing(monkeypatch, 512, 94, 128) <= 30 * (94 * 128 + 512)
+
+
+def test_a_rank_hears_nothing_of_other_ranks_files_where_all_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, told = stock_files(2, 8, 8), []
+    found = saving_alone(monkeypatch, 64, names)
+    monkeypatch.setattr(saving, "on_every_rank", lambda value: told.append(value) or [value] * 64)
+    found._describe()
+    assert [len(each) for each in told] == [64]  # one digest
+
+
+def test_what_a_manifest_leaves_out_is_found_in_one_pass_over_its_files(tmp_path: Path) -> None:
+    def work(layers: int, experts: int) -> int:
+        return work_of(lambda: omissions(tmp_path, manifest_of(stock_files(layers, experts, 8), layers, experts)))
+
+    small = work(24, 16)
+    assert work(48, 16) <= MOST * small
+    assert work(24, 32) <= MOST * small
+    assert work(94, 128) <= 20 * 94 * 128
+
+
+def test_what_it_leaves_out_is_counted_by_layer(tmp_path: Path) -> None:
+    files = stock_files(3, 8, 1)
+    kept = [each for each in files if each not in ("layer_1_expert_3_mp_rank_00_model_states.pt",)]
+    kept.append(Name("layer_1_expert_8_mp_rank_00_model_states.pt"))  # one that the layer cannot have
+    (said,) = omissions(tmp_path, manifest_of(kept, 3, 8))
+    assert said == f"{tmp_path} has 7 files of experts of blocks.1.moe, and should have 8 by its fsmoe.json"
+    assert omissions(tmp_path, manifest_of(files, 3, 8)) == []
+
+
+# ---- the index
+
+
+def index_of_all(parameters: int, world: int) -> Index:
+    return merged(shared_out(rank, parameters, world) for rank in range(world))
+
+
+def manifest_for(world: int, size_bytes: int = 10**9) -> Manifest:
+    found = manifest_of([], 0, 8)
+    files = {states_file(rank): FileSum(size_bytes, "") for rank in range(world)}
+    return replace(found, sizes=replace(found.sizes, world=world, zero_stage=3), files=files)
+
+
+def written(folder: Path, index: Index) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / pieces.NAME).write_text(index.as_json())
+    return folder
+
+
+@pytest.mark.parametrize("way", ["made", "read"])
+def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> None:
+    def work(parameters: int, world: int) -> int:
+        if way == "made":
+            own = [shared_out(rank, parameters, world) for rank in range(world)]
+            return work_of(lambda: merged(own).as_json())
+        written(tmp_path, index_of_all(parameters, world))
+        manifest_for(world).write(tmp_path)
+        return work_of(lambda: read_index(tmp_path))
+
+    small = work(40, 16)
+    assert work(80, 16) <= MOST * small
+    assert work(40, 32) <= MOST * small
+    assert work(40, 512) <= MOST * small * 32
+
+
+SHARED = 8
+"""The ranks of the index that is spoilt."""
+
+
+def spoilt(change: Callable[[list[Any]], Any], rank: int = 3, names: str = NAMES) -> Index:
+    """An index in which the pieces of one rank, as lists, are changed."""
+    index = merged(shared_out(each, 3, SHARED, names=names) for each in range(SHARED))
+    of_rank = [[each.name, each.first, each.size, each.at] for each in index.groups[rank].pieces]
+    change(of_rank)
+    group = replace(index.groups[rank], pieces=tuple(pieces.Piece(*each) for each in of_rank))
+    return replace(index, groups=(*index.groups[:rank], group, *index.groups[rank + 1 :]))
+
+
+def with_value(piece: int, item: int, value: int) -> Callable[[list[Any]], None]:
+    def change(found: list[Any]) -> None:
+        found[piece][item] = value
+
+    return change
+
+
+FIRST, SIZE, AT = 1, 2, 3
+NAMED = "blocks.1.weight"
+BAD: dict[str, tuple[Callable[[], Index], str]] = {
+    "a piece twice": (
+        lambda: spoilt(lambda found: found.append([*found[1][:AT], 12])),
+        f"{NAMED} from element 12 on is there twice in {states_file(3)}",
+    ),
+    "a hole": (lambda: spoilt(lambda found: found.pop(1)), f"pieces of {NAMED} leave a hole at element 12"),
+    "a hole at the beginning": (
+        lambda: spoilt(lambda found: found.pop(1), 0),
+        f"pieces of {NAMED} leave a hole at element 0",
+    ),
+    "a short piece": (lambda: spoilt(with_value(1, SIZE, 3)), f"pieces of {NAMED} leave a hole at element 15"),
+    "a short end": (
+        lambda: spoilt(with_value(1, SIZE, 3), SHARED - 1, "experts.weight@{}"),
+        "pieces of experts.weight@1 have 31 elements, and another expert's have 32",
+    ),
+    "a short expert": (
+        lambda: spoilt(with_value(1, SIZE, 3), SHARED - 1, "moe.deepspeed_moe.experts.deepspeed_experts.{}.fc1.weight"),
+        "deepspeed_experts.1.fc1.weight have 31 elements, and another expert's have 32",
+    ),
+    "an overlap": (lambda: spoilt(with_value(1, FIRST, 11)), f"pieces of {NAMED} overlap at element 12"),
+    "a copy of another": (lambda: spoilt(with_value(1, FIRST, 8)), f"pieces of {NAMED} leave a hole at element 12"),
+    "longer than its copy": (
+        lambda: spoilt(lambda found: found[1].__setitem__(slice(1, 3), [8, 8]) or found[2].__setitem__(AT, 12)),
+        f"pieces of {NAMED} overlap at element 8",
+    ),
+    "one tensor twice": (
+        lambda: spoilt(with_value(1, AT, 2)),
+        f"{NAMED} overlaps another parameter in {states_file(3)}, at element 2",
+    ),
+    "a file beside": (
+        lambda: replace(
+            index_of_all(3, SHARED), groups=tuple(replace(each, file="x.pt") for each in index_of_all(3, 1).groups)
+        ),
+        "pieces in 'x.pt', which fsmoe.json does not name",
+    ),
+    "more elements than bytes": (
+        lambda: index_of_all(30, SHARED),
+        f"pieces of 360 elements in {states_file(0)}, which has 100 bytes",
+    ),
+    "more pieces than ranks": (
+        lambda: index_of_all(3, 2 * SHARED),
+        "48 pieces, and its parameters on 8 ranks have at most 24",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_index_that_cannot_be_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    index, words = BAD[name]
+    written(tmp_path, index())
+    manifest_for(SHARED, size_bytes=100).write(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_index(tmp_path)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path / pieces.NAME} is damaged, or not of a checkpoint: ")
+    assert words in said
+    assert "\n" not in said
+
+
+def test_copies_empty_parameters_and_padding_are_no_faults(tmp_path: Path) -> None:
+    """Without ZeRO each file has a copy; with it there is padding between pieces; an empty parameter has nothing."""
+    whole = shared_out(0, 3, 1).groups[0]
+    padded = tuple(replace(each, at=2 * each.at) for each in whole.pieces)
+    copies = tuple(replace(whole, file=states_file(rank), pieces=padded) for rank in range(2))
+    empty = replace(whole, items={"fp32": ("other",)}, pieces=(pieces.Piece("empty", 0, 0, 0),))
+    index = Index("Adam", (*copies, empty), {})
+    manifest_for(2).write(tmp_path)
+    assert read_index(written(tmp_path, index)) == index
+
+
+# ---- who sums up
+
+
+def shares_of(monkeypatch: pytest.MonkeyPatch, views: list[list[str]]) -> list[list[str]]:
+    """What each rank sums up of what it sees. All ranks are asked in turn, until each has heard what all have said."""
+    rounds: list[list[Any]] = []
+    while True:
+        found, said = [], []
+        for rank, names in enumerate(views):
+            heard = iter(rounds)
+
+            def on_every_rank(value: Any, heard: Any = heard) -> list[Any]:
+                told = next(heard, None)
+                if told is None:
+                    raise StopIteration(value)
+                return told
+
+            monkeypatch.setattr(saving, "on_every_rank", on_every_rank)
+            monkeypatch.setattr(saving.dist, "get_rank", lambda rank=rank: rank)
+            try:
+                found.append(saving._share(names))
+            except StopIteration as waits:
+                said.append(waits.value)
+        if not said:
+            return found
+        rounds.append(said)
+
+
+ALL = [f"file {number:02d}" for number in range(20)]
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [ALL] * 8,
+        [ALL[:10]] * 3 + [ALL[10:]] * 5,
+        [ALL[:12], ALL[8:]] * 4,
+        [ALL] * 7 + [ALL[:19]],
+        [ALL[:19]] + [ALL] * 7,
+        [ALL[:3]] * 8,
+    ],
+    ids=["shared", "two nodes", "two nodes with a copy", "the last lags", "the first lags", "few files"],
+)
+def test_each_file_is_summed_up_by_one_of_the_ranks_that_see_it(
+    views: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = shares_of(monkeypatch, views)
+    assert sorted(each for share in found for each in share) == sorted({each for view in views for each in view})
+    assert all(set(share) <= set(view) for share, view in zip(found, views, strict=True))
+    of_first = [share for share, view in zip(found, views, strict=True) if view == views[0]]
+    assert max(map(len, of_first)) - min(map(len, of_first)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("places", "groups"),
+    [
+        ([("a", 0), ("a", 1), ("b", 0), ("b", 1)], [[0, 1], [2, 3]]),
+        ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [[0, 2], [1, 3]]),
+        ([("x", 0), ("x", 1), ("x", 0), ("x", 1)], [[0, 1], [2, 3]]),  # containers whose hosts have one name
+    ],
+)
+def test_ranks_beside_this_one_are_those_of_its_node(
+    places: list[tuple[str, int]], groups: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_of_job, "on_every_rank", lambda _: places)
+    for rank, (_, local_rank) in enumerate(places):
+        monkeypatch.setattr(ranks_of_job.dist, "get_rank", lambda rank=rank: rank)
+        for is_local, beside in ((True, next(each for each in groups if rank in each)), (False, [0, 1, 2, 3])):
+            monkeypatch.setattr(ranks_of_job.dist, "get_world_size", lambda: 4)
+            engine = SimpleNamespace(
+                use_node_local_storage=lambda is_local=is_local: is_local, local_rank=local_rank, global_rank=rank
+            )
+            assert ranks_of_job.Ranks(engine).beside() == beside
