@@ -20,6 +20,17 @@ from tests.waiting import LIMIT_S, until
 # A collective that waits longer than this fails its rank, and with it the test.
 COLLECTIVE_TIMEOUT_S = LIMIT_S
 
+# The fork server imports these once; every rank after that starts as a copy of it. Each is one that ranks import in
+# any case, some as late as with their first engine, optimizer or model.
+PRELOADED = [
+    *("torch", "torch.distributed", "deepspeed", "ds_fsmoe.engine.entry_points", "pytest", "torch._dynamo"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer", "deepspeed.comm.mori"),
+    *("deepspeed.runtime.superoffload.superoffload_stage3", "torch._subclasses.schema_check_mode"),
+    *("torch.profiler._cupti_monitor", "ds_fsmoe.execution.stream_lanes", "transformers.trainer", "peft"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")),
+    "tests.loaded_ops",
+]
+
 
 def run_on_ranks(
     function: Callable[..., Any],
@@ -46,13 +57,7 @@ def run_on_ranks(
 
     build_ops()
     context = multiprocessing.get_context("forkserver")
-    # The fork server imports the slow modules once; every rank after that starts as a copy of it. The last two are
-    # what torch and DeepSpeed import when the first optimizer is made: seconds for each rank.
-    slow_modules = ["torch", "torch.distributed", "deepspeed", "ds_fsmoe.engine.entry_points"]
-    slow_modules += ["pytest", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
-    slow_modules += ["transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"]
-    slow_modules += ["tests.loaded_ops"]
-    context.set_forkserver_preload(slow_modules)
+    context.set_forkserver_preload(PRELOADED)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Through files they would meet too, but look for each other every ten milliseconds, at every group that they make.
