@@ -111,8 +111,8 @@ class AwkwardModel(nn.Module):
     The embedding is the head as well; ``frozen`` has no gradient, ``unused`` never gets one. By request: ``sometimes``
     gets one on some ranks in some steps; "wanders" uses ``wanderer`` in front or behind, in turns; "skips" leaves the
     last MoE layer out on one rank; "shared" uses a layer twice, once in the block that may be checkpointed; "twice"
-    uses an MoE layer twice; "tail" has a large last layer that rank 0 alone reads; "sparse" and "sparse function" make the embedding's gradient sparse. The same parameters on
-    every rank and for every ep_size, by global expert id.
+    uses an MoE layer twice; "tail" has a large last layer that rank 0 alone reads; "sparse" and "sparse function" make
+    the embedding's gradient sparse. The same parameters on every rank and for every ep_size, by global expert id.
     """
 
     def __init__(self, run: Run, rank: int) -> None:

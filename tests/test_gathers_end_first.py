@@ -42,7 +42,7 @@ class Log:
 def train(rank: int, world_size: int, ends_gathers: bool) -> tuple[dict[tuple[str, tuple[int, ...]], str], list[float]]:
     """What this rank sends on each communicator: "p" a message of parameters, "g" one of gradients; and its losses.
 
-    With the rule, messages of parameters pause at random. Without it, those of two ranks stay back until they have begun
+    With the rule, messages of parameters pause at random. Without it, those of two ranks stay back until they begin
     to send gradients between nodes: there the calls are only noted, and then made in the right order.
     """
     log, draw = Log(), random.Random(rank)

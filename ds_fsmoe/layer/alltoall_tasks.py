@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.alltoall import AllToAllBase, CrossesOnce
 from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
-from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
+from ds_fsmoe.distributed.groups import FSMoEGroups, make
 from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.planning.communicators import Communicators, Ranks
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
@@ -65,15 +66,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     # Steps along one kind of link share communicators where they have the same parts, and those along another do not:
     # each is on one lane.
     communicators = tuple(
-        make_parts(
-            f"a2a_{link}",
-            tuple(
-                tuple(ranks[each] for each in part)
-                for ranks in all_ranks
-                for part in relays_of[nodes_of[ranks]].parts(step)
-            ),
-            groups.max_ctas,
-        )
+        make(Communicators(f"a2a_{link}", _parts(all_ranks, relays_of, nodes_of, step)), groups.max_ctas)
         for step, link in enumerate(alltoall.links)
     )
     own_ranks = groups.ranks_of("ep")
@@ -101,12 +94,22 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=True)
 
 
+def _parts(
+    all_ranks: tuple[Ranks, ...], relays_of: Mapping[Nodes, Relays], nodes_of: Mapping[Ranks, Nodes], step: int
+) -> tuple[Ranks, ...]:
+    """Return the ranks that talk to each other in a step, of all groups."""
+    parts = [
+        tuple(ranks[each] for each in part) for ranks in all_ranks for part in relays_of[nodes_of[ranks]].parts(step)
+    ]
+    return tuple(sorted(parts))
+
+
 def _crossing_once(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     """Prepare the two levels, or say why it is the flat way. Collective."""
     flat = Exchange(alltoall.exchange, rows=alltoall.exchange_rows)
     if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
         return replace(flat, why_flat="each expert is split over several ranks")
-    nodes = node_links(groups, "ep", "once")
+    nodes = node_links(groups, "ep", "a2a")
     if nodes is None:
         return replace(flat, why_flat="the ranks that share experts are not equally many, at least 2, in several nodes")
     return replace(flat, nodes=nodes)
