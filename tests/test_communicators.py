@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +19,14 @@ from torch import nn
 import ds_fsmoe
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.distributed import groups as ours
 from ds_fsmoe.distributed import nccl
-from ds_fsmoe.distributed.groups import make, make_groups
-from ds_fsmoe.distributed.topology import Layout, layout, topology_of_size
+from ds_fsmoe.distributed.groups import communicator_like, make_groups, passing_communicators
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.node_levels import node_links
-from ds_fsmoe.planning.communicators import Communicators, communicators, kinds_of, num_held, of_deepspeed
+from ds_fsmoe.planning.communicators import num_held
 from ds_fsmoe.planning.groups import Groups
-from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
+from tests.pretended_nccl import fake_ranks, pretend_nccl
 from tests.race_cases import world_of
 
 
@@ -72,6 +72,10 @@ class OneLayer(nn.Module):
         self.moe = MoE(8, GPTFeedForward(8, 16), num_experts=ep, ep_size=ep, k=1)
 
 
+def tell_own(held: list[Any], own: Any, group: Any = None) -> None:
+    held[:] = [own] * len(held)
+
+
 @contextmanager
 def counted() -> Iterator[Made]:
     """Counts groups; what ranks tell each other is what this one says."""
@@ -86,8 +90,12 @@ def counted() -> Iterator[Made]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
+        # Behind this, DeepSpeed is as if it had not begun: other tests have groups of their own.
+        patch.setattr(deepspeed.comm.comm, "cdb", None)
         patch.setattr(dist, "new_group", counting)
-        patch.setattr(dist, "all_gather_object", lambda held, own, group=None: held.__setitem__(slice(None), [own] * len(held)))
+        patch.setattr(
+            dist, "all_gather_object", lambda held, own, group=None: held.__setitem__(slice(None), [own] * len(held))
+        )
         yield made
 
 
@@ -102,7 +110,7 @@ def start(job: Job) -> Made:
         "zero_optimization": {"stage": job.stage},
         "fsmoe": block,
     }
-    with world_of(job.world, job.rank), counted() as made:
+    with counted() as made, world_of(job.world, job.rank):
         deepspeed.init_distributed("fake")
         engine, *_ = ds_fsmoe.initialize(model=OneLayer(job.ep), config=config)
         engine.destroy()
@@ -133,3 +141,84 @@ def test_a_rank_of_a_large_job_holds_few(world: int, ep: int, held: int, calls: 
     print(len(made.held), made.calls)
     assert len(made.held) <= held
     assert made.calls <= calls
+
+
+# ---- groups that are split off the default one
+
+
+def made_by(patch: pytest.MonkeyPatch, rank: int, can_split: tuple[bool, ...]) -> list[tuple[str, str, Any]]:
+    """What one of 8 ranks calls, in its order: (which function, what for, the ranks)."""
+    calls: list[tuple[str, str, Any]] = []
+    with fake_ranks(rank, 8):
+        pretend_nccl(patch, reasons=can_split)
+        new_group = dist.new_group
+
+        def new(ranks: list[int], group_desc: str = "", **options: Any) -> Any:
+            calls.append(("new_group", group_desc, ranks))
+            return new_group(ranks, group_desc=group_desc, **options)
+
+        def split(split_ranks: list[list[int]], group_desc: str, timeout: Any, pg_options: Any) -> Any:
+            calls.append(("split_group", group_desc, split_ranks))
+            own = next((each for each in split_ranks if rank in each), None)
+            return None if own is None else new_group(own, group_desc=group_desc)
+
+        patch.setattr(dist, "new_group", new)
+        patch.setattr(dist, "split_group", split)
+        patch.setattr(nccl, "can_split", lambda: can_split[rank])
+        groups = make_groups(4, ranks_per_node=2, max_ctas=16)
+        exchange_in(groups, TwoStepAllToAll())
+        for kind in ("edp", "dp"):
+            communicator_like(groups, kind)
+            node_links(groups, kind, "gradients")
+        with passing_communicators([[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2, 4, 6), (1, 3, 5, 7)]], "links") as made:
+            assert [each.size() for each in made] == [2, 4]
+    return calls
+
+
+def test_groups_of_one_purpose_are_split_off_at_once_in_one_order_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for rank in range(8):
+        with monkeypatch.context() as patch:
+            found.append(made_by(patch, rank, (True,) * 8))
+    assert all(each == found[0] for each in found)
+    assert {function for function, _, _ in found[0]} == {"split_group"}
+    purposes = [(purpose, str(ranks)) for _, purpose, ranks in found[0]]
+    assert len(set(purposes)) == len(purposes)
+    assert ("split_group", "fsmoe_ep", [[0, 1, 2, 3], [4, 5, 6, 7]]) in found[0]
+    assert ("split_group", "fsmoe_a2a_intra", [[0, 1], [2, 3], [4, 5], [6, 7]]) in found[0]
+
+
+def test_where_one_rank_cannot_split_all_make_one_group_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rank in (0, 5):
+        with monkeypatch.context() as patch:
+            found.append(made_by(patch, rank, (True,) * 5 + (False,) + (True,) * 2))
+    assert found[0] == found[1]
+    assert {function for function, _, _ in found[0]} == {"new_group"}
+
+
+@pytest.mark.parametrize(("device", "splits"), [(0, True), (None, True), (0, False)])
+def test_a_default_group_can_be_split_where_it_is_bound_and_its_backend_is_able_to(
+    device: int | None, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = None if device is None else torch.device("cuda", device)
+    world = SimpleNamespace(
+        bound_device_id=bound, _get_backend=lambda device: SimpleNamespace(supports_splitting=splits)
+    )
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
+    assert nccl.can_split() == (device is not None and splits)
+    monkeypatch.delattr(dist, "split_group")
+    assert not nccl.can_split(), "a torch without it"
+
+
+# ---- what is computed again
+
+
+def test_groups_that_were_made_are_found_without_laying_anything_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_ranks(3, 64):
+        first = make_groups(8, ranks_per_node=8)
+        for name in ("layout", "find_topology"):
+            monkeypatch.setattr(ours, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called again"))
+        assert make_groups(8, ranks_per_node=8) is first
