@@ -111,4 +111,4 @@ def test_parameters_and_gradients_take_turns_on_one_communicator_whoever_has_rea
 
 def test_without_the_rule_ranks_that_have_not_read_send_gradients_between_parameters(tmp_path: Path) -> None:
     wrong = unlike(run_on_ranks(train, 4, tmp_path, False))
-    assert wrong == [("fsmoe_gradients_intra", (2, 3))]
+    assert ("fsmoe_gradients_intra", (2, 3)) in wrong
