@@ -22,8 +22,12 @@ from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.distributed import groups as ours
 from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.groups import communicator_like, make_groups, passing_communicators
+from ds_fsmoe.execution import counts_exchange
+from ds_fsmoe.execution.counts_exchange import CountsExchange
+from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.communicators import num_held
 from ds_fsmoe.planning.groups import Groups
 from tests.pretended_nccl import fake_ranks, pretend_nccl
@@ -222,3 +226,26 @@ def test_groups_that_were_made_are_found_without_laying_anything_out(monkeypatch
         for name in ("layout", "find_topology"):
             monkeypatch.setattr(ours, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called again"))
         assert make_groups(8, ranks_per_node=8) is first
+
+
+# ---- counts of rows
+
+
+def numbers_received(ranks: int, patch: pytest.MonkeyPatch) -> int:
+    """How many numbers a rank receives ahead of a call with 2DH, of 4 experts a rank and 6 segments."""
+    received: list[torch.Tensor] = []
+    with fake_ranks(1, ranks):
+        groups = make_groups(ranks, ranks_per_node=4)
+        exchange = exchange_in(groups, TwoStepAllToAll())
+        send = lambda into, *_, **__: received.append(into)  # noqa: E731
+        patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=send))
+        counts_ET = torch.ones(4 * ranks, 6, dtype=torch.long)
+        fault = torch.zeros((), dtype=torch.long)
+        CountsExchange.begin(counts_ET, fault, block_of(groups), TokenCuts(2, 3), exchange.passes_on)
+    return received[0].numel()
+
+
+def test_counts_with_2dh_grow_as_the_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (numbers_received(ranks, monkeypatch) for ranks in (16, 32))
+    assert few < 16 * (1 + 4 * 6) + 16 * 6 + 1
+    assert many <= 2.2 * few

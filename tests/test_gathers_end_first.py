@@ -43,7 +43,7 @@ def train(rank: int, world_size: int, ends_gathers: bool) -> dict[tuple[str, tup
     """What this rank sends on each communicator: "p" a message of parameters, "g" one of gradients.
 
     With the rule, messages of parameters pause at random. Without it, rank 3 holds the last part of the first gather,
-    which it does not read, until it begins to send gradients. That call is noted, and then made in the right order.
+    until it begins to send gradients. That call is noted, and then made in the right order. Rank 2 has read everything.
     """
     log, draw = Log(), random.Random(rank)
     is_sending = threading.Event()
@@ -67,6 +67,9 @@ def train(rank: int, world_size: int, ends_gathers: bool) -> dict[tuple[str, tup
     def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **options: Any) -> Any:
             group = options.get("group", args[-1])
+            if not ends_gathers and rank == 2:
+                for wait in waits:
+                    wait()
             log.note("g", group)
             is_sending.set()
             for wait in waits:

@@ -14,6 +14,7 @@ from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays
 from ds_fsmoe.distributed.groups import FSMoEGroups, make
 from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
 from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.execution.row_sizes import PassedOn
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.planning.communicators import Communicators, Ranks
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
@@ -32,8 +33,8 @@ class Exchange:
     """The whole all-to-all for rows: see :meth:`AllToAllBase.exchange_rows`; ``None``: it is for slots only."""
     row_legs: Mapping[str, RowLeg] = field(default_factory=dict)
     """The steps of the all-to-all for rows."""
-    passes_on: bool = False
-    """Whether rows rest on other ranks on their way, which have to know how many they are."""
+    passes_on: PassedOn | None = None
+    """Of which rows that rest on other ranks on their way those have to know how many they are."""
     nodes: NodeLinks | None = None
     """The two levels of the EP group, where each token crosses to a node once."""
     why_flat: str = ""
@@ -76,8 +77,9 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         return Route(tuple(relays.hop(step, me) for step in range(len(relays.links))), groups_of_steps)
 
     way_in = route(relays_of[own], communicators)
+    passes_on = PassedOn(*relays_of[own].told(me))
     if alltoall.links != ("intra", "inter"):
-        return Exchange(way_in.exchange, rows=way_in.exchange_rows, passes_on=True)
+        return Exchange(way_in.exchange, rows=way_in.exchange_rows, passes_on=passes_on)
     way_out = route(Relays(alltoall, own, back=True), communicators[::-1])
     legs = {
         A2A_IN_NODE: lambda blocks: way_in.step(0, blocks),
@@ -91,7 +93,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         A2A_OUT: lambda y_RM, sizes: way_out.step_sized(0, y_RM, sizes.between),
         A2A_OUT_NODE: lambda y_RM, sizes: way_out.step_sized(1, y_RM, sizes.between),
     }
-    return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=True)
+    return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=passes_on)
 
 
 def _parts(
