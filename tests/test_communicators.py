@@ -19,6 +19,7 @@ from torch import nn
 import ds_fsmoe
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.components.hierarchical import Nodes, Relays
 from ds_fsmoe.distributed import groups as ours
 from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.groups import communicator_like, make_groups, passing_communicators
@@ -249,3 +250,45 @@ def test_counts_with_2dh_grow_as_the_ranks_do(monkeypatch: pytest.MonkeyPatch) -
     few, many = (numbers_received(ranks, monkeypatch) for ranks in (16, 32))
     assert few < 16 * (1 + 4 * 6) + 16 * 6 + 1
     assert many <= 2.2 * few
+
+
+@pytest.mark.parametrize(("ep", "esp", "per_node"), [(8, 1, 4), (6, 1, 2), (4, 2, 4)])
+def test_each_rank_hears_of_all_rows_that_come_by_it(
+    ep: int, esp: int, per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all ranks send is delivered by hand, and compared with what they have counted."""
+    world, cuts, each_E = ep * esp, TokenCuts(2, 1), 3
+    counted = [torch.arange(each_E * ep * 2).reshape(-1, 2) * (7 + rank) % 11 for rank in range(world)]
+    begun, pieces, hops = [], [], []
+    for rank in range(world):
+        sent: list[Any] = []
+        with fake_ranks(rank, world), monkeypatch.context() as patch:
+            groups = make_groups(ep, esp, ranks_per_node=per_node)
+            exchange = exchange_in(groups, TwoStepAllToAll())
+
+            def send(into: Any, out: Any, receives: Any, sends: Any, sent: list = sent, **_: Any) -> SimpleNamespace:
+                sent[:] = [out.split(sends), receives]
+                return SimpleNamespace(wait=lambda: None)
+
+            patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=send))
+            block = block_of(groups)
+            fault = torch.zeros((), dtype=torch.long)
+            begun.append(CountsExchange.begin(counted[rank], fault, block, cuts, exchange.passes_on))
+            pieces.append(sent)
+            nodes = Nodes.of(groups.topology.node_of_rank[each] for each in groups.ranks_of("ep"))
+            ways = [Relays(TwoStepAllToAll(), nodes, back) for back in (False, True)]
+            hops.append([way.hop(step, groups.index_in("ep")) for way in ways for step in range(2)])
+    for rank, (one, (_, receives)) in enumerate(zip(begun, pieces, strict=True)):
+        arrived = [of_rank[0][rank] for of_rank in pieces]
+        assert [len(each) for each in arrived] == receives
+        one.received = torch.cat(arrived)
+        sizes = one.wait()
+        esp_index = one.block.esp_index
+        of_ep = [counted[source] for source, (_, shard) in enumerate(one.block.places) if shard == esp_index]
+        for chunk, found in enumerate(sizes.forward.chunks):
+            rows = [of_rank.reshape(ep, each_E, 2)[:, :, chunk].sum(1).tolist() for of_rank in of_ep]
+            there, back = hops[rank][:2], hops[rank][2:]
+            for source, to in {pair for hop in there for pair in (*hop.pairs, *hop.received_pairs)}:
+                assert found.between[source, to] == rows[source][to]
+            for source, to in {pair for hop in back for pair in (*hop.pairs, *hop.received_pairs)}:
+                assert found.back.between[source, to] == rows[to][source]
