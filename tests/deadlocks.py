@@ -6,17 +6,19 @@ the stream has to have waited for by then. On a device
 
 - a stream begins a collective when the one before it on the stream is over, and all that it waits for;
 - from then on it is resident, until all ranks of its communicator have it resident: then it is over on all of them;
-- no more than ``slots`` collectives are resident at a time;
+- no more than ``slots`` collectives are resident at a time, and if so asked, no more than one of a communicator: two of
+  them that begin in another order on another rank never meet;
 - with ``implicit`` order none begins before those issued earlier have begun (NCCL_LAUNCH_ORDER_IMPLICIT).
 
 Computation always ends, so nothing of it is left but the waits it passes on. A host that waits for its device takes
 orders away and adds none, as every rank issues alike.
 
 **One order is enough where nothing competes.** A collective that may begin never loses that right but for want of a
-slot, and beginning or ending one can only give others the right to. So as long as no slot is contested it does not
-matter who begins first, and one run stands for all. Slots are contested only where a device has more collectives left
-that no wait puts in an order than slots, and with ``implicit`` order never: the next to begin is given. What all have
-resident ends, which takes nothing from anybody. Where slots are contested, every choice is tried.
+slot or of its communicator, and beginning or ending one can only give others the right to. So as long as neither is
+contested it does not matter who begins first, and one run stands for all. Slots are contested only where a device has
+more collectives left that no wait puts in an order than slots, a communicator where two of its own are left so, and
+with ``implicit`` order nothing is: the next to begin is given. What all have resident ends, which takes nothing from
+anybody. Where something is contested, every choice is tried.
 
 **Implicit order and equal programs.** If all ranks issue alike, there is a numbering of all collectives of the job that
 every host follows (:func:`common_order` finds it). Take the first one in it that is not over. On each of its ranks all
@@ -192,13 +194,17 @@ class _Op:
     """In the order of the host."""
     call: int
     """Number over all ranks: the same for what is one collective."""
+    group: str
+    """Its communicator."""
     stream: int
     after: tuple[tuple[int, int], ...]
 
 
-def _unordered(streams: Sequence[Sequence[_Op]], size: int) -> list[tuple[tuple[int, int], ...]]:
+def _unordered(
+    streams: Sequence[Sequence[_Op]], size: int, are_meant: Callable[[_Op, _Op], bool] = lambda *_: True
+) -> list[tuple[tuple[int, int], ...]]:
     """Sets of so many collectives of one rank, one a stream, that no wait puts in an order; of those that lie before
-    another set in all streams, none."""
+    another set in all streams, none. ``are_meant`` tells of two whether a set may have both."""
     over = _all_waits(streams)
     found = []
     for chosen in itertools.combinations(range(len(streams)), size):
@@ -209,7 +215,9 @@ def _unordered(streams: Sequence[Sequence[_Op]], size: int) -> list[tuple[tuple[
                 for places in sets
                 for place in range(len(streams[stream]))
                 if all(
-                    over[stream, place].get(other, 0) <= at and over[other, at].get(stream, 0) <= place
+                    over[stream, place].get(other, 0) <= at
+                    and over[other, at].get(stream, 0) <= place
+                    and are_meant(streams[stream][place], streams[other][at])
                     for other, at in zip(chosen[:depth], places, strict=True)
                 )
             ]
@@ -246,10 +254,14 @@ class Devices:
         programs: of each rank.
         slots: how many collectives fit on a device at once.
         implicit: whether they begin in the order of issue.
+        one_of: of communicators whose names begin so one collective is resident at a time; ``None``: of none.
     """
 
-    def __init__(self, programs: Sequence[Program], slots: int, implicit: bool = False) -> None:
+    def __init__(
+        self, programs: Sequence[Program], slots: int, implicit: bool = False, one_of: str | None = None
+    ) -> None:
         self._programs = programs
+        self._one_of = one_of
         self._slots = slots
         self._implicit = implicit
         numbers: dict[tuple[str, int], int] = {}
@@ -257,7 +269,8 @@ class Devices:
         self._streams: list[list[list[_Op]]] = []
         """Rank -> stream -> its collectives."""
         self._unordered: list[list[tuple[tuple[int, int], ...]]] = []
-        """Rank -> the last sets of (stream, place) that are one more than fit, and that no wait puts in an order."""
+        """Rank -> the last sets of (stream, place) that no wait puts in an order, and that are one more than fit or two
+        of one communicator."""
         self._stream_of: list[dict[int, int]] = []
         """Rank -> call -> its stream."""
         for program in programs:
@@ -268,10 +281,15 @@ class Devices:
                 self._ranks_of[call] = each.ranks
                 # A stream that never gets anything is over at once.
                 after = tuple((names[stream], count) for stream, count in each.after if stream in names)
-                streams[names[each.stream]].append(_Op(index, call, names[each.stream], after))
+                streams[names[each.stream]].append(_Op(index, call, key[0], names[each.stream], after))
             self._streams.append(streams)
-            self._unordered.append([] if implicit else _unordered(streams, slots + 1))
+            contested = [] if implicit else _unordered(streams, slots + 1) + _unordered(streams, 2, self._are_apart)
+            self._unordered.append(contested)
             self._stream_of.append({op.call: op.stream for each in streams for op in each})
+
+    def _are_apart(self, one: _Op, other: _Op) -> bool:
+        """Whether only one of the two may be resident."""
+        return self._one_of is not None and one.group == other.group and one.group.startswith(self._one_of)
 
     @cached_property
     def start(self) -> State:
@@ -294,10 +312,14 @@ class Devices:
         if mask.bit_count() >= self._slots:
             return []
         found = []
-        for at, ops in enumerate(self._streams[rank]):
+        streams = self._streams[rank]
+        resident = [ops[heads[at]] for at, ops in enumerate(streams) if mask >> at & 1]
+        for at, ops in enumerate(streams):
             if heads[at] < len(ops) and not mask >> at & 1:
                 op = ops[heads[at]]
-                if all(heads[other] >= count for other, count in op.after) and self._is_next(rank, op, heads, mask):
+                is_due = all(heads[other] >= count for other, count in op.after)
+                is_due = is_due and not any(self._are_apart(op, other) for other in resident)
+                if is_due and self._is_next(rank, op, heads, mask):
                     found.append(op)
         return found
 

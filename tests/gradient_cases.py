@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +41,8 @@ class Run:
     block: tuple[tuple[str, Any], ...] = ()
     """Of ours: dotted path, value."""
     features: frozenset[str] = frozenset()
-    """Of the model: "sometimes", "wanders", "skips", "twice", "shared", "sparse", "gpt", see :class:`AwkwardModel`."""
+    """Of the model: "sometimes", "wanders", "skips", "twice", "shared", "sparse", "gpt", "tail", see
+    :class:`AwkwardModel`."""
     steps: int = STEPS
 
     @property
@@ -108,13 +111,13 @@ class AwkwardModel(nn.Module):
     The embedding is the head as well; ``frozen`` has no gradient, ``unused`` never gets one. By request: ``sometimes``
     gets one on some ranks in some steps; "wanders" uses ``wanderer`` in front or behind, in turns; "skips" leaves the
     last MoE layer out on one rank; "shared" uses a layer twice, once in the block that may be checkpointed; "twice"
-    uses an MoE layer twice; "sparse" and "sparse function" make the embedding's gradient sparse. The same parameters on
-    every rank and for every ep_size, by global expert id.
+    uses an MoE layer twice; "tail" has a large last layer that rank 0 alone reads; "sparse" and "sparse function" make
+    the embedding's gradient sparse. The same parameters on every rank and for every ep_size, by global expert id.
     """
 
     def __init__(self, run: Run, rank: int) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.rank = run, rank
         self.embed = nn.Embedding(VOCABULARY, WIDTH, sparse="sparse" in run.features)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.shared = nn.Linear(WIDTH, WIDTH)
@@ -128,6 +131,8 @@ class AwkwardModel(nn.Module):
         self.behind = moes[2]
         self.last = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if "tail" in run.features:
+            self.tail = nn.Linear(WIDTH, 2048)
         if not {"sparse", "sparse function"} & run.features:
             self.head.weight = self.embed.weight
         self._initialise(rank)
@@ -182,6 +187,8 @@ class AwkwardModel(nn.Module):
             aux_third = aux_third + aux_again
         if "wanders" in run.features and not turn % 2:
             y_BLM = y_BLM + self.wanderer(h_BLM)
+        if "tail" in run.features and self.rank == 0:
+            y_BLM = y_BLM + self.tail(y_BLM).mean(-1, keepdim=True)
         logits_BLV = self.head(self.last(h_BLM + y_BLM))
         loss = F.cross_entropy(logits_BLV.float().flatten(0, 1), target_BL.flatten())
         return loss + 0.01 * (aux_first + aux_second + aux_third).float()
@@ -353,6 +360,17 @@ LOOPS: dict[str, Callable[[Script], None]] = {
     "reduced by hand": _by_hand_reduced,
     "without a batch": _without_a_batch,
 }
+
+
+def let_deepspeed_read_nothing(patch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed 0.19.8 looks at every parameter in the first hook of a backward, and so waits for all updated ones."""
+    count = stage_1_and_2.count_used_parameters_in_backward
+
+    def counted(parameters: Any) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return count(parameters)
+
+    patch.setattr(stage_1_and_2, "count_used_parameters_in_backward", counted)
 
 
 @contextmanager

@@ -160,7 +160,8 @@ def sizes_of_rows(pipeline: Pipeline, num_experts: int) -> RowSizes:
     collectives = pipeline.collectives
     ranks, sharing = collectives.num_exchanging, collectives.num_sharing
     here = num_experts // ranks
-    between = [[here] * ranks] * ranks if collectives.passes_on else None
+    pairs = itertools.product(range(ranks), range(ranks))
+    between = dict.fromkeys(pairs, here) if collectives.passes_on is not None else None
     chunk = ChunkSizes([here] * ranks, [here] * ranks, [num_experts] * sharing, [ranks * sharing] * here, between)
     degree = pipeline.forward.block.degree
     starts = tuple(num_experts * each for each in range(degree + 1))

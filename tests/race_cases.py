@@ -204,18 +204,18 @@ class _Arrived:
 def counts_come_back() -> Iterator[None]:
     """Nothing is sent, so that there are counts at all each rank is taken to send this one as much as it is sent."""
 
-    def exchange(received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> _Arrived:
-        dist.all_to_all_single(received, sent, group=group)
+    def exchange(received: torch.Tensor, sent: torch.Tensor, *splits: Any, group: Any, async_op: bool) -> _Arrived:
+        dist.all_to_all_single(received, sent, *splits, group=group)
         received.copy_(sent)
         return _Arrived()
 
     def sizes(counts: Any, *args: torch.Tensor) -> RowSizes:
-        if counts.totals_NX.shape[1]:
+        if counts.pairs:
             # What any rank sends any other, where rows are passed on: as far as they are apart.
             ranks, own = counts.block.num_exchanging, counts.block.ep_index
-            of_rank_GT = counts.totals_NX[own].reshape(ranks, -1)
-            totals = [of_rank_GT[[(rank + to - own) % ranks for to in range(ranks)]] for rank in range(ranks)]
-            counts = replace(counts, totals_NX=np.stack(totals).reshape(ranks, -1))
+            own_GT = counts.own_ET.reshape(ranks, -1, counts.cuts.num_segments).sum(1)
+            passed = [own_GT[(source + to - own) % ranks] for source, to in counts.pairs]
+            counts = replace(counts, passed_XT=np.stack(passed))
         return counted(counts, *args)
 
     counted = counts_exchange._Counts.sizes

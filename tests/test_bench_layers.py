@@ -60,7 +60,7 @@ def work_of(steps: Any) -> tuple[Work, float]:
 
     def counted(*args: Any, **options: Any) -> Any:
         ranks = dist.get_process_group_ranks(options["group"])
-        is_of_tokens = not options["group"].group_desc.startswith(("fsmoe_gradients", "fsmoe_parameters"))
+        is_of_tokens = not options["group"].group_desc.startswith("fsmoe_gradients")
         if is_of_tokens and len({TWO_NODES[rank] for rank in ranks}) > 1:
             work.sent_bytes += (options["input"] if "input" in options else args[1]).nbytes
         return send(*args, **options)

@@ -53,8 +53,7 @@ def _issued(rank: int, step: Step) -> tuple[Program, int]:
         record_deepspeed(patch, tape)
         # On a CPU lanes would be threads.
         patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(device=torch.device("cuda", 0)))
-        for name in ("reduction.make_beside", "updated_parameters.make_beside"):
-            patch.setattr(f"ds_fsmoe.gradients.{name}", lambda _: BesideStreams(torch.device("cuda", 0)))
+        patch.setattr("ds_fsmoe.gradients.reduction.make_beside", lambda _: BesideStreams(torch.device("cuda", 0)))
         block = {"num_chunks": {"forward": 2, "backward": 3}, "split_batch": step.split, "autotune": False}
         nodes = {"topology": {"ranks_per_node": 2}, "alltoall": step.alltoall}
         config = ds_config(step.stage, ep_size=step.ep_size, **block, **nodes)

@@ -74,8 +74,7 @@ def _record(rank: int, job: Job) -> list[Program]:
         record_deepspeed(patch, tape)
         # On a CPU lanes would be threads.
         patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(device=torch.device("cuda", 0)))
-        for name in ("reduction.make_beside", "updated_parameters.make_beside"):
-            patch.setattr(f"ds_fsmoe.gradients.{name}", lambda _: BesideStreams(torch.device("cuda", 0)))
+        patch.setattr("ds_fsmoe.gradients.reduction.make_beside", lambda _: BesideStreams(torch.device("cuda", 0)))
         how = {"accumulation": job.accumulation, "num_stages": job.num_stages}
         how["shares_weights"] = job.shares_weights
         engine = make_engine(rank, job.zero_stage, job.stages, job.block, **how)

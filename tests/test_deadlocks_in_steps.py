@@ -23,7 +23,7 @@ from tests.deadlocks import (
     slots_needed,
     waits_fit_the_order,
 )
-from tests.gradient_cases import LOOPS, Run, training
+from tests.gradient_cases import LOOPS, Run, let_deepspeed_read_nothing, training
 from tests.ranks import run_on_ranks
 from tests.recorded_collectives import COMPUTE, record, record_deepspeed
 
@@ -40,6 +40,10 @@ class Step:
 
     run: Run
     one_link: bool = False
+    count: int = 1
+    """The steps that are recorded."""
+    ends_gathers: bool = True
+    """Whether gradients wait for updated parameters that this rank has not read."""
 
     @property
     def name(self) -> str:
@@ -59,8 +63,12 @@ def _record(rank: int, step: Step, between: Callable[[Any], None] = lambda _: No
         # On a CPU lanes would be threads.
         lanes = {"device": torch.device("cuda", 0), "one_link": step.one_link}
         patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(**lanes))
-        for name in ("reduction.make_beside", "updated_parameters.make_beside"):
-            patch.setattr(f"ds_fsmoe.gradients.{name}", lambda _: BesideStreams(torch.device("cuda", 0)))
+        patch.setattr("ds_fsmoe.gradients.reduction.make_beside", lambda _: BesideStreams(torch.device("cuda", 0)))
+        if not step.ends_gathers:
+            patch.setattr("ds_fsmoe.gradients.reducer.end_gathers", lambda: None)
+        if "tail" in step.run.features:
+            patch.setattr("ds_fsmoe.gradients.updated_parameters.FEWEST_NUMEL", 64)
+            let_deepspeed_read_nothing(patch)
         if step.one_link:
             stated = property(lambda _: "it is asked for", lambda *_: None)
             patch.setattr("ds_fsmoe.layer.runtime.LayerRuntime.one_link", stated, raising=False)
@@ -71,7 +79,8 @@ def _record(rank: int, step: Step, between: Callable[[Any], None] = lambda _: No
                 updated.wait()
             between(script.engine)
             tape.take()
-            LOOPS[step.run.loop](script)
+            for _ in range(step.count):
+                LOOPS[step.run.loop](script)
             return tape.take()
 
 
@@ -83,9 +92,14 @@ def check(programs: tuple[Program, ...]) -> None:
     assert search(Devices(programs, 1, implicit=True)).is_free
     # As the proof has it, whoever is first.
     assert search_at_random(Devices(programs, 1, implicit=True), range(2)).stuck is None
-    # With a slot for each stream nothing is contested, so this is a proof as well.
+    # With a slot for each stream no slot is contested, and no communicator of ours: so this is a proof as well.
+    assert search(with_all_slots(programs)).is_free
+
+
+def with_all_slots(programs: tuple[Program, ...]) -> Devices:
+    """Devices with a slot for each stream, where a communicator of ours has one collective at a time."""
     streams = max(len({each.stream for each in program}) for program in programs)
-    assert search(Devices(programs, streams)).is_free
+    return Devices(programs, streams, one_of="fsmoe_")
 
 
 SAMPLE = [
@@ -104,7 +118,7 @@ def test_whole_steps_of_four_ranks_get_stuck_in_no_order_that_keeps_that_of_issu
     assert {COMPUTE, "link 0", "link 1"} <= {each.stream for each in stage_2[0]}
     beside = {each.stream for each in stage_2[0]} - {COMPUTE, "link 0", "link 1"}
     print(beside, slots_needed(two_links), slots_needed(stage_2), slots_needed(turns), slots_needed(stocks_own))
-    assert len(beside) == 4, "between layers, gradients and updated parameters have two streams each"
+    assert len(beside) == 2, "between layers, gradients and updated parameters have the same two streams"
     # Without an order two links get stuck if one fits; where they take turns, nothing can.
     assert search_at_random(Devices(two_links, 1), range(50)).stuck is not None
     assert slots_needed(two_links) == slots_needed(stage_2) == 2
@@ -112,6 +126,23 @@ def test_whole_steps_of_four_ranks_get_stuck_in_no_order_that_keeps_that_of_issu
     assert slots_needed(turns) == 1
     # Where DeepSpeed reduces, in a stream of its own, links that take turns are not enough: a warning says so.
     assert slots_needed(stocks_own) == 2
+
+
+TAIL = [
+    Step(Run(1, mode="fixed_chunk", block=CUT, features=frozenset({"tail"})), count=2, ends_gathers=ends)
+    for ends in (True, False)
+]
+
+
+@pytest.mark.long
+def test_gradients_wait_for_updated_parameters_that_one_rank_reads_and_another_does_not(tmp_path: Path) -> None:
+    kept, taken_out = zip(*run_on_ranks(record_steps, 4, tmp_path, TAIL), strict=True)
+    check(kept)
+    # Each communicator still sees the same calls: what is missing is a wait of those who have not read.
+    assert difference(taken_out) is None
+    stuck = search(with_all_slots(taken_out)).stuck
+    assert stuck is not None
+    assert any("fsmoe_gradients" in name for names in stuck for name in names)
 
 
 PLACED = (*CUT, ("dispatch", "rows"), ("placement.policy", "balanced"), ("placement.spare_experts", 1))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.distributed.groups import make_parts
+from ds_fsmoe.distributed.groups import make
 from ds_fsmoe.execution import node_links
-from ds_fsmoe.execution.node_links import NodeLinks, regular
+from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients import ways
 from ds_fsmoe.gradients.beside import BesideThreads
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
@@ -29,6 +29,7 @@ from ds_fsmoe.gradients.ways import (
     Stretch,
     Way,
 )
+from ds_fsmoe.planning.communicators import Communicators, regular
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.gradient_cases import Run, train
 from tests.ranks import run_on_ranks
@@ -46,8 +47,8 @@ CPU = torch.device("cpu")
 def links(rank: int, world_size: int, per_node: int) -> NodeLinks:
     nodes = regular([each // per_node for each in range(world_size)])
     assert nodes is not None
-    between = make_parts("test_inter", tuple(zip(*nodes, strict=True)))
-    return NodeLinks(nodes, rank, between, make_parts("test_intra", nodes))
+    between = make(Communicators("test_inter", tuple(zip(*nodes, strict=True))))
+    return NodeLinks(nodes, rank, between, make(Communicators("test_intra", nodes)))
 
 
 class OneTensor(Elements):

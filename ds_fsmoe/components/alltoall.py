@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,8 +23,9 @@ class RowsToSend(Protocol):
         """The rows from each rank of the group."""
 
     @property
-    def between(self) -> Sequence[Sequence[int]] | None:
-        """The rows from each rank (outer) to each (inner); ``None`` unless the all-to-all passes rows on."""
+    def between(self) -> Mapping[tuple[int, int], int] | None:
+        """The rows from one rank to another, of those pairs whose rows come by here; ``None`` unless the all-to-all
+        passes rows on."""
 
 
 class AllToAllBase(ABC):

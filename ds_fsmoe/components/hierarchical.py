@@ -25,8 +25,8 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll, exchange_sized
 
 Link = Literal["intra", "inter"]
 """Between ranks of one node, or between nodes."""
-SizesOfPairs = Sequence[Sequence[int]]
-"""The rows from each rank (outer) to each rank (inner) of a group."""
+SizesOfPairs = Mapping[tuple[int, int], int]
+"""The rows from one rank of a group to another, by (source, destination), of those that come by here."""
 Part = tuple[int, ...]
 """Ranks that talk to each other in a step, ascending."""
 
@@ -134,9 +134,9 @@ class Hop:
             group: see :meth:`go`.
             between: the rows of each (source, destination).
         """
-        sizes = [between[source][destination] for source, destination in self.pairs]
+        sizes = [between[pair] for pair in self.pairs]
         packed = _in_order(x_RM, self.pack, sizes)
-        received_sizes = [between[source][destination] for source, destination in self.received_pairs]
+        received_sizes = [between[pair] for pair in self.received_pairs]
         if group is None:
             return _in_order(packed, self.unpack, received_sizes)
         sends = _sums_of_runs([sizes[block] for block in self.pack], self.sends)
@@ -215,6 +215,19 @@ class Relays:
                 one |= other
                 part_of.update(dict.fromkeys(other, one))
         return tuple(sorted({tuple(sorted(part)) for part in part_of.values()}))
+
+    def told(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Return of whose blocks a rank has to know the sizes: of each other rank the destinations of those of its
+        blocks that rest here, on their way or on the way of their answers; and what this rank tells each so."""
+        hears: list[list[int]] = [[] for _ in range(self.nodes.size)]
+        tells: list[list[int]] = [[] for _ in range(self.nodes.size)]
+        for (source, destination), path in self._paths.items():
+            for relay in set(path[1:-1]) - {source, destination}:
+                if relay == rank:
+                    hears[source].append(destination)
+                if source == rank:
+                    tells[relay].append(destination)
+        return tuple(map(tuple, hears)), tuple(map(tuple, tells))
 
     def hop(self, step: int, rank: int) -> Hop:
         """What a rank does in a step."""

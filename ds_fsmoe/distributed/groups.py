@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.distributed import nccl
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import (
     Layout,
     PlacedGroups,
@@ -37,6 +38,7 @@ from ds_fsmoe.distributed.topology import (
     world_size_now,
 )
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.planning.communicators import Communicators, of_deepspeed, of_gradients, of_layers
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class FSMoEGroups:
     capacity_group: dist.ProcessGroup | None = None
     """All ranks that exchange, gather or share tokens and must agree on a capacity: the block group, as a rule."""
     max_ctas: int | None = None
-    """The most thread blocks of a lane's communicator on NCCL, see :func:`make_parts`."""
+    """The most thread blocks of a lane's communicator on NCCL, see :func:`make`."""
 
     @cached_property
     def planned(self) -> PlacedGroups:
@@ -85,6 +87,8 @@ class FSMoEGroups:
 # place for ours: it takes every key in them for an expert-parallel size.
 _made: dict[tuple, FSMoEGroups] = {}
 _made_parts: dict[tuple, dist.ProcessGroup | None] = {}
+_splits: list[bool] = []
+"""Whether groups are split off the default one, once that is known."""
 _made_under: weakref.ref | None = None
 
 
@@ -115,7 +119,7 @@ def make_groups(
         mp_size, pp_size: those of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
         tensor_parallel_experts: see :func:`layout`.
         same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
-        max_ctas: the limit for communicators of lanes, see :func:`make_parts`.
+        max_ctas: the limit for communicators of lanes, see :func:`make`.
 
     Raises:
         ValueError: sizes do not divide the ranks (names those that would), or experts are to be sharded on nodes that
@@ -127,6 +131,12 @@ def make_groups(
         mpu_mp_size, mpu_pp_size = sizes_of_mpu(None if stock is None else stock.mpu)
         mp_size = mpu_mp_size if mp_size is None else mp_size
         pp_size = mpu_pp_size if pp_size is None else pp_size
+    key = (ep_size, esp_size, expert_before_data, ranks_per_node, mp_size, pp_size, tensor_parallel_experts)
+    key = (*key, same_tokens, max_ctas, stock is not None)
+    if world_size_now() > 1:
+        _current_world()
+        if key in _made:
+            return _made[key]
     found = layout(
         *(world_size_now(), ep_size, esp_size, expert_before_data),
         mp_size=mp_size,
@@ -138,13 +148,11 @@ def make_groups(
             # DeepSpeed's engine looks for its groups by their names on one rank too.
             _made_by_deepspeed(stock, found, 0, expert_before_data)
         return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
-    _current_world()
-    agreeing = found.agreeing(same_tokens=same_tokens)
-    key = (found, agreeing, ranks_per_node, stock is not None, max_ctas)
     if key not in _made:
         topology = find_topology(ranks_per_node)
         if reason := why_not_sharded(topology, esp_size):
             raise ValueError(reason)
+        agreeing = found.agreeing(same_tokens=same_tokens)
         theirs = _theirs(stock, found, dist.get_rank(), expert_before_data)
         _made[key] = _with_ours(theirs, found, topology, agreeing, max_ctas)
     return _made[key]
@@ -159,37 +167,39 @@ def _with_ours(
 ) -> FSMoEGroups:
     """Make the groups that DeepSpeed lacks. The order of these lines is the order on every rank, members or not: making
     a group is collective. DeepSpeed's came first, as with a layer, which has made them before this is called."""
-    ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
-    mp_group = make_parts("mp", found.mp)
-    capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
-    return FSMoEGroups(found, topology, dist.get_rank(), *ours, *theirs, mp_group, capacity_group, max_ctas)
+    wider = agreeing if agreeing != found.blocks else None
+    ours = {each.purpose: make(each, max_ctas) for each in of_layers(found.kinds, wider)}
+    ep_group, esp_group, mp_group = (ours[kind] for kind in ("ep", "esp", "mp"))
+    capacity_group = ours.get("capacity", theirs[0])
+    rank = dist.get_rank()
+    return FSMoEGroups(found, topology, rank, ep_group, esp_group, *theirs, mp_group, capacity_group, max_ctas)
 
 
 def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> list[dist.ProcessGroup | None]:
     """Return this rank's block, EDP and DP groups: DeepSpeed's, where it is in use, connected to their peers."""
     if stock is None:
-        return [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
+        return [make(each) for each in of_deepspeed(found.kinds)]
     groups = _made_by_deepspeed(stock, found, rank, expert_before_data)
     for group in groups:
         _connect(group)
     return groups
 
 
-def make_parts(kind: str, parts: tuple[Ranks, ...], max_ctas: int | None = None) -> dist.ProcessGroup | None:
-    """Make a communicator for each of these sets of ranks; return this rank's, or ``None`` if it is alone.
+def make(listed: Communicators, max_ctas: int | None = None) -> dist.ProcessGroup | None:
+    """Make a communicator for each of the listed sets of ranks; return this rank's, or ``None`` if it is alone.
 
     Collective over all ranks of the job, with the same arguments on each. Communicators are made once, and returned
     again until the default process group is destroyed.
 
     Args:
-        kind: their purpose: two kinds with the same ranks have separate communicators.
-        parts: the sets; no rank is in two of them.
-        max_ctas: the most thread blocks that their collectives may have on NCCL; ``None``: NCCL's own choice.
+        listed: the sets and their purpose: two purposes with the same ranks have separate communicators.
+        max_ctas: the most thread blocks that collectives of lanes may have on NCCL; ``None``: NCCL's own choice.
     """
     world = _current_world()
-    key = kind, parts, max_ctas
+    most = max_ctas if listed.is_on_lane else None
+    key = listed, most
     if key not in _made_parts:
-        _made_parts[key] = _communicator(parts, kind, dist.get_rank(), _timeout_of(world), max_ctas)
+        _made_parts[key] = _communicator(listed, dist.get_rank(), _timeout_of(world), most)
     return _made_parts[key]
 
 
@@ -207,21 +217,44 @@ def _current_world() -> Any:
 def _forget() -> None:
     _made.clear()
     _made_parts.clear()
+    _splits.clear()
 
 
 def _communicator(
-    groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None, max_ctas: int | None
+    listed: Communicators, rank: int, timeout: timedelta | None, max_ctas: int | None
 ) -> dist.ProcessGroup | None:
-    """Make new communicators for all groups of a kind; return this rank's, connected to its peers."""
-    own = None
-    for ranks in groups:
-        if len(ranks) > 1:
-            asked = nccl.options(max_ctas, timeout)
-            with waiting("a new process group"):
-                group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=f"fsmoe_{kind}")
-            own = group if rank in ranks else own
+    """Make new communicators of one purpose; return this rank's, connected to its peers."""
+    several = [ranks for ranks in listed.ranks if len(ranks) > 1]
+    own = _new(several, f"fsmoe_{listed.purpose}", rank, timeout, max_ctas)
     _connect(own)
     return own
+
+
+def _new(
+    groups: Sequence[Ranks], name: str, rank: int, timeout: timedelta | None, max_ctas: int | None
+) -> dist.ProcessGroup | None:
+    """Make groups, of which no two have a rank in common; return this rank's. Collective over all ranks of the job.
+
+    Where the default group is bound to a device, every rank takes part in each group that NCCL makes: so all of them
+    are made at once there.
+    """
+    own = None
+    with waiting("a new process group"):
+        if groups and _is_splitting():
+            ranks, asked = [list(each) for each in groups], nccl.options(max_ctas, timeout)
+            return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=asked, group_desc=name)
+        for ranks in groups:
+            asked = nccl.options(max_ctas, timeout)
+            group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=name)
+            own = group if rank in ranks else own
+    return own
+
+
+def _is_splitting() -> bool:
+    """Return whether groups are split off the default one: the same on every rank. Collective at the first call."""
+    if not _splits:
+        _splits.append(nccl.is_used() and all(on_every_rank(nccl.can_split())))
+    return _splits[0]
 
 
 def _connect(group: dist.ProcessGroup | None) -> None:
@@ -340,10 +373,10 @@ def stock_names(ep_size: int, esp_size: int) -> StockNames:
 
 def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | None:
     """Return a communicator with the ranks of this rank's group of a kind, for traffic that must not come between that
-    of another: gradients on a lane. Collective; ``None`` for a group of one rank. Made once, as :func:`make_parts`
-    does: each engine of a process gets the same one, and so do two kinds with the same ranks, whose gradients travel in
-    one order on one lane."""
-    return make_parts("gradients", getattr(groups.layout, kind), groups.max_ctas)
+    of another: gradients on a lane, and updated parameters, which do not travel with them. Collective; ``None`` for a
+    group of one rank. Made once, as :func:`make` does: each engine of a process gets the same one, and so do two kinds
+    with the same ranks, whose gradients travel in one order on one lane."""
+    return make(of_gradients(getattr(groups.layout, kind)), groups.max_ctas)
 
 
 @contextmanager
@@ -356,17 +389,14 @@ def passing_communicators(
     Args:
         kinds: the groups of each kind; every rank is in one of them.
         name: their name, for messages.
-        max_ctas: see :func:`make_parts`.
+        max_ctas: see :func:`make`.
     """
     made: list[dist.ProcessGroup] = []
     timeout = _timeout_of(dist.group.WORLD) if kinds else None
     try:
         for groups in kinds:
-            for ranks in groups:
-                asked = nccl.options(max_ctas, timeout)
-                with waiting("a new process group"):
-                    group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=name)
-                made += [group] if dist.get_rank() in ranks else []
+            own = _new(groups, name, dist.get_rank(), timeout, max_ctas)
+            made += [] if own is None else [own]
         yield made
     finally:
         for group in made:

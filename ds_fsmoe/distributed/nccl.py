@@ -122,6 +122,14 @@ def options(max_ctas: int | None, timeout: timedelta | None) -> Any:
     return made
 
 
+def can_split() -> bool:
+    """Return whether this rank's default group can be split: it is bound to a device, and its backend is able to."""
+    world = dist.distributed_c10d._get_default_group()
+    if not hasattr(dist, "split_group") or world.bound_device_id is None:
+        return False
+    return bool(world._get_backend(world.bound_device_id).supports_splitting)
+
+
 def warm(group: dist.ProcessGroup) -> None:
     """Connect a communicator to its peers, in every way in which it may be used. Collective; the host waits.
 

@@ -156,6 +156,11 @@ class Layout:
         """Return the group of a kind (``"ep"``, ``"esp"``, ``"edp"``, ``"mp"``, ``"dp"``, ``"blocks"``) with a rank."""
         return next(ranks for ranks in getattr(self, kind) if rank in ranks)
 
+    @property
+    def kinds(self) -> dict[str, tuple[Ranks, ...]]:
+        """The groups of each kind."""
+        return {kind: getattr(self, kind) for kind in ("blocks", "ep", "esp", "edp", "mp", "dp")}
+
     def agreeing(self, *, same_tokens: bool) -> tuple[Ranks, ...]:
         """Return the groups of ranks that have to agree on a capacity that follows from their tokens.
 
@@ -167,15 +172,17 @@ class Layout:
             same_tokens: whether the ranks of an MP group have the same tokens; else each has its own.
         """
         tied = [*self.blocks, *self.esp, *(self.mp if same_tokens else ())]
-        joined: list[set[int]] = []
+        joined_of: dict[int, set[int]] = {}
         for ranks in tied:
-            touched = [each for each in joined if not each.isdisjoint(ranks)]
-            joined = [each for each in joined if each.isdisjoint(ranks)] + [set(ranks).union(*touched)]
+            touched = {id(joined_of[rank]): joined_of[rank] for rank in ranks if rank in joined_of}
+            union = set(ranks).union(*touched.values())
+            joined_of.update(dict.fromkeys(union, union))
+        joined = list({id(each): each for each in joined_of.values()}.values())
 
         def sources(ranks: Iterable[int]) -> set[int]:
             return {rank // self.mp_size if same_tokens else rank for rank in ranks}
 
-        if all(sources(block) == sources(ranks) for ranks in joined for block in self.blocks if block[0] in ranks):
+        if all(sources(block) == sources(joined_of[block[0]]) for block in self.blocks):
             return self.blocks
         return tuple(sorted(tuple(sorted(ranks)) for ranks in joined))
 

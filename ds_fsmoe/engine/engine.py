@@ -151,7 +151,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 'choices are "auto" and "at_end"'
             )
         if asked != "at_end" and reason is None:
-            state.updated = UpdatedParameters(self, groups, [each.deepspeed_moe for each in state.layers.values()])
+            assert state.reduction is not None
+            layers = [each.deepspeed_moe for each in state.layers.values()]
+            state.updated = UpdatedParameters(self, state.reduction, groups, layers)
             # Before others look at what experts are.
             state.running.checks.insert(0, state.updated.before_layer)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
-from ds_fsmoe.execution.row_sizes import ALONE, Block, ChunkSizes
+from ds_fsmoe.execution.row_sizes import ALONE, Block, ChunkSizes, PassedOn
 from ds_fsmoe.execution.wires import FULL, Wires
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
@@ -58,8 +58,8 @@ class Collectives:
     """The same as :attr:`legs`, for rows."""
     block: Block = ALONE
     """The ranks that share the experts; they tell each other how many rows they send."""
-    passes_on: bool = False
-    """Whether rows rest on other ranks on their way, which have to know how many they are."""
+    passes_on: PassedOn | None = None
+    """Of which rows that rest on other ranks on their way those have to know how many they are."""
     nodes: NodeLinks | None = None
     """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
     wires: Wires = FULL

@@ -11,7 +11,8 @@ group, N = P * G the ranks that rows come from, B the same ranks in the order of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,18 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.host_copies import HostCopy
 from ds_fsmoe.execution.row_orders import moves
-from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes, expert_ends, sizes_of_phases
+from ds_fsmoe.execution.row_sizes import (
+    Block,
+    ChunkSizes,
+    PassedOn,
+    PhaseSizes,
+    RowSizes,
+    expert_ends,
+    sizes_of_phases,
+)
 from ds_fsmoe.execution.same_forward import Forward, faults_of, headed
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
@@ -69,9 +79,10 @@ class CountsExchange:
     block: Block
     cuts: TokenCuts
     own_ET: torch.Tensor
-    received_BX: torch.Tensor
-    """[B, 1 + e * T + G * T] int64: of each rank its header, its rows for each expert here in each segment, and, only
-    where an all-to-all passes rows on, its rows for each rank of its EP group."""
+    received: torch.Tensor
+    """int64: of each rank of the block its header, its rows for each expert here in each segment, and, only where rows
+    of it rest here on their way, how many there are for each of their destinations in each segment."""
+    passes_on: PassedOn | None
     work: Any
     name: str
 
@@ -82,7 +93,7 @@ class CountsExchange:
         fault: torch.Tensor,
         block: Block,
         cuts: TokenCuts,
-        passes_on: bool = False,
+        passes_on: PassedOn | None = None,
         name: str = "",
         forward: Forward | None = None,
     ) -> CountsExchange:
@@ -93,24 +104,32 @@ class CountsExchange:
             fault: scalar int64: 0, or what is wrong with the decision, see :data:`FAULTS`.
             block: the ranks that share the experts.
             cuts: the cuts of the tokens.
-            passes_on: whether the all-to-all passes rows on over other ranks, which then have to know their sizes.
+            passes_on: the rows that the all-to-all passes on over other ranks, which then have to know their sizes.
             name: the layer's name, for messages.
             forward: the forward, which has to be that of all ranks; ``None``: not known.
         """
-        ranks, num_segments = block.num_exchanging, cuts.num_segments
+        ranks = block.num_exchanging
         own_GX = counts_ET.reshape(ranks, -1)
-        parts = [headed(fault, forward).expand(ranks, 1), own_GX]
-        if passes_on:
+        header = headed(fault, forward)
+        splits: list[list[int]] = []
+        if passes_on is None:
+            sent = torch.cat([header.expand(ranks, 1), own_GX], dim=1)
+            if (eps := [ep for ep, _ in block.places]) != list(range(ranks)):
+                sent = torch.stack([sent[ep] for ep in eps])
+        else:
+            here, num_segments = 1 + own_GX.shape[1], cuts.num_segments
             totals_GT = own_GX.view(ranks, -1, num_segments).sum(1)
-            parts.append(totals_GT.reshape(1, -1).expand(ranks, -1))
-        sent_BX = torch.cat(parts, dim=1)
-        if (eps := [ep for ep, _ in block.places]) != list(range(ranks)):
-            sent_BX = torch.stack([sent_BX[ep] for ep in eps])
+            order = _table(_sent, counts_ET, block, here, num_segments, passes_on)
+            sent = torch.cat([header.reshape(1), own_GX.reshape(-1), totals_GT.reshape(-1)])[order]
+            splits = [
+                [here + num_segments * count for count in _passed(block, each)]
+                for each in (passes_on.hears, passes_on.tells)
+            ]
         if block.group is None:
-            return cls(block, cuts, counts_ET, sent_BX, None, name)
-        received_BX = torch.empty_like(sent_BX)
-        work = dist.all_to_all_single(received_BX, sent_BX, group=block.group, async_op=True)
-        return cls(block, cuts, counts_ET, received_BX, work, name)
+            return cls(block, cuts, counts_ET, sent, passes_on, None, name)
+        received = sent.new_empty(sum(splits[0])) if splits else torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, *splits, group=block.group, async_op=True)
+        return cls(block, cuts, counts_ET, received, passes_on, work, name)
 
     def wait(self) -> RowSizes[PhaseSizes]:
         """Return the sizes of the call. The host waits here for the device.
@@ -119,22 +138,66 @@ class CountsExchange:
             RoutingError: the decision of a rank contradicts itself.
             DisagreementError: ranks are in different forwards.
         """
+        block, num_segments = self.block, self.cuts.num_segments
+        num_local = self.own_ET.shape[0] // block.num_exchanging
+        here = 1 + num_local * num_segments
         with waiting("the exchange of counts of", self.name):
             if self.work is not None:
                 self.work.wait()
-            received_NX = self.received_BX
-            if self.block.sources != tuple(range(len(self.block.sources))):
-                received_NX = torch.stack([received_NX[source] for source in self.block.sources])
-            host = HostCopy(torch.cat([self.own_ET.reshape(-1), received_NX.reshape(-1)])).wait().numpy()
-        num_local = self.own_ET.shape[0] // self.block.num_exchanging
-        here = 1 + num_local * self.cuts.num_segments
-        own_ET = host[: self.own_ET.numel()].reshape(self.own_ET.shape)
-        host_NX = host[self.own_ET.numel() :].reshape(received_NX.shape)
-        raise_fault(host_NX[:, 0], self.block, self.name)
-        shape = len(host_NX), num_local, self.cuts.num_segments
-        arrived_NeT = received_NX[:, 1:here].reshape(shape)
-        counts = _Counts(self.block, self.cuts, own_ET, host_NX[:, 1:here].reshape(shape), host_NX[:, here:])
+            received = self.received
+            if self.passes_on is not None:
+                received = received[_table(_received, received, block, here, num_segments, self.passes_on)]
+            elif block.sources != tuple(range(len(block.sources))):
+                received = torch.stack([received[source] for source in block.sources])
+            received = received.reshape(-1)
+            host = HostCopy(torch.cat([self.own_ET.reshape(-1), received])).wait().numpy()
+        shape = len(block.places), num_local, num_segments
+        num_own, num_here = self.own_ET.numel(), len(block.places) * here
+        host_NX = host[num_own : num_own + num_here].reshape(-1, here)
+        raise_fault(host_NX[:, 0], block, self.name)
+        arrived_NeT = received[:num_here].view(-1, here)[:, 1:].reshape(shape)
+        passed_XT = host[num_own + num_here :].reshape(-1, num_segments)
+        own_ET = host[:num_own].reshape(self.own_ET.shape)
+        pairs = None if self.passes_on is None else _pairs(self.passes_on)
+        counts = _Counts(block, self.cuts, own_ET, host_NX[:, 1:].reshape(shape), passed_XT, pairs)
         return counts.sizes(self.own_ET, arrived_NeT)
+
+
+def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: Block, *others: Any) -> torch.Tensor:
+    # A table is not to keep a process group.
+    made_of = replace(block, group=None), *others
+    return TABLES.get((make, *made_of), like, lambda device: torch.from_numpy(make(*made_of)).to(device))
+
+
+def _passed(block: Block, of_ranks: Sequence[Sequence[int]]) -> list[int]:
+    """Return for each rank of the block how many destinations go with its counts: those of its EP group alone have
+    any."""
+    return [len(of_ranks[ep]) if esp == block.esp_index else 0 for ep, esp in block.places]
+
+
+def _sent(block: Block, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
+    """Return where what is sent lies among the header, the counts for each rank and the totals for each."""
+    first = 1 + block.num_exchanging * (here - 1)
+    found = []
+    for ep, esp in block.places:
+        found += [np.zeros(1, dtype=np.int64), 1 + ep * (here - 1) + np.arange(here - 1)]
+        if esp == block.esp_index:
+            found += [first + num_segments * each + np.arange(num_segments) for each in passes_on.tells[ep]]
+    return np.concatenate(found)
+
+
+def _received(block: Block, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
+    """Return where the headers and counts lie in what was received, source by source, and then what is passed on."""
+    counts = _passed(block, passes_on.hears)
+    starts = np.cumsum([0, *(here + num_segments * each for each in counts)])
+    found = [starts[source] + np.arange(here) for source in block.sources]
+    found += [starts[source] + here + np.arange(num_segments * counts[source]) for source in block.sources]
+    return np.concatenate(found)
+
+
+def _pairs(passes_on: PassedOn) -> tuple[tuple[int, int], ...]:
+    """Return (source, destination) of the rows that rest here, in the order in which their counts come."""
+    return tuple((source, each) for source, those in enumerate(passes_on.hears) for each in those)
 
 
 @dataclass(frozen=True)
@@ -145,7 +208,10 @@ class _Counts:
     cuts: TokenCuts
     own_ET: np.ndarray
     arrived_NeT: np.ndarray
-    totals_NX: np.ndarray
+    passed_XT: np.ndarray
+    """The rows that rest here on their way, of each pair in each segment."""
+    pairs: tuple[tuple[int, int], ...] | None
+    """(source, destination) of these; ``None`` where no rows are passed on."""
 
     def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes[PhaseSizes]:
         """Return the sizes.
@@ -168,12 +234,14 @@ class _Counts:
         from_Nr = arrived_Ner.sum(1)
         own = slice(self.block.esp_index * ranks, (self.block.esp_index + 1) * ranks)
         gathered_Pr = from_Nr.reshape(sharing, ranks, degree).sum(1)
-        between_rGG: list[Any] = [None] * degree
-        if self.totals_NX.shape[1]:
-            totals_GGT = self.totals_NX[own].reshape(ranks, ranks, -1)
-            between_rGG = of_chunks(totals_GGT).transpose(2, 0, 1).tolist()
+        between_r: list[Any] = [None] * degree
+        if self.pairs is not None:
+            me = self.block.ep_index
+            pairs = [*self.pairs, *((me, each) for each in range(ranks)), *((each, me) for each in range(ranks))]
+            rows_Xr = np.concatenate([of_chunks(self.passed_XT), to_Gr, from_Nr[own]])
+            between_r = [dict(zip(pairs, rows, strict=True)) for rows in rows_Xr.T.tolist()]
         parts = (to_Gr, from_Nr[own], gathered_Pr, arrived_Ner.sum(0))
-        chunks = zip(*(each.T.tolist() for each in parts), between_rGG, strict=True)
+        chunks = zip(*(each.T.tolist() for each in parts), between_r, strict=True)
         starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
         order = None
         if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):

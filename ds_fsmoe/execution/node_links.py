@@ -82,23 +82,3 @@ def exchange_sized(
     y = x.new_empty(sum(receives), *x.shape[1:])
     dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
     return y
-
-
-def regular(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the ranks of a group node by node, or ``None`` where they cannot be addressed in two levels.
-
-    They can where several nodes have as many ranks each, more than one, and the ranks of a place come in the order of
-    the nodes, as a communicator has them.
-
-    Args:
-        nodes: of each rank its node.
-    """
-    ranks_of: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks_of.setdefault(node, []).append(rank)
-    ranks = tuple(map(tuple, ranks_of.values()))
-    per_node = {len(each) for each in ranks}
-    if len(ranks) < 2 or len(per_node) > 1 or per_node == {1}:
-        return None
-    in_order = all(list(each) == sorted(each) for each in zip(*ranks, strict=True))
-    return ranks if in_order else None

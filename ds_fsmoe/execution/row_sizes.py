@@ -62,6 +62,16 @@ ALONE = Block(None)
 
 
 @dataclass(frozen=True)
+class PassedOn:
+    """The rows that rest on a rank of an EP group on their way, as that rank sees them."""
+
+    hears: tuple[tuple[int, ...], ...]
+    """Of each rank, the destinations of those of its rows that rest here."""
+    tells: tuple[tuple[int, ...], ...]
+    """Of each rank, the destinations of those of our rows that rest there."""
+
+
+@dataclass(frozen=True)
 class ChunkSizes:
     """The rows of one chunk that this rank moves."""
 
@@ -73,13 +83,14 @@ class ChunkSizes:
     """The rows that each of P ranks brings to the experts."""
     of_experts: list[int]
     """The rows of each of e experts."""
-    between: list[list[int]] | None
-    """The rows from each of G ranks to each, where an all-to-all passes rows on; else ``None``."""
+    between: dict[tuple[int, int], int] | None
+    """The rows from one rank to another, of those that come by here, where an all-to-all passes rows on; else
+    ``None``."""
 
     @cached_property
     def back(self) -> ChunkSizes:
         """The sizes of the way back."""
-        between = None if self.between is None else [list(each) for each in zip(*self.between, strict=True)]
+        between = None if self.between is None else {pair[::-1]: rows for pair, rows in self.between.items()}
         return replace(self, sends=self.receives, receives=self.sends, between=between)
 
 

@@ -3,12 +3,16 @@
 
 Messages of several steps follow each other closely: while one travels between nodes, the next is added up inside. The
 order on each lane follows from the order in which messages are given alone, so it is the same on every rank.
+
+Gradients and updated parameters share communicators, and gradients travel in the lanes of layers as well. A rank may
+still receive parameters that it has not read when its backward begins. So no gradient is sent before the gather is
+over: see :func:`end_gathers`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +21,26 @@ import torch
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.gradients.ways import Steps
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
+
+_gathers: list[Callable[[], None]] = []
+"""What waits for the messages of updated parameters, of all engines: those of a process share communicators."""
+
+
+def begin_gather(waits: Sequence[Callable[[], None]]) -> None:
+    """Take note of messages of updated parameters that have begun.
+
+    Args:
+        waits: what :meth:`Beside.start` has returned for each.
+    """
+    _gathers.extend(waits)
+
+
+def end_gathers() -> None:
+    """Wait for all updated parameters, whatever this rank has read of them: the caller sends on their communicators
+    next. On a CPU all messages have ended then. On a GPU the host has issued them, and the current stream comes behind
+    them; so does each stream that waits for it before it sends."""
+    while _gathers:
+        _gathers.pop(0)()
 
 
 class Beside(ABC):

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ds_fsmoe.gradients.beside import end_gathers
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.planned_rounds import MakePlan, PlannedRounds
 from ds_fsmoe.gradients.waiting_gradients import WaitingGradients
@@ -306,6 +307,8 @@ class GradientReducer(PlannedRounds):
 
     def _fill(self, parcel: GradientSlice, at_end: bool = False) -> None:
         """Fill a stretch before it is sent: what has not come is zero, and at the end its true value."""
+        # Every message of a round comes through here before it is sent.
+        end_gathers()
         flat = self.flats[parcel.flat]
         # One that began in an earlier stretch was filled with it.
         for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):

@@ -26,7 +26,7 @@ from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients.adding_up import words_of_stage_2
-from ds_fsmoe.gradients.beside import Beside, make_beside
+from ds_fsmoe.gradients.beside import Beside, end_gathers, make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.gradients.reducer import GradientReducer
@@ -130,9 +130,10 @@ class Reduction:
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
         self._door = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
-        self._beside = make_beside(engine.device) if beside else None
+        self.beside = make_beside(engine.device) if beside else None
+        """What sends beside the caller; ``None``: nothing does."""
         self.reducer = GradientReducer(
-            _flats(self._door, groups, block.gradient_partition, mode, self._beside),
+            _flats(self._door, groups, block.gradient_partition, mode, self.beside),
             self._door.gradient_of,
             self._door.is_sending,
             self._plan,
@@ -294,6 +295,8 @@ class Reduction:
 
         Of the two ways the faster one is taken, as rank 0 has measured it.
         """
+        # It may be asked between a step and the next forward, while parameters are on their way.
+        end_gathers()
         found: list[tuple[LinearCost, bool]] = []
         for flat in self.reducer.flats:
             asked = self._asked.levels
@@ -323,8 +326,8 @@ class Reduction:
     def close(self) -> None:
         """Give the reduction back to DeepSpeed."""
         self._door.give_back()
-        if self._beside is not None:
-            self._beside.close()
+        if self.beside is not None:
+            self.beside.close()
         for layer in self._layers:
             layer.fsmoe.attach(None)
 

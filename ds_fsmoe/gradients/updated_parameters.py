@@ -6,6 +6,9 @@ same messages in the same order, those of the first layers first, and whoever re
 that bring it (:mod:`ds_fsmoe.gradients.arriving`). Nothing is sent because somebody reads: a rank that reads alone, to
 print a norm, waits for no other rank to do so.
 
+The messages share communicators with gradients. They begin behind the backward, whose last act is to wait for its
+messages, and no gradient is sent before all of them have arrived (:func:`ds_fsmoe.gradients.beside.end_gathers`).
+
 Where the ranks lie in several nodes, a part goes to one rank of each other node and is passed on inside it. Of each
 node's parts those of the first layers come first, and nodes send at the same time: both directions of a link are used.
 """
@@ -24,10 +27,11 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 
-from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
+from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.gradients.arriving import can_be_waited_for, let_arrive, wait_for
-from ds_fsmoe.gradients.beside import make_beside
+from ds_fsmoe.gradients.beside import begin_gather, end_gathers
+from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.ways import Steps
 from ds_fsmoe.gradients.zero_stages import cut_by_owner
 from ds_fsmoe.layer.node_levels import node_links
@@ -176,14 +180,18 @@ class UpdatedParameters:
 
     Args:
         engine: with ZeRO stage 1 or 2.
+        reduction: that of its gradients, which sends beside the caller.
         groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
         layers: the engine's MoE layers; :meth:`before_layer` is called ahead of each of their calls.
     """
 
-    def __init__(self, engine: Any, groups: Mapping[str, FSMoEGroups], layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, engine: Any, reduction: Reduction, groups: Mapping[str, FSMoEGroups], layers: Sequence[nn.Module]
+    ) -> None:
+        assert reduction.beside is not None
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._beside = make_beside(engine.device)
+        self._reducer, self._beside = reduction.reducer, reduction.beside
         self._waits: list[Callable[[], None]] = []
         number_of = {id(each): number for number, each in enumerate(engine.module.parameters())}
         self._messages, self._parameters = self._planned(groups, number_of)
@@ -259,9 +267,13 @@ class UpdatedParameters:
 
     def _begin(self, **_: Any) -> None:
         """Begin with all messages, in place of DeepSpeed's gather."""
+        # Behind what a failed backward has left under way, and what another engine gathers.
+        self._reducer.forget_if_broken_off()
+        end_gathers()
         flats = self._optimizer.bit16_groups_flat
         self._waits = [self._beside.start(each.steps(flats)) for each in self._messages]
         self._beside.flush()
+        begin_gather(self._waits)
 
     def _mark(self) -> None:
         if any(map(_is_compiled, self._engine.module.modules())):
@@ -293,11 +305,11 @@ class UpdatedParameters:
         for wait in self._waits:
             wait()
         self._waits = []
+        end_gathers()
 
     def close(self) -> None:
         """Give the gather back to DeepSpeed."""
         self.wait()
-        self._beside.close()
         for hook in self._hooks:
             hook.remove()
         for name in ("step", *_READERS):
@@ -305,8 +317,7 @@ class UpdatedParameters:
 
 
 def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
-    group = make_parts("parameters", getattr(groups.layout, kind), groups.max_ctas)
-    nodes = node_links(groups, kind, "parameters")
+    group, nodes = communicator_like(groups, kind), node_links(groups, kind, "gradients")
     return None if group is None else _Among(group, nodes)
 
 

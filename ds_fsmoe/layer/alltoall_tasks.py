@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.alltoall import AllToAllBase, CrossesOnce
 from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
-from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
+from ds_fsmoe.distributed.groups import FSMoEGroups, make
 from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
 from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.execution.row_sizes import PassedOn
 from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.planning.communicators import Communicators, Ranks
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
@@ -31,8 +33,8 @@ class Exchange:
     """The whole all-to-all for rows: see :meth:`AllToAllBase.exchange_rows`; ``None``: it is for slots only."""
     row_legs: Mapping[str, RowLeg] = field(default_factory=dict)
     """The steps of the all-to-all for rows."""
-    passes_on: bool = False
-    """Whether rows rest on other ranks on their way, which have to know how many they are."""
+    passes_on: PassedOn | None = None
+    """Of which rows that rest on other ranks on their way those have to know how many they are."""
     nodes: NodeLinks | None = None
     """The two levels of the EP group, where each token crosses to a node once."""
     why_flat: str = ""
@@ -65,15 +67,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     # Steps along one kind of link share communicators where they have the same parts, and those along another do not:
     # each is on one lane.
     communicators = tuple(
-        make_parts(
-            f"a2a_{link}",
-            tuple(
-                tuple(ranks[each] for each in part)
-                for ranks in all_ranks
-                for part in relays_of[nodes_of[ranks]].parts(step)
-            ),
-            groups.max_ctas,
-        )
+        make(Communicators(f"a2a_{link}", _parts(all_ranks, relays_of, nodes_of, step)), groups.max_ctas)
         for step, link in enumerate(alltoall.links)
     )
     own_ranks = groups.ranks_of("ep")
@@ -83,8 +77,9 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         return Route(tuple(relays.hop(step, me) for step in range(len(relays.links))), groups_of_steps)
 
     way_in = route(relays_of[own], communicators)
+    passes_on = PassedOn(*relays_of[own].told(me))
     if alltoall.links != ("intra", "inter"):
-        return Exchange(way_in.exchange, rows=way_in.exchange_rows, passes_on=True)
+        return Exchange(way_in.exchange, rows=way_in.exchange_rows, passes_on=passes_on)
     way_out = route(Relays(alltoall, own, back=True), communicators[::-1])
     legs = {
         A2A_IN_NODE: lambda blocks: way_in.step(0, blocks),
@@ -98,7 +93,17 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         A2A_OUT: lambda y_RM, sizes: way_out.step_sized(0, y_RM, sizes.between),
         A2A_OUT_NODE: lambda y_RM, sizes: way_out.step_sized(1, y_RM, sizes.between),
     }
-    return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=True)
+    return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=passes_on)
+
+
+def _parts(
+    all_ranks: tuple[Ranks, ...], relays_of: Mapping[Nodes, Relays], nodes_of: Mapping[Ranks, Nodes], step: int
+) -> tuple[Ranks, ...]:
+    """Return the ranks that talk to each other in a step, of all groups."""
+    parts = [
+        tuple(ranks[each] for each in part) for ranks in all_ranks for part in relays_of[nodes_of[ranks]].parts(step)
+    ]
+    return tuple(sorted(parts))
 
 
 def _crossing_once(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
@@ -106,7 +111,7 @@ def _crossing_once(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     flat = Exchange(alltoall.exchange, rows=alltoall.exchange_rows)
     if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
         return replace(flat, why_flat="each expert is split over several ranks")
-    nodes = node_links(groups, "ep", "once")
+    nodes = node_links(groups, "ep", "a2a")
     if nodes is None:
         return replace(flat, why_flat="the ranks that share experts are not equally many, at least 2, in several nodes")
     return replace(flat, nodes=nodes)

@@ -87,15 +87,18 @@ class Groups:
     @cached_property
     def placements(self) -> dict[str, Placement]:
         """Return the placement of the groups ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
-        dp = self.stage // self.mp
-        strides = {
+        return {name: self._place(size, stride) for name, (size, stride) in self.strides.items()}
+
+    @property
+    def strides(self) -> dict[str, tuple[int, int]]:
+        """The size of the groups of each kind, and the distance of their ranks."""
+        return {
             "mp": (self.mp, 1),
-            "dp": (dp, self.mp),
+            "dp": (self.stage // self.mp, self.mp),
             "esp": (self.esp, 1),
             "ep": (self.ep, self.esp),
             "edp": (self.edp, self.ep * self.esp),
         }
-        return {name: self._place(size, stride) for name, (size, stride) in strides.items()}
 
     def _place(self, size: int, stride: int) -> Placement:
         if size == 1:

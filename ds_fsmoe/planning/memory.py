@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_fsmoe.planning.architecture import Architecture, Block
+from ds_fsmoe.planning.communicators import num_held
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.memory_activations import (
     ATTENTION,
@@ -165,12 +166,12 @@ def _kept(blocks: Sequence[Block], M: int, groups: Groups, training: Training) -
 
 
 def _outside(groups: Groups, training: Training) -> Account:
-    """Return what lives besides tensors on a GPU: one communicator of DeepSpeed and one of ours for each kind of group
-    with more than one rank, and that of all ranks."""
+    """Return what lives besides tensors on a GPU: the default group's communicator, and those that the engine makes if
+    the all-to-all is to be measured."""
     if training.device != "gpu":
         return {}
-    several = sum(each.size > 1 for each in groups.placements.values())
-    count = (groups.world > 1) + 2 * several
+    sends_gradients = training.early_gradients and training.zero < 3
+    count = (groups.world > 1) + num_held(groups, sends_gradients, "auto")
     return {COMMUNICATORS: CONTEXT_BYTES + COMMUNICATOR_BYTES * count}
 
 

@@ -200,12 +200,22 @@ def test_at_stage_3_small_parameters_stay_and_a_billion_are_updated_at_a_time() 
 
 
 @pytest.mark.parametrize(
-    ("groups", "count"),
-    [(Groups(1, 1), 0), (Groups(8, 4), 1 + 2 * 2), (EIGHT, 1 + 2 * 3), (replace(EIGHT, esp=2), 1 + 2 * 4)],
+    ("groups", "zero", "count"),
+    [
+        (Groups(1, 1), 1, 0),
+        (Groups(8, 4), 3, 1 + 2),
+        (Groups(8, 4), 1, 1 + 2 + 3),
+        (Groups(6, 6, ep=6), 1, 1 + 2 + 1 + 1),
+        (Groups(64, 8, ep=2), 1, 1 + 3 + 1 + 5),
+        (Groups(12, 3, ep=6), 1, 1 + 3 + 1 + 2 + 4),
+        (Groups(16, 4, ep=2, pp=2), 1, 1 + 3 + 2 + 1 + 5),
+    ],
 )
-def test_a_gpu_holds_a_communicator_for_all_ranks_and_two_for_each_kind_of_group(groups: Groups, count: int) -> None:
-    """One of DeepSpeed and one of ours: for data, for experts, for their replicas, for their shards."""
-    peak = memory_of(TINY, groups, Training(1, 16)).peak
+def test_a_gpu_holds_the_default_groups_communicator_and_those_that_the_engine_makes(
+    groups: Groups, zero: int, count: int
+) -> None:
+    """DeepSpeed's, its pipeline's, ours for tokens, and for gradients where they are ours to send."""
+    peak = memory_of(TINY, groups, Training(1, 16, zero)).peak
     assert peak.items[COMMUNICATORS] == CONTEXT_BYTES + count * COMMUNICATOR_BYTES
     on_cpu = memory_of(TINY, groups, Training(1, 16, device="cpu")).peak
     assert COMMUNICATORS not in on_cpu.items
