@@ -217,9 +217,9 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
             if key not in seen or len(seen[key][0]) < exists + 1:
                 seen[key] = _prices(window, queue, np.arange(steps + 1), alphas_ms[0])[None]
             extra_ms = seen[key][:, : exists + 1]
-            longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
-            # candidates[j, m]: emptied up to j, of which m in this window; nothing is emptied that does not exist.
-            padded = np.concatenate([np.full(longest, np.inf), best_ms[: exists + 1]])
+        longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
+        # candidates[j, m]: emptied up to j, of which m in this window; nothing is emptied that does not exist.
+        padded = np.concatenate([np.full(longest, np.inf), best_ms[: exists + 1]])
         before_ms = np.lib.stride_tricks.sliding_window_view(padded, longest + 1)[:, ::-1]
         if two_kinds:
             if kinds.shape[1] <= longest:
