@@ -53,8 +53,7 @@ class Coming:
         num_ranks, num_local = module.ep_size, module.num_local_experts
         homes = tuple(tuple(range(rank * num_local, (rank + 1) * num_local)) for rank in range(num_ranks))
         if state.placed is not None:
-            placement = state.placed.placement
-            homes = tuple(tuple(each[: placement.num_local]) for each in placement.by_rank.tolist())
+            homes = tuple(map(tuple, state.placed.placement.by_rank.tolist()))
         form: ExpertForm
         if isinstance(module, FSMoEExperts):
             form = StackedForm(module)

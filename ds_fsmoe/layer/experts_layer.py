@@ -142,7 +142,6 @@ class FSMoEExperts(OpaqueModule):
         """Run the experts on tokens, [S, M], in a forward whose kind and number go with the counts."""
         state = self.fsmoe
         local = self.local_experts()
-        placed = state.placed_call(local.parameters)
         group = state.capacity_group
         of_layer = state.label, state.path, self.training, x_SM, group, route, state.pipeline, local, local
         call = LayerCall(*of_layer, in_rows=True)
@@ -168,7 +167,7 @@ class FSMoEExperts(OpaqueModule):
             callbacks=state.parts.callbacks,
             name=state.path,
             in_rows=True,
-            placed=placed,
+            placed=state.placed,
             forward=forward,
         )
         return y_SM
@@ -182,10 +181,8 @@ class FSMoEExperts(OpaqueModule):
         present = [*self._parameters.values()]
         # A call may be given other weights, as by torch.func.functional_call.
         if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
-            spare = None if state.replicas is None else state.replicas.modules[0]
             made = self, state.contract, state.own_forward, state.path
-            experts = StackedExperts(*made, spare=spare, ops=state.order.ops)
-            state.known_experts = present, experts
+            state.known_experts = present, StackedExperts(*made, ops=state.order.ops)
         return state.known_experts[1]
 
     @contextmanager
