@@ -195,7 +195,6 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         if isinstance(self.gate, (FSMoEGate, GateBase)):
             self.gate.needs_capacity = not in_rows
         call = self._call(hidden_states, in_rows)
-        placed = state.placed_call(call.experts.parameters)
         given = state.next_given()
         state.check_given(given, hidden_states.shape[:-1].numel())
         call.gate = remembering(call.gate, self.gate, state, given)
@@ -215,7 +214,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
                 width=getattr(self.gate, "takes_width", None),
                 name=state.path,
                 in_rows=in_rows,
-                placed=placed,
+                placed=state.placed,
                 forward=forward,
             )
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
