@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.placement.events import Event
 from ds_fsmoe.placement.holdings import PlacementError
@@ -210,7 +211,7 @@ def spoiled_expert(rank: int, world_size: int) -> str:
     home, index = divmod(placement.now[label].home_of_expert[5], placement.now[label].num_local)
     if placement.seats()[label].ep_rank == home:
         with torch.no_grad():
-            placement.layer(label).down_proj[index, 0, 0] = float("nan")
+            ds_fsmoe.own_part(placement.layer(label).down_proj)[index, 0, 0] = float("nan")
     try:
         trained(engine, rank, range(2, 3), (0, 5), world_size)
     except ExpertResultError as error:
