@@ -17,7 +17,7 @@ import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.placement.events import Event
 from ds_fsmoe.placement.holdings import PlacementError
-from ds_fsmoe.placement.watch import PlacementWatch
+from ds_fsmoe.placement.watch import PlacementWatch, _Left
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.placed_models import BALANCED, NUM_EXPERTS, made, trained
 from tests.ranks import run_on_ranks
@@ -115,6 +115,20 @@ def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps(
     assert list(watch.wanted) == ["L00"] * moves
     for placed in watch.wanted.values():
         assert placed.rank_of_place(placed.home_of_expert[0]) != placed.rank_of_place(placed.home_of_expert[1])
+
+
+def test_moves_that_were_left_when_ranks_had_spare_places_are_decided_anew() -> None:
+    now = ExpertPlacement((0, 1, 2, 3), 4, 2)
+    wanted = now.swapped(0, 2)
+    rows = {"L00": [[4, 3, 2, 1]] * 2}
+    of_now = {"since": 6, "before": rows, "pending": {"L00": [[0, 2]]}, "wanted": {"L00": wanted.as_dict()}}
+    places = {"expert_of_place": [2, 1, -1, 0, 3, 1]}
+    of_before = of_now | {"pending": {"L00": [[0, 3]]}, "wanted": {"L00": wanted.as_dict() | places}}
+    placements: Any = SimpleNamespace(now={"L00": now})
+    for found, pending in ((of_now, {"L00": [(0, 2)]}), (of_before, {})):
+        left = _Left.read(found, placements)
+        assert (left.since, left.pending, set(left.wanted)) == (6, pending, set(pending))
+        assert left.before["L00"].tolist() == rows["L00"]
 
 
 def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:
