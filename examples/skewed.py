@@ -57,8 +57,7 @@ def main() -> None:
             "ep_size": "auto",
             # Experts stay until plans are settled, which takes more steps than this.
             "autotune": False,
-            "placement": {"policy": args.policy}
-            | ({"spare_experts": 1, "every": 3, "moves_per_step": 4} if moves else {}),
+            "placement": {"policy": args.policy} | ({"every": 3, "moves_per_step": 4} if moves else {}),
         },
     }
     model = small_olmoe(seed=1)

@@ -506,7 +506,7 @@ def test_a_check_of_fields_together_reads_what_it_says_and_nothing_else(check: A
     blocks: list[dict] = [{}, {"deterministic": True}, {"autotune": False}, {"schedule": "tutel", "num_chunks": 2}]
     blocks += [{"schedule": "lina", "placement": "lina", "ep_size": 2}, {"schedule": "deepspeed", "num_chunks": 3}]
     blocks += [{"gradient_partition": {"collective": "reduce_scatter"}}, {"gate": "mixtral"}, {"gate": {"top_k": 2}}]
-    blocks += [{"placement": {"policy": "balanced", "spare_experts": 1}}, {"order": "x", "alltoall": "x"}]
+    blocks += [{"placement": {"policy": "balanced"}}, {"order": "x", "alltoall": "x"}]
     blocks += [{"trace": {"cluster": "testbed_a"}}]
     read = set()
     for each in blocks:

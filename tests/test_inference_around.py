@@ -26,14 +26,13 @@ EXPERT_BYTES = 4 * 3 * HIDDEN * WIDTH
 
 
 def moved(rank: int, world_size: int, folder: str) -> list[str]:
-    """What differs where experts have moved in training, and one has a replica."""
+    """What differs where experts have moved in training."""
     import ds_fsmoe
 
-    asked = {"policy": "balanced", "spare_experts": 1, "every": 1000}
+    asked = {"policy": "balanced", "every": 1000}
     engine = engine_of(Model(6, 2, layers=2), ds_config(world_size, placement=asked))
     placement = engine.fsmoe.placement.now["L01"]
-    wanted = placement.swapped(0, placement.per_rank + 1)
-    wanted = wanted.with_replicas({placement.num_local: wanted.expert_of_place[placement.per_rank]})
+    wanted = placement.swapped(0, placement.num_local + 1)
     engine.fsmoe.placement.go_to({"L01": wanted})
     x_SM = tokens(rank, 31)
     with ds_fsmoe.inference(engine, estimate=False):
@@ -94,9 +93,7 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
     running, layers = engine.fsmoe.running, list(engine.fsmoe.inner_layers.values())
 
     def as_it_is() -> list[Any]:
-        states = [
-            (each.fsmoe.placed, each.fsmoe.replicas, each.fsmoe.parts, len(each._forward_hooks)) for each in layers
-        ]
+        states = [(each.fsmoe.placed, each.fsmoe.parts, len(each._forward_hooks)) for each in layers]
         training = [each.training for each in engine.module.modules()]
         return [states, training, list(running.instruments), torch.is_grad_enabled()]
 

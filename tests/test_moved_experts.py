@@ -41,23 +41,19 @@ def adam(stage: int, dtype: str = "float32", accumulation: int = 1, **block: Any
     return config | ({"bf16": {"enabled": True}} if dtype == "bfloat16" else {})
 
 
-def placements_of(engine: Any, num_spare: int = 0) -> Placements:
+def placements_of(engine: Any) -> Placements:
     """The placements of an engine whose config asks for none."""
     layers = engine.fsmoe.inner_layers
     paths = {layer.deepspeed_moe.label: path for path, layer in engine.fsmoe.layers.items()}
-    engine.fsmoe.placement = Placements(engine, layers, paths, num_spare)
+    engine.fsmoe.placement = Placements(engine, layers, paths)
     return engine.fsmoe.placement
 
 
 def drawn(placement: ExpertPlacement, seed: int) -> ExpertPlacement:
-    """Homes in an order that is drawn, the same on every rank."""
+    """Experts in an order that is drawn, the same on every rank."""
     experts = list(range(placement.num_experts))
     random.Random(seed).shuffle(experts)
-    taken = iter(experts)
-    places = (
-        next(taken) if at % placement.per_rank < placement.num_local else -1 for at in range(placement.num_places)
-    )
-    return ExpertPlacement(tuple(places), placement.num_experts, placement.num_ranks)
+    return ExpertPlacement(tuple(experts), placement.num_experts, placement.num_ranks)
 
 
 def contents(placements: Placements) -> dict[tuple[str, str, int, int], bytes]:
@@ -66,7 +62,7 @@ def contents(placements: Placements) -> dict[tuple[str, str, int, int], bytes]:
     rank, found = placements.seats(), {}
     for each in fragments_of(placements._engine, placements._tensors()):
         now = placements.now[each.layer]
-        expert = now.expert_of_place[rank[each.layer].ep_rank * now.per_rank + each.index]
+        expert = now.expert_of_place[rank[each.layer].ep_rank * now.num_local + each.index]
         key = each.layer, each.name, expert, each.first
         found[key] = each.values.contiguous().view(torch.uint8).numpy().tobytes()
     return found

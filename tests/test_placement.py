@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
@@ -18,18 +17,18 @@ import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.placement.events import Event
 from ds_fsmoe.placement.holdings import PlacementError
-from ds_fsmoe.placement.watch import PlacementWatch
-from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
-from tests.hf_families import batch, loss_of
+from ds_fsmoe.placement.watch import PlacementWatch, _Left
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.placed_models import BALANCED, NUM_EXPERTS, made, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
+from tests.test_moved_experts import drawn
 
 
-def hot_experts_spread(rank: int, world_size: int, stage: int, spare: int) -> dict[str, Any]:
+def hot_experts_spread(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     """Experts 0 and 1, at home on the first rank, are all that tokens choose."""
     losses, norms, events = {}, {}, []
-    for placement in (None, BALANCED | {"spare_experts": spare}):
+    for placement in (None, BALANCED):
         engine = made(stage, world_size, placement)
         name = "placed" if placement else "stays"
         if placement:
@@ -38,51 +37,20 @@ def hot_experts_spread(rank: int, world_size: int, stage: int, spare: int) -> di
         norms[name] = engine.get_global_grad_norm()
         if placement:
             now = {label: each.as_dict() for label, each in engine.fsmoe.placement.now.items()}
-            with torch.no_grad():
-                loss_of(engine, batch(0, world_size)[rank : rank + 1])
-            copies = replicas_are_equal(engine)
         engine.destroy()
-    return {"losses": losses, "norms": norms, "events": events, "now": now, "copies": copies}
+    return {"losses": losses, "norms": norms, "events": events, "now": now}
 
 
-def replicas_are_equal(engine: Any) -> bool:
-    """Whether every replica has the bits of its expert at home, after the forward that follows a step."""
-    held: dict[tuple[str, int], list[bytes]] = {}
-    every: list[Any] = [None] * dist.get_world_size()
-    own = []
-    for label, now in engine.fsmoe.placement.now.items():
-        layer = engine.fsmoe.placement.layer(label)
-        replicas = layer.fsmoe.replicas
-        if replicas is None:
-            continue
-        rank = layer.fsmoe.groups.ranks_of("ep").index(dist.get_rank())
-        for number, expert in enumerate(now.by_rank[rank].tolist()):
-            if expert == EMPTY:
-                continue
-            is_home = number < now.num_local
-            weights = replicas._parameters_of(layer if is_home else replicas.modules[0])
-            index = number if is_home else number - now.num_local
-            of_expert = (ds_fsmoe.own_part(each)[index].contiguous() for each in weights)
-            own.append((label, expert, b"".join(each.numpy().tobytes() for each in of_expert)))
-    dist.all_gather_object(every, own)
-    for of_rank in every:
-        for label, expert, values in of_rank:
-            held.setdefault((label, expert), []).append(values)
-    return all(len(set(each)) == 1 for each in held.values())
-
-
-@sampled(("world_size", "stage", "spare"), [(2, 2, 0), (4, 2, 1), (2, 0, 1), (4, 3, 0), (2, 1, 1)], kept=[2])
-def test_experts_move_to_where_the_tokens_are_and_losses_stay(
-    world_size: int, stage: int, spare: int, tmp_path: Path
-) -> None:
-    found = run_on_ranks(hot_experts_spread, world_size, tmp_path, stage, spare)
+@sampled(("world_size", "stage"), [(2, 2), (4, 2), (2, 0), (4, 3), (2, 1)], kept=[2])
+def test_experts_move_to_where_the_tokens_are_and_losses_stay(world_size: int, stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(hot_experts_spread, world_size, tmp_path, stage)
     for of_rank in found:
         losses = of_rank["losses"]
         assert np.allclose(losses["placed"], losses["stays"], rtol=2e-5)
         assert of_rank["norms"]["placed"] == pytest.approx(of_rank["norms"]["stays"], rel=1e-4)
         assert of_rank["now"] == found[0]["now"]
         events: list[Event] = of_rank["events"]
-        moved = [each for each in events if each.num_swaps or each.num_replicas]
+        moved = [each for each in events if each.num_swaps]
         assert moved
         assert all(each.balance == pytest.approx(world_size) for each in moved)
         for label, each in of_rank["now"].items():
@@ -90,7 +58,6 @@ def test_experts_move_to_where_the_tokens_are_and_losses_stay(
             assert placement.rank_of_place(placement.home_of_expert[0]) != placement.rank_of_place(
                 placement.home_of_expert[1]
             ), label
-        assert of_rank["copies"]
 
 
 def states_out_of_reach(rank: int, world_size: int) -> str:
@@ -150,6 +117,20 @@ def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps(
         assert placed.rank_of_place(placed.home_of_expert[0]) != placed.rank_of_place(placed.home_of_expert[1])
 
 
+def test_moves_that_were_left_when_ranks_had_spare_places_are_decided_anew() -> None:
+    now = ExpertPlacement((0, 1, 2, 3), 4, 2)
+    wanted = now.swapped(0, 2)
+    rows = {"L00": [[4, 3, 2, 1]] * 2}
+    of_now = {"since": 6, "before": rows, "pending": {"L00": [[0, 2]]}, "wanted": {"L00": wanted.as_dict()}}
+    places = {"expert_of_place": [2, 1, -1, 0, 3, 1]}
+    of_before = of_now | {"pending": {"L00": [[0, 3]]}, "wanted": {"L00": wanted.as_dict() | places}}
+    placements: Any = SimpleNamespace(now={"L00": now})
+    for found, pending in ((of_now, {"L00": [(0, 2)]}), (of_before, {})):
+        left = _Left.read(found, placements)
+        assert (left.since, left.pending, set(left.wanted)) == (6, pending, set(pending))
+        assert left.before["L00"].tolist() == rows["L00"]
+
+
 def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:
     """The hot experts change with every stretch of steps."""
     engine, events = made(2, world_size, BALANCED), []
@@ -171,9 +152,8 @@ def test_nothing_moves_for_a_load_that_moves_on(tmp_path: Path) -> None:
     [
         ({"placement": {"policy": "ballanced"}}, 'fsmoe.placement.policy = "ballanced"'),
         ({"placement": {"policy": "nowhere.at.all"}}, "nowhere.at.all"),
-        ({"placement": {"spare_experts": 2}}, "fsmoe.placement.spare_experts = 2"),
+        ({"placement": {"spare_experts": -2}}, "fsmoe.placement.spare_experts = -2"),
         ({"placement": {"every": 5}}, "fsmoe.placement.every = 5"),
-        ({"placement": {"policy": "balanced", "spare_experts": 1}, "dispatch": "slots"}, "spare_experts = 1"),
         ({"placement": "balanced", "esp_size": 2}, 'fsmoe.placement = "balanced"'),
         ({"placement": {"policy": "balanced", "everry": 5}}, "everry"),
     ],
@@ -189,24 +169,63 @@ def test_the_name_of_a_policy_alone_is_a_placement() -> None:
     assert read_block({"fsmoe": {"enabled": True}}).placement.policy == "off"
 
 
+def spare_places_asked_for(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """What is logged as a warning where a config of 0.2.0 asks for replicas, and whether experts move."""
+    from unittest.mock import patch
+
+    said: list[str] = []
+    with patch("ds_fsmoe.engine.expert_placing.log_on_rank_0", lambda text, *level: said.append(text)):
+        engine = made(1, world_size, BALANCED | {"spare_experts": 2})
+    trained(engine, rank, range(9), (0, 1), world_size)
+    has_moved = not all(each.is_at_start for each in engine.fsmoe.placement.now.values())
+    engine.destroy()
+    return said, has_moved
+
+
+def test_spare_places_of_before_are_one_warning_and_experts_move(tmp_path: Path) -> None:
+    for said, has_moved in run_on_ranks(spare_places_asked_for, 2, tmp_path):
+        (line,) = said
+        assert line.startswith("fsmoe.placement.spare_experts = 2: means nothing any more")
+        assert has_moved
+
+
+def norms_of_a_step(rank: int, world_size: int, stage: int) -> dict[str, float]:
+    """The norm of the first step, experts in places that are drawn before it."""
+    found = {}
+    for name in ("stays", "placed"):
+        engine = made(stage, world_size, {"policy": "balanced", "every": 1000})
+        if name == "placed":
+            placement = engine.fsmoe.placement
+            placement.go_to({label: drawn(now, 3 + at) for at, (label, now) in enumerate(placement.now.items())})
+        trained(engine, rank, range(1), None, world_size)
+        found[name] = engine.get_global_grad_norm()
+        engine.destroy()
+    return found
+
+
+@sampled("stage", [2, 0, 1, 3], kept=[])
+def test_the_norm_of_a_step_does_not_depend_on_where_experts_are(stage: int, tmp_path: Path) -> None:
+    for found in run_on_ranks(norms_of_a_step, 2, tmp_path, stage):
+        assert found["placed"] == pytest.approx(found["stays"], rel=1e-6)
+
+
 def spoiled_expert(rank: int, world_size: int) -> str:
-    """Expert 5 makes nan where it has been moved to, and a replica of another is beside it."""
+    """Expert 5 makes nan where it has been moved to."""
     from ds_fsmoe.checks.expert_results import ExpertResultError
 
-    placed = {"policy": "balanced", "every": 1000, "spare_experts": 1}
+    placed = {"policy": "balanced", "every": 1000}
     engine = made(1, world_size, placed, debug={"check_results": True})
     trained(engine, rank, range(1), (0, 5), world_size)
     placement, wanted = engine.fsmoe.placement, {}
     for label, now in placement.now.items():
-        homes = now.swapped(now.home_of_expert[5], now.home_of_expert[6])
-        wanted[label] = homes.with_replicas({now.num_local: 7})
+        wanted[label] = now.swapped(now.home_of_expert[5], now.home_of_expert[6])
     placement.go_to(wanted)
     trained(engine, rank, range(1, 2), (0, 5), world_size)
     label = max(placement.now)
-    home, index = divmod(placement.now[label].home_of_expert[5], placement.now[label].per_rank)
+    home, index = divmod(placement.now[label].home_of_expert[5], placement.now[label].num_local)
     if placement.seats()[label].ep_rank == home:
         with torch.no_grad():
-            placement.layer(label).down_proj[index, 0, 0] = float("nan")
+            ds_fsmoe.own_part(placement.layer(label).down_proj)[index, 0, 0] = float("nan")
     try:
         trained(engine, rank, range(2, 3), (0, 5), world_size)
     except ExpertResultError as error:

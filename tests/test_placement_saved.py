@@ -79,6 +79,19 @@ def files_of_placements(rank: int, world_size: int, folder: str) -> list[str]:
     engine.destroy()
     whole = json.loads(file.read_text())
     paths = list(whole["layers"])
+    # As version 0.2.0 wrote it, with two spare places on each rank, one of them with a replica.
+    local, with_spare = NUM_EXPERTS // world_size, Path(folder) / "spare.json"
+    for each in whole["layers"].values():
+        homes = each["expert_of_place"]
+        by_rank = [homes[at : at + local] for at in range(0, NUM_EXPERTS, local)]
+        each["expert_of_place"] = [e for at in range(world_size) for e in (*by_rank[at], by_rank[at - 1][0], -1)]
+    if rank == 0:
+        with_spare.write_text(json.dumps(whole))
+    dist.barrier()
+    engine = made(2, world_size, {"file": str(with_spare)})
+    if engine.fsmoe.placement.now != where:
+        said.append("experts are not at the homes of a file with spare places")
+    engine.destroy()
     damaged = {
         "other.json": {"format": 1, "layers": {"model.other": whole["layers"][paths[0]]}},
         "format.json": whole | {"format": 99},

@@ -24,8 +24,6 @@ from ds_fsmoe.routes.made import choices
 FILE = Path(__file__).resolve().parents[1] / "docs" / "placement.png"
 ROUTING, NUM_TOKENS, NUM_EXPERTS, K = "zipf_1.5", 2048, 32, 2
 NODE_OF_RANK = (0, 0, 0, 0, 1, 1, 1, 1)
-WAYS = {"the model's own order": None, "experts moved": 0, "moved, one spare place on each rank": 1}
-"""Title -> the spare places of a rank; ``None``: experts stay."""
 
 
 def rows() -> np.ndarray:
@@ -37,12 +35,8 @@ def rows() -> np.ndarray:
 
 def placements() -> dict[str, ExpertPlacement]:
     """Return title -> placement."""
-    found = {}
-    for title, num_spare in WAYS.items():
-        now = ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK), num_spare or 0)
-        allowed = Allowed(num_replicas=(num_spare or 0) * len(NODE_OF_RANK))
-        found[title] = now if num_spare is None else balanced(now, Seen(rows(), NODE_OF_RANK), allowed)
-    return found
+    now = ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK))
+    return {"the model's own order": now, "experts moved": balanced(now, Seen(rows(), NODE_OF_RANK), Allowed())}
 
 
 def above_each_other(charts: Sequence[Chart]) -> dict[str, Any]:
@@ -65,16 +59,13 @@ def above_each_other(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the picture, and print what the fullest rank has and how many experts have moved or replicas."""
-    panels = []
+    """Write the picture, and print what the fullest rank has and how many experts have moved."""
+    panels, start = [], ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK))
     for title, each in placements().items():
-        panels.append((title, rows_of_ranks(each, rows(), NODE_OF_RANK)))
+        panels.append((title, rows_of_ranks(each, rows().sum(axis=0))))
         loads = [sum(part for _, part in parts) for parts in panels[-1][1]]
-        start = ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK), each.num_spare)
-        homes = zip(each.home_of_expert, start.home_of_expert, strict=True)
-        num_moved = sum(each.rank_of_place(new) != start.rank_of_place(old) for new, old in homes)
         over = max(loads) / (sum(loads) / len(loads))
-        print(f"{title}: fullest rank {over:.2f}, {num_moved} experts moved, {each.num_replicas} replicas")
+        print(f"{title}: fullest rank {over:.2f}, {start.num_moved(each)} experts moved")
     FILE.write_bytes(vl_convert.vegalite_to_png(above_each_other(draw_ranks(panels)), scale=1.5))
     print(FILE)
 

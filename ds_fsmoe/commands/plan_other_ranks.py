@@ -145,13 +145,13 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
         )
         return None
     shape = SimpleNamespace(capacity_factor=None, imbalance=1.0, E=kind.shape.num_experts)
-    asking = argparse.Namespace(loads=Path(folder), spare_experts=args.spare_experts)
+    asking = argparse.Namespace(loads=Path(folder))
     loads = read_loads(asking, {"shape": shape, "groups": kind.groups})
     assert loads is not None
     rows, data, gain_ms = [], [], 0.0
     labels = [job.labels[min(index, len(job.labels) - 1)] for index in range(len(loads.rows))]
     for label, (layer, rows_RE) in zip(labels, loads.rows.items(), strict=True):
-        row = _placed(found, label, layer, rows_RE, loads.num_spare)
+        row = _placed(found, label, layer, rows_RE)
         gain_ms += row["now_ms"] - row["placed_ms"]
         data.append(row)
         after = row["pays_after_steps"]
@@ -165,11 +165,10 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
     return {"layers": data, "step_ms": step_ms, "gain": found.step_ms / step_ms}
 
 
-def _placed(found: Calibrated, label: str, layer: str, rows_RE: np.ndarray, num_spare: int) -> dict[str, Any]:
+def _placed(found: Calibrated, label: str, layer: str, rows_RE: np.ndarray) -> dict[str, Any]:
     from ds_fsmoe.planning.expert_placement import ExpertPlacement
     from ds_fsmoe.planning.placement_costs import Seen
-    from ds_fsmoe.planning.placement_decision import decide
-    from ds_fsmoe.planning.placement_policies import Allowed, balanced
+    from ds_fsmoe.planning.placement_policies import balanced, decide
 
     job = found.what_if.job
     kind = job.kind_of(label)
@@ -178,9 +177,9 @@ def _placed(found: Calibrated, label: str, layer: str, rows_RE: np.ndarray, num_
     if rows_GE is None:
         rows_GE = np.tile(rows_RE.sum(axis=0) / groups.ep, (groups.ep, 1))
     nodes = tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep))
-    now, seen = ExpertPlacement.at_start(num_experts, groups.ep, num_spare), Seen(rows_GE, nodes)
+    now, seen = ExpertPlacement.at_start(num_experts, groups.ep), Seen(rows_GE, nodes)
     prices = _prices(found, kind, label, rows_GE)
-    decision = decide(now, seen, balanced, prices, PAYS_WITHIN, Allowed(num_replicas=num_spare * groups.ep), layer)
+    decision = decide(now, seen, balanced, prices, PAYS_WITHIN, layer)
     return {
         "layer": layer,
         "fullest_now": decision.before,
@@ -210,8 +209,6 @@ def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarr
         kind.groups,
         LayerPlan(forward, backward, name),
         job.costs_of(kind, name),
-        weight_bytes=weights * shape.dtype_bytes,
-        gradient_bytes=weights * shape.dtype_bytes,
         moved_bytes=weights * (shape.dtype_bytes + states_bytes),
         alltoall=kind.ways[name].planned,
         contention=job.contention,

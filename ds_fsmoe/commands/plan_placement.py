@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ds_fsmoe.untrusted import read_json
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.placement_costs import Prices
-    from ds_fsmoe.planning.placement_decision import Decision
+    from ds_fsmoe.planning.placement_policies import Decision
     from ds_fsmoe.planning.report import Report
     from ds_fsmoe.planning.workload import Shape
     from ds_fsmoe.routes.recorded import Recording
@@ -31,7 +32,6 @@ class Loads:
     path: Path
     rows: dict[str, np.ndarray]
     """Layer -> [R, E], the rows of each rank that it was measured on for each expert."""
-    num_spare: int
 
 
 def add_loads(how: Any) -> None:
@@ -39,9 +39,15 @@ def add_loads(how: Any) -> None:
     how.add_argument(
         "--loads", type=Path, metavar="FILE", help="a recorded routing, or JSON, by which experts would be placed"
     )
-    how.add_argument(
-        "--spare-experts", type=int, metavar="N", help="with --loads: places on each rank for replicas (0)"
-    )
+    how.add_argument("--spare-experts", action=_Gone, help=argparse.SUPPRESS)
+
+
+class _Gone(argparse.Action):
+    """Says that an option of version 0.2.0 means nothing any more."""
+
+    def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, option: str | None = None) -> None:
+        why = "means nothing any more, as experts have no replicas in training: leave it out"
+        print(f"{parser.prog}: {option} {value}: {why}", file=sys.stderr)
 
 
 def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> Loads | None:
@@ -51,12 +57,7 @@ def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> Loads | None:
         ValueError: no such file, one of another model, or arguments that do not go with it.
     """
     if args.loads is None:
-        if args.spare_experts is not None:
-            raise ValueError(f"--spare-experts = {args.spare_experts}: only with --loads, which says what they are for")
         return None
-    num_spare = args.spare_experts or 0
-    if num_spare < 0:
-        raise ValueError(f"--spare-experts = {num_spare}: must be at least 0")
     shape, groups = job["shape"], job["groups"]
     if shape.capacity_factor is not None:
         raise ValueError(
@@ -74,34 +75,31 @@ def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> Loads | None:
                 f"--loads = {args.loads}: layer {layer} has {rows_RE.shape[1]} experts, and the model {shape.E}: the "
                 f"choices are a file of this model, or --experts {rows_RE.shape[1]}"
             )
-    return Loads(args.loads, rows, num_spare)
+    return Loads(args.loads, rows)
 
 
 def print_placement(loads: Loads | None, result: Report, job: dict[str, Any]) -> dict[str, Any]:
     """Print what placing experts by loads would give; return it as plain data, nothing without loads."""
     from ds_fsmoe.planning.expert_placement import ExpertPlacement
     from ds_fsmoe.planning.placement_costs import Seen
-    from ds_fsmoe.planning.placement_decision import decide
-    from ds_fsmoe.planning.placement_policies import Allowed, balanced
+    from ds_fsmoe.planning.placement_policies import balanced, decide
 
     if loads is None:
         return {}
     shape, groups = result.shape, result.groups
     prices = _prices(result, job)
     nodes = tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep))
-    now = ExpertPlacement.at_start(shape.E, groups.ep, loads.num_spare)
-    allowed = Allowed(num_replicas=loads.num_spare * groups.ep)
+    now = ExpertPlacement.at_start(shape.E, groups.ep)
     rows, found = [], []
     for layer, rows_RE in loads.rows.items():
         seen = Seen(_on_ranks(rows_RE, groups.ep), nodes)
-        decision = decide(now, seen, balanced, prices, PAYS_WITHIN, allowed, layer)
+        decision = decide(now, seen, balanced, prices, PAYS_WITHIN, layer)
         times_ms = prices.step_ms(now, seen), prices.step_ms(decision.placement, seen)
-        num_moved = _num_moved(now, decision)
+        num_moved = now.num_moved(decision.placement)
         rows.append(_cells(layer, decision, num_moved, *times_ms))
         found.append(_as_data(layer, decision, num_moved, *times_ms))
-    spare = f", {loads.num_spare} spare place(s) on each" if loads.num_spare else ""
-    print(f"\nexperts placed by {loads.path}: balanced, on {groups.ep} ranks{spare}")
-    heads = ("layer", "fullest now", "placed", "experts move", "replicas", "layer ms now", "placed", "move ms", "pays")
+    print(f"\nexperts placed by {loads.path}: balanced, on {groups.ep} ranks")
+    heads = ("layer", "fullest now", "placed", "experts move", "layer ms now", "placed", "move ms", "pays")
     print_table(heads, rows)
     print("  fullest: the rows of the fullest rank over the mean; layer ms: dispatch, experts, combine, both phases")
     balanced_ms, now_ms, placed_ms = step_ms = _steps_ms(found, prices, result)
@@ -134,8 +132,6 @@ def _prices(result: Report, job: dict[str, Any]) -> Prices:
         groups,
         LayerPlan(forward, backward, job["alltoall"]),
         LayerCosts.written(result.costs, settings.host_ms),
-        weight_bytes=weights * shape.dtype_bytes,
-        gradient_bytes=weights * shape.dtype_bytes,
         moved_bytes=weights * (shape.dtype_bytes + states_bytes),
         alltoall=job["alltoall"],
         contention=settings.contention,
@@ -187,11 +183,6 @@ def _on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
     return np.tile(rows_RE.sum(axis=0) / num_ranks, (num_ranks, 1))
 
 
-def _num_moved(now: Any, decision: Decision) -> int:
-    homes = zip(now.home_of_expert, decision.placement.home_of_expert, strict=True)
-    return sum(now.rank_of_place(old) != now.rank_of_place(new) for old, new in homes)
-
-
 def _cells(layer: str, decision: Decision, num_moved: int, now_ms: float, placed_ms: float) -> tuple[object, ...]:
     after = decision.pays_after_steps
     return (
@@ -199,7 +190,6 @@ def _cells(layer: str, decision: Decision, num_moved: int, now_ms: float, placed
         f"{decision.before:.2f}",
         f"{decision.after:.2f}",
         num_moved,
-        decision.placement.num_replicas,
         f"{now_ms:.3f}",
         f"{placed_ms:.3f}",
         f"{decision.moves_ms or 0:.2f}",
@@ -213,7 +203,6 @@ def _as_data(layer: str, decision: Decision, num_moved: int, now_ms: float, plac
         "fullest_now": decision.before,
         "fullest_placed": decision.after,
         "experts_move": num_moved,
-        "replicas": decision.placement.num_replicas,
         "now_ms": now_ms,
         "placed_ms": placed_ms,
         "moves_ms": decision.moves_ms,

@@ -195,14 +195,14 @@ class RoutingBlock(Block):
 
 
 class PlacementBlock(Block):
-    """``fsmoe.placement``: experts move to the ranks where that makes steps shorter, and hot ones get replicas."""
+    """``fsmoe.placement``: experts move to the ranks where that makes steps shorter."""
 
     policy: str = Field(
         "off",
         description="off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name",
         examples=["balanced"],
     )
-    spare_experts: int = Field(0, ge=0, description="places on each rank for replicas of experts of other ranks")
+    spare_experts: int = Field(0, ge=0, description="read and ignored: experts had replicas in version 0.2.0")
     every: int = Field(50, ge=1, description="optimizer steps of which loads are measured before each decision")
     moves_per_step: int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
     pays_within: int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")

@@ -187,7 +187,7 @@ class Config(Written):
             """
             Args:
                 policy: off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name
-                spare_experts: places on each rank for replicas of experts of other ranks
+                spare_experts: read and ignored: experts had replicas in version 0.2.0
                 every: optimizer steps of which loads are measured before each decision
                 moves_per_step: exchanges of two experts in one step, over all layers
                 pays_within: optimizer steps within which what is moved has to pay

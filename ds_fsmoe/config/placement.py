@@ -38,14 +38,4 @@ def unfit_placement(block: FSMoEBlock) -> list[str]:
             for name in _OF_MOVES
             if name in asked.model_fields_set and getattr(asked, name) != getattr(idle, name)
         ]
-        if asked.spare_experts and asked.file is None:
-            problems.append(
-                f"{path}.spare_experts = {asked.spare_experts}: nothing would ever be in them with policy = "
-                f"{shown(asked.policy)} and no file; use balanced, or 0"
-            )
-    if asked.spare_experts and block.dispatch == "slots":
-        problems.append(
-            f'{path}.spare_experts = {asked.spare_experts}: must be 0 with {BLOCK}.dispatch = "slots", which sends '
-            "as many slots for every place"
-        )
     return problems

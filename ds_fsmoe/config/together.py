@@ -285,7 +285,7 @@ CHECKS: dict[Callable[[Asked], list[str]], tuple[str, ...]] = {
     _unfit_autotune: ("autotune", "deterministic", "pipeline_degree", "schedule"),
     _unfit_gradients: ("gradient_partition", "schedule"),
     _unfit_packing: ("placement", "ep_size"),
-    _unfit_placement: ("placement", "esp_size", "dispatch"),
+    _unfit_placement: ("placement", "esp_size"),
     _unfit_collective: ("gradient_partition", "schedule"),
     _unknown_cluster: ("trace",),
 }

@@ -157,8 +157,7 @@ def _describe_placement(state: FSMoEState) -> str:
         return "lina: ep_size was chosen at the start, and experts stay"
     if state.placement is None:
         return f"{block.policy}: {state.why_not_placed}"
-    spare = f", {block.spare_experts} spare place(s) a rank" if block.spare_experts else ""
-    return f"{block.policy}, decided every {block.every} steps{spare}"
+    return f"{block.policy}, decided every {block.every} steps"
 
 
 def describe_dispatch(state: FSMoEState) -> str:

@@ -211,16 +211,14 @@ def _profiles_of(running: LayerRuntime) -> dict[str, PathProfile]:
 def _installed(module: FSMoEExperts | FSMoELayer, layer: InferenceLayer, run: InferenceRun) -> Iterator[None]:
     """Let a layer's calls go by tables meanwhile."""
     state: Any = module.fsmoe
-    before = state.placed, state.replicas, state.parts, state.known_experts
-    state.placed, state.replicas, state.parts = layer, None, replace(state.parts, dispatch="rows")
-    # What is made of the experts without replicas is not for the training that goes on.
-    state.known_experts = None
+    before = state.placed, state.parts
+    state.placed, state.parts = layer, replace(state.parts, dispatch="rows")
     hook = module.register_forward_hook(run.after)
     try:
         yield
     finally:
         hook.remove()
-        state.placed, state.replicas, state.parts, state.known_experts = before
+        state.placed, state.parts = before
 
 
 @contextmanager

@@ -7,8 +7,11 @@ Letters: E experts, G ranks of an EP group.
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.engine.convert_adapters import adapters_of
-from ds_fsmoe.engine.expert_placing import free_bytes
 from ds_fsmoe.gradients.arriving import wait_for
 from ds_fsmoe.layer.expert_forms import ExpertForm, SetForm, StackedForm
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
@@ -53,8 +55,7 @@ class Coming:
         num_ranks, num_local = module.ep_size, module.num_local_experts
         homes = tuple(tuple(range(rank * num_local, (rank + 1) * num_local)) for rank in range(num_ranks))
         if state.placed is not None:
-            placement = state.placed.placement
-            homes = tuple(tuple(each[: placement.num_local]) for each in placement.by_rank.tolist())
+            homes = tuple(map(tuple, state.placed.placement.by_rank.tolist()))
         form: ExpertForm
         if isinstance(module, FSMoEExperts):
             form = StackedForm(module)
@@ -182,3 +183,16 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
 def chooses_experts(module: FSMoEExperts | FSMoELayer) -> bool:
     """Return whether the tokens of a layer choose experts, and not the other way round."""
     return isinstance(module, FSMoEExperts) or issubclass(kind_of(module.gate), Routing)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the memory that is free for a rank: of its device, or its share of the host's; infinite if not known."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    found = {name: float(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return found.get("MemAvailable", math.inf) / max(1, ranks)

@@ -186,14 +186,6 @@ class SavingEngine(DeepSpeedEngine):
             placement.go_to(before)
             if watch is not None and result[0] is not None:
                 watch.forget()
-        placement.weights_changed()
-        return result
-
-    def load_module_state_dict(self, *args: Any, **options: Any) -> Any:
-        """Load weights as DeepSpeed does; replicas get them, too."""
-        result = super().load_module_state_dict(*args, **options)
-        if "fsmoe" in vars(self) and self.fsmoe.placement is not None:
-            self.fsmoe.placement.weights_changed()
         return result
 
     def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,6 @@ def _why_not(state: FSMoEState, in_stages: bool) -> str:
         inner = layer.deepspeed_moe
         if not isinstance(inner, FSMoEExperts):
             return f"{path} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
-        if inner.fsmoe.replicas is not None:
-            return f"{path} has replicas of experts, which would travel for each half"
     return ""
 
 

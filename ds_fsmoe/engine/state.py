@@ -270,8 +270,6 @@ class FSMoEState:
         weights have been changed, hooks put on their module, or dropout turned on. Collective."""
         self.uncut.look_again()
         self.uncut.begin(self.inner_layers)
-        if self.placement is not None:
-            self.placement.weights_changed()
 
     def _layers_uncut(self) -> None:
         """Take note that some layers are not cut any more, on this rank for now."""
@@ -342,8 +340,6 @@ class FSMoEState:
             groups.append(inner[0].fsmoe.mp_group)
         for each in inner:
             forget_graph(each)
-            if each.fsmoe.replicas is not None:
-                each.fsmoe.replicas.weights_changed()
         update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
 
     def groups(self) -> dict[str, FSMoEGroups]:

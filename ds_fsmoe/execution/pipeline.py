@@ -12,7 +12,7 @@ group, N = P * G, e experts on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -149,7 +149,6 @@ class Pipeline:
         experts: Experts | WholeExperts,
         hook: Hook | None = None,
         weights_R: torch.Tensor | None = None,
-        inputs: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Send rows to the experts and back.
 
@@ -158,7 +157,6 @@ class Pipeline:
             layout: how many they are.
             experts, hook: see :meth:`__call__`.
             weights_R: the weights of this rank's choices, with which the layout was made, where it adds results up.
-            inputs: what stands for the experts' parameters in the graph, one for each; ``None``: they themselves.
 
         Returns:
             As many rows in the same order.
@@ -196,8 +194,7 @@ class Pipeline:
         # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
         # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
         # a sum depend on where in a bucket it lies.
-        inputs = experts.parameters if inputs is None else inputs
-        aliases = map(torch.Tensor.view_as, inputs, inputs)
+        aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
         if half is not None:
             return with_pauses(of_call, x_RM, weights_R, aliases, half, needs_backward)
         return at_once(of_call, x_RM, weights_R, aliases)

@@ -48,7 +48,7 @@ PLACEMENT: Shape = {
     "balance": is_number,
     "expected_balance": is_number,
     "num_swaps": is_whole,
-    "num_replicas": is_whole,
+    "num_replicas?": is_whole,  # of runs of version 0.2.0
     "gain_ms": or_none(is_number),
     "why": is_text,
     "places?": _PLACES,

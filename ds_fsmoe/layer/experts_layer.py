@@ -142,7 +142,6 @@ class FSMoEExperts(OpaqueModule):
         """Run the experts on tokens, [S, M], in a forward whose kind and number go with the counts."""
         state = self.fsmoe
         local = self.local_experts()
-        placed = state.placed_call(local.parameters)
         group = state.capacity_group
         of_layer = state.label, state.path, self.training, x_SM, group, route, state.pipeline, local, local
         call = LayerCall(*of_layer, in_rows=True)
@@ -168,7 +167,7 @@ class FSMoEExperts(OpaqueModule):
             callbacks=state.parts.callbacks,
             name=state.path,
             in_rows=True,
-            placed=placed,
+            placed=state.placed,
             forward=forward,
         )
         return y_SM
@@ -184,9 +183,8 @@ class FSMoEExperts(OpaqueModule):
         known = state.known_experts
         if known is not None and [*map(id, present)] == [*map(id, known[0])]:
             return known[1]
-        spare = None if state.replicas is None else state.replicas.modules[0]
         made = self, state.contract, state.own_forward, state.path
-        experts = StackedExperts(*made, spare=spare, ops=state.order.ops)
+        experts = StackedExperts(*made, ops=state.order.ops)
         if known is None or state.had_before(present):
             state.known_experts = present, experts
         return experts

@@ -128,12 +128,7 @@ class ExpertsState(LayerState):
 
     def places(self) -> list[int] | None:
         """Return where each expert lies among those of all ranks; ``None`` where none has moved."""
-        if self.placed is None:
-            return None
-        placement = self.placed.placement
-        homes = (divmod(home, placement.per_rank) for home in placement.home_of_expert)
-        places = [rank * placement.num_local + place for rank, place in homes]
-        return None if places == [*range(placement.num_experts)] else places
+        return None if self.placed is None else list(self.placed.placement.home_of_expert)
 
     def begin_choice(self) -> None:
         """Begin to watch the router, if its choice is given, or has to be known as it makes it."""

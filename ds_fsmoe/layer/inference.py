@@ -97,8 +97,6 @@ class InferenceLayer:
     k: int | None = None
     """The number of choices of a token, as the last call had it."""
     owner: InferenceRun | None = None
-    inputs: None = None
-    """Nothing stands for parameters in a graph, as there is none."""
     _estimate_E: np.ndarray | None = None
     _table: HeldTable | None = None
     _before: HeldTable | None = None

@@ -134,12 +134,11 @@ def path_of_tokens(
     check_width(name, x, width)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
-    inputs = None if placed is None else placed.inputs
     hook = hooked if callbacks else None
 
     def run(x_RM: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         with naming_widths(name, experts, x_RM):
-            return pipeline.run(x_RM, *args, experts=experts, hook=hook, inputs=inputs, **options)
+            return pipeline.run(x_RM, *args, experts=experts, hook=hook, **options)
 
     # What hooks, losses and counts see is about experts; what is sent is about places.
     sent = routing if placed is None else placed.routing(routing)

@@ -55,7 +55,7 @@ def why_general(state: ExpertsState, pipeline: Pipeline, experts: StackedExperts
         "gradients travel in the backward": pipeline.window is not None,
         "rows travel in another format": collectives.wires != FULL,
         "hooks": bool(state.parts.callbacks),
-        "experts have moved": state.placed is not None or state.replicas is not None,
+        "experts have moved": state.placed is not None,
         "another order": type(state.order) is not SimpleOrder,
         "the module's own forward": experts.own_forward is not None,
         "biases": contract.has_bias,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.gate import in_backward
@@ -27,7 +26,6 @@ from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import runs_again, take
-from ds_fsmoe.layer.replicas import Replicas
 from ds_fsmoe.layer.row_routing import sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
@@ -76,8 +74,6 @@ class LayerState:
     """Whether slots are sent, whatever the all-to-all, as far as was known when groups were made."""
     placed: Placed | None = None
     """Where the experts are; ``None``: in the model's own order."""
-    replicas: Replicas | None = None
-    """The spare places for experts of other ranks, where there are any."""
     forwards: Forwards | None = None
     """The forwards so far."""
     checks_without_engine: list[Check] = field(default_factory=list)
@@ -169,43 +165,13 @@ class LayerState:
         self.running.observer.meet(self.pipeline, groups)
         return groups
 
-    def make_spare_places(self, experts: nn.Module | Sequence[nn.Module], num_spare: int) -> None:
-        """Make room for replicas of experts of other ranks.
-
-        Args:
-            experts: the module with the weights of this rank's experts, or these one by one.
-            num_spare: the places.
-        """
-        assert self.groups is not None
-        self.replicas = Replicas(experts, num_spare, self.groups.block_group)
-        self.known_experts = None
-
     def place(self, placement: ExpertPlacement) -> None:
         """Send rows to where this placement has the experts, from the next call on. The same on every rank.
 
         Args:
             placement: the placement; the experts themselves have been moved already.
         """
-        assert self.groups is not None
-        ranks, node_of_rank = self.groups.ranks_of("ep"), self.groups.topology.node_of_rank
-        is_as_ever = placement.is_at_start and not placement.num_spare
-        nodes = tuple(node_of_rank[each] for each in ranks)
-        rank = ranks.index(self.groups.rank)
-        self.placed = None if is_as_ever else Placed(placement, rank, nodes)
-        if self.replicas is not None:
-            self.replicas.place(placement, rank)
-
-    def placed_call(self, parameters: Sequence[torch.Tensor]) -> Placed | None:
-        """Return where rows go in a call that begins. Collective where replicas get their weights.
-
-        Args:
-            parameters: those of the experts that are called, replicas among them.
-        """
-        if self.placed is None or self.replicas is None:
-            return self.placed
-        given = zip(self.replicas.weights, self.replicas.inputs(), strict=True)
-        of_spare = {id(weight): each for weight, each in given}
-        return replace(self.placed, inputs=tuple(of_spare.get(id(each), each) for each in parameters))
+        self.placed = None if placement.is_at_start else Placed(placement)
 
     def run_alone(self, group: dist.ProcessGroup | None) -> None:
         """Run the layer without an engine of ours: one task after another, among the ranks of ``group``."""

@@ -195,7 +195,6 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         if isinstance(self.gate, (FSMoEGate, GateBase)):
             self.gate.needs_capacity = not in_rows
         call = self._call(hidden_states, in_rows)
-        placed = state.placed_call(call.experts.parameters)
         given = state.next_given()
         state.check_given(given, hidden_states.shape[:-1].numel())
         call.gate = remembering(call.gate, self.gate, state, given)
@@ -215,7 +214,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
                 width=getattr(self.gate, "takes_width", None),
                 name=state.path,
                 in_rows=in_rows,
-                placed=placed,
+                placed=state.placed,
                 forward=forward,
             )
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
@@ -236,9 +235,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         """Return the next call of the layer, as it is made where no instrument changes it."""
         state, local = self.fsmoe, self.local_experts()
         experts: ExpertSet | WholeExperts | None = local
-        if (why := why_called(self.experts)) is not None:
-            if state.replicas is not None:
-                raise LayerError(f"{state.path}: {why}, and replicas of experts are no part of it: use spare_experts 0")
+        if why_called(self.experts) is not None:
             if not state.pipeline.is_cut:
                 experts = whole_experts(self.experts, state.path)
             elif local is None:
@@ -278,8 +275,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
         if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
-            spare = () if state.replicas is None else state.replicas.modules
-            state.known_experts = present, ExpertSet((*modules, *spare), keep_expert_dim=True, path=state.path)
+            state.known_experts = present, ExpertSet(modules, keep_expert_dim=True, path=state.path)
         return state.known_experts[1]
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:

@@ -16,7 +16,6 @@ from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.observing.instruments import Gate, LayerCall
 from ds_fsmoe.placement.placements import Placements
-from ds_fsmoe.planning.expert_placement import EMPTY
 
 SAMPLE = 256
 """The tokens of each rank by which it is counted how often tokens cross."""
@@ -143,4 +142,4 @@ class Loads:
 
 def _as_wide(experts_SK: np.ndarray, width: int) -> np.ndarray:
     """Return choices with more columns, in which there is no choice."""
-    return np.pad(experts_SK, ((0, 0), (0, width - experts_SK.shape[1])), constant_values=EMPTY)
+    return np.pad(experts_SK, ((0, 0), (0, width - experts_SK.shape[1])), constant_values=-1)

@@ -29,9 +29,9 @@ from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.placement.holdings import ExpertTensor, PlacementError, expert_tensors
+from ds_fsmoe.placement.holdings import ExpertTensor, expert_tensors
 from ds_fsmoe.placement.moving import Mover, Seat, Swap
-from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.untrusted import read_json
 
 FORMAT = 1
@@ -68,26 +68,6 @@ def obstacle_to(layer: Any) -> str | None:
     return None
 
 
-def why_no_replicas(layer: Any) -> str | None:
-    """Return why a layer has no spare places for experts of other ranks, in words; ``None`` where it may have some.
-
-    Args:
-        layer: a converted layer whose experts may move.
-    """
-    if isinstance(layer, FSMoEExperts):
-        return "its experts have adapters" if layer.fsmoe.outermost else None
-    if layer.fsmoe.is_in_slots:
-        return "it sends slots, as many for every place"
-    if any(True for expert in layer.experts.deepspeed_experts for _ in expert.buffers()):
-        return "its experts have buffers"
-    return layer.why_called()
-
-
-def homes_of(layer: Any) -> Any:
-    """Return the experts that are at home on this rank: a module with their stacked weights, or one by one."""
-    return layer if isinstance(layer, FSMoEExperts) else list(layer.experts.deepspeed_experts)
-
-
 class Placements:
     """Holds the placements of the layers of one engine. Collective to make, over the ranks that run the layers.
 
@@ -95,7 +75,6 @@ class Placements:
         engine: our engine, complete.
         layers: label -> converted layer, of those whose experts may move.
         paths: label -> path in the model, by which files name layers.
-        num_spare: the spare places of a rank.
         group: the ranks that run the layers; ``None``: all.
     """
 
@@ -104,7 +83,6 @@ class Placements:
         engine: Any,
         layers: Mapping[str, Any],
         paths: Mapping[str, str],
-        num_spare: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._engine, self._layers, self._paths, self._group = engine, dict(layers), dict(paths), group
@@ -115,18 +93,7 @@ class Placements:
         self._intended: dict[str, ExpertPlacement] | None = None
         """What experts go back to, while they are at home."""
         for label, layer in self._layers.items():
-            total = layer.num_local_experts * layer.ep_size
-            spare = num_spare if why_no_replicas(layer) is None else 0
-            if spare:
-                layer.fsmoe.make_spare_places(homes_of(layer), spare)
-            self._place(label, ExpertPlacement.at_start(total, layer.ep_size, spare))
-
-    def weights_changed(self) -> None:
-        """Take note that weights have changed without an optimizer step: replicas get them before they are next used.
-        Every rank calls it at the same place."""
-        for layer in self._layers.values():
-            if layer.fsmoe.replicas is not None:
-                layer.fsmoe.replicas.weights_changed()
+            self._place(label, ExpertPlacement.at_start(layer.num_local_experts * layer.ep_size, layer.ep_size))
 
     @property
     def num_layers(self) -> int:
@@ -163,7 +130,7 @@ class Placements:
 
         Args:
             mover: made since the optimizer's states were last made or loaded.
-            swaps: (label, place, place), each home at most once; the same on every rank.
+            swaps: (label, place, place), each place at most once; the same on every rank.
 
         Raises:
             PlacementError: on every rank, before anything has changed.
@@ -180,26 +147,6 @@ class Placements:
         # Of the rank that was at it for the longest: others have nothing to send.
         (took_ms,) = most_of([(time.perf_counter() - began_s) * 1e3], device_of(self._group), self._group)
         return Moved(len(swaps), nbytes, took_ms)
-
-    def replicate(self, label: str, wanted: ExpertPlacement) -> None:
-        """Have the replicas of a placement from now on; the homes of experts stay.
-
-        Args:
-            label: the label of the layer.
-            wanted: a placement with the replicas; one whose rank has become the home of its expert is left out.
-        """
-        now = self.now[label]
-        at_home = {now.rank_of_place(home): set() for home in now.home_of_expert}
-        for expert, home in enumerate(now.home_of_expert):
-            at_home[now.rank_of_place(home)].add(expert)
-        spare = {
-            place: expert
-            for place, expert in enumerate(wanted.expert_of_place)
-            if place % wanted.per_rank >= wanted.num_local
-            and expert != EMPTY
-            and expert not in at_home[wanted.rank_of_place(place)]
-        }
-        self._place(label, now.with_replicas(spare))
 
     def go_to(self, wanted: Mapping[str, ExpertPlacement]) -> None:
         """Bring experts of any layers to other places, all before this returns. Collective, between two steps.
@@ -218,9 +165,7 @@ class Placements:
             # The same on every rank.
             largest = max(mover.bytes_of_expert(label) for label, swaps in left.items() if swaps)
             while any(left.values()):
-                self.swap(mover, next_swaps(left, max(1, _MOST_BYTES // max(1, largest)), self.now))
-        for label, placement in wanted.items():
-            self.replicate(label, placement)
+                self.swap(mover, next_swaps(left, max(1, _MOST_BYTES // max(1, largest))))
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -242,10 +187,7 @@ class Placements:
         assert all(each.is_at_start for each in self.now.values())
 
     def _homes(self) -> dict[str, ExpertPlacement]:
-        return {
-            label: ExpertPlacement.at_start(each.num_experts, each.num_ranks, each.num_spare)
-            for label, each in self.now.items()
-        }
+        return {label: ExpertPlacement.at_start(each.num_experts, each.num_ranks) for label, each in self.now.items()}
 
     def facts(self) -> dict[str, str]:
         """Return what all ranks have to have alike, as short texts by name."""
@@ -276,7 +218,6 @@ class Placements:
                     f"{self._paths[label]}: a placement of {sizes[0]} experts on {sizes[1]} ranks: there are {here[0]} "
                     f"on {here[1]}"
                 )
-            read[label] = self._with_spare_places(each, self.now[label].num_spare)
         return read
 
     def save(self, path: str | Path) -> None:
@@ -313,23 +254,12 @@ class Placements:
         if problem:
             raise ConfigError(f"fsmoe.placement.file = {path!r}: {problem}")
         self.go_to(wanted)
-        moved = sum(
-            len(ExpertPlacement.at_start(e.num_experts, e.num_ranks, e.num_spare).swaps_to(e)) for e in wanted.values()
-        )
+        moved = sum(len(start.swaps_to(wanted[label])) for label, start in self._homes().items())
         log_on_rank_0(f"{path}: experts of {len(wanted)} layer(s) placed, with {moved} exchange(s)", logging.INFO)
-
-    @staticmethod
-    def _with_spare_places(placement: ExpertPlacement, num_spare: int) -> ExpertPlacement:
-        """Return a placement with so many spare places; replicas that find none are left out."""
-        rows = placement.by_rank.tolist()
-        local = placement.num_local
-        wanted = [row[:local] + (row[local:] + [EMPTY] * num_spare)[:num_spare] for row in rows]
-        places = tuple(each for row in wanted for each in row)
-        return ExpertPlacement(places, placement.num_experts, placement.num_ranks)
 
     def _swap_of(self, label: str, first: int, second: int) -> Swap:
         now = self.now[label]
-        return Swap(label, *(divmod(each, now.per_rank) for each in (first, second)))
+        return Swap(label, *(divmod(each, now.num_local) for each in (first, second)))
 
     def _place(self, label: str, placement: ExpertPlacement) -> None:
         self.now[label] = placement
@@ -342,26 +272,18 @@ class Placements:
             results.place(self._paths[label], own.tolist())
 
 
-def next_swaps(
-    left: dict[str, list[tuple[int, int]]], most: int, now: Mapping[str, ExpertPlacement]
-) -> list[tuple[str, int, int]]:
-    """Take the exchanges that are made at once from those that are left, and return them: each home at most once.
+def next_swaps(left: dict[str, list[tuple[int, int]]], most: int) -> list[tuple[str, int, int]]:
+    """Take the exchanges that are made at once from those that are left, and return them: each place at most once.
 
     Args:
         left: label -> exchanges in their order; those taken are removed.
         most: how many to take.
-        now: label -> placement.
-
-    Raises:
-        PlacementError: an exchange of a place that is no home.
     """
     taken: list[tuple[str, int, int]] = []
     for label, swaps in left.items():
         used: set[int] = set()
         while swaps and len(taken) < most and not used & set(swaps[0]):
             first, second = swaps.pop(0)
-            if any(each % now[label].per_rank >= now[label].num_local for each in (first, second)):
-                raise PlacementError(f"{label}: places {first} and {second}: must both be homes of experts")
             used |= {first, second}
             taken.append((label, first, second))
     return taken

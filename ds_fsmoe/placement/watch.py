@@ -26,8 +26,7 @@ from ds_fsmoe.placement.moving import Mover
 from ds_fsmoe.placement.placements import Placements, next_swaps
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Prices, Seen
-from ds_fsmoe.planning.placement_decision import Decision, decide
-from ds_fsmoe.planning.placement_policies import Allowed, policy
+from ds_fsmoe.planning.placement_policies import Decision, decide, policy
 
 _COUNTS = "counts"
 
@@ -133,10 +132,8 @@ class PlacementWatch:
             rows_GE = (before[label] + lately_GE) / 2
             seen = Seen(rows_GE, nodes, tokens_of[label])
             prices = self._prices(label, rows_GE)
-            allowed = Allowed(num_replicas=now.num_spare * now.num_ranks)
-            found = decide(now, seen, self._policy, prices, self._block.pays_within, allowed, label)
-            both = [Seen(each, nodes) for each in (before[label], lately_GE)]
-            found = if_it_lasts(now, found, both, label)
+            found = decide(now, seen, self._policy, prices, self._block.pays_within, label)
+            found = if_it_lasts(now, found, (before[label], lately_GE), label)
             swaps = now.swaps_to(found.placement)
             if found.placement != now:
                 decisions[label] = found
@@ -148,7 +145,6 @@ class PlacementWatch:
                     found.before,
                     found.after,
                     len(swaps),
-                    found.placement.num_replicas,
                     found.gain_ms_per_step,
                     found.why,
                 )
@@ -163,9 +159,9 @@ class PlacementWatch:
         return tuple(groups.topology.node_of_rank[each] for each in groups.ranks_of("ep"))
 
     def _go_on(self) -> None:
-        """Make the exchanges of one step, and of layers whose homes are right the replicas."""
+        """Make the exchanges of one step."""
         assert self._mover is not None
-        swaps = next_swaps(self._pending, self._block.moves_per_step, self._placements.now)
+        swaps = next_swaps(self._pending, self._block.moves_per_step)
         if swaps:
             predicted_ms = self._predicted_ms(swaps)
             moved = self._placements.swap(self._mover, swaps)
@@ -175,8 +171,7 @@ class PlacementWatch:
                 f"most to send, in {moved.took_ms:.1f} ms{expected}"
             )
         for label in [each for each, left in self._pending.items() if not left]:
-            self._placements.replicate(label, self.wanted.pop(label))
-            del self._pending[label]
+            del self.wanted[label], self._pending[label]
         if not self.wanted:
             self._mover, self._since, self._rows_before = None, None, {}
 
@@ -261,10 +256,10 @@ class _Left:
                 raise ValueError("rows of earlier steps are not of these layers")
         placed = {label: ExpertPlacement.from_dict(each) for label, each in wanted.items()}
         swaps = {label: [(int(a), int(b)) for a, b in each] for label, each in pending.items()}
-        if any(each.num_spare != placements.now[label].num_spare for label, each in placed.items()):
-            # Places have other numbers in this job: it decides anew.
+        if any(len(wanted[label]["expert_of_place"]) != each.num_experts for label, each in placed.items()):
+            # Ranks had places for replicas, so places have other numbers here: it is decided anew.
             return _Left(since, before, {}, {})
         for label, each in swaps.items():
-            if any(not 0 <= place < placements.now[label].num_places for pair in each for place in pair):
+            if any(not 0 <= place < placements.now[label].num_experts for pair in each for place in pair):
                 raise ValueError(f"exchanges of places that {label} does not have")
         return _Left(since, before, swaps, placed)

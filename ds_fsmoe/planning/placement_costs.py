@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a placement of experts costs: a layer under the skew that it leaves, its replicas, and the way to it.
+"""What a placement of experts costs: a layer under the skew that it leaves, and the way to it.
 
 A layer waits for whoever has most to do: the rank with most rows at its experts, and on each kind of link the port with
 most traffic in one direction. The costs of tasks were measured, or published, for routing in which every rank has as
-many rows for each rank, so that skew is a factor on the sizes of tasks, a :class:`Pressure`. What else is exchanged,
-replicas and experts that move, is priced as the all-to-all that gives the fullest port as many bytes.
+many rows for each rank, so that skew is a factor on the sizes of tasks, a :class:`Pressure`. Experts that move are
+priced as the all-to-all that gives the fullest port as many bytes.
 
-Letters: E experts, G ranks that share them.
+Letters: E experts, G ranks that share them, n nodes, K choices of a token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 
 from ds_fsmoe.planning.call_shape import CallShape, sized, sized_timeline
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.expert_placement import ExpertPlacement, fullest_over_mean
+from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.placement_crossings import once_per_node_factors
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -94,11 +94,57 @@ def pressure_of(placement: ExpertPlacement, seen: Seen) -> Pressure:
     A factor is 1 where balanced routing has no such rows either, as between nodes where there is one, or where there
     are no rows at all.
     """
-    rows_GG = placement.rows_between(seen.rows_GE, seen.node_of_rank)
+    rows_GG = placement.rows_between(seen.rows_GE)
     even_GG = np.full_like(rows_GG, rows_GG.sum() / rows_GG.size)
     ours, even = (_fullest_ports(each, seen.node_of_rank) for each in (rows_GG, even_GG))
     inter, intra = (ours[name] / even[name] if even[name] > 0 else 1.0 for name in ("node", "inside"))
-    return Pressure(fullest_over_mean(rows_GG.sum(axis=0)), inter, intra)
+    return Pressure(placement.over_mean(seen.rows_GE), inter, intra)
+
+
+def once_per_node_pressure(placement: ExpertPlacement, seen: Seen, planned: Crossings) -> Pressure:
+    """Return the pressure where tokens cross to each node once, counted with the tokens that were seen.
+
+    Rows do not tell: two experts of a token in one node take one crossing, and on one rank one copy.
+
+    Args:
+        placement: where experts are.
+        seen: what was measured, with tokens; nodes have equally many ranks.
+        planned: the crossings of a choice that the sizes of tasks were made with, own node and rank included.
+    """
+    node_G = np.unique(np.asarray(seen.node_of_rank), return_inverse=True)[1]
+    num_ranks, num_nodes = placement.num_ranks, int(node_G.max()) + 1
+    place_G = np.array([int((node_G[:rank] == node_G[rank]).sum()) for rank in range(num_ranks)])
+    to_nodes_Gn, to_ranks_GG = np.zeros((num_ranks, num_nodes)), np.zeros((num_ranks, num_ranks))
+    for rank, experts_SK in enumerate(seen.tokens):
+        is_choice = (experts_SK >= 0) & (experts_SK < placement.num_experts)
+        if not is_choice.any():
+            continue
+        ranks = placement.rank_of_expert[np.where(is_choice, experts_SK, 0)]
+        is_on = np.zeros((len(experts_SK), num_ranks + 1), dtype=bool)
+        np.put_along_axis(is_on, np.where(is_choice, ranks, num_ranks), True, axis=1)
+        is_on = is_on[:, :num_ranks]
+        # What was seen stands for all rows of the rank.
+        share = seen.rows_GE[rank].sum() / is_choice.sum()
+        to_ranks_GG[rank] = share * is_on.sum(0)
+        for node in range(num_nodes):
+            to_nodes_Gn[rank, node] = share * is_on[:, node_G == node].any(1).sum()
+    total = seen.rows_GE.sum()
+    if not total:
+        return BALANCED
+    leaves = [to_nodes_Gn[node_G == node][:, np.arange(num_nodes) != node].sum() for node in range(num_nodes)]
+    enters = [to_nodes_Gn[node_G != node, node].sum() for node in range(num_nodes)]
+    inter = max(*leaves, *enters) / (total * planned.nodes * (num_nodes - 1) / num_nodes**2)
+    # A token comes to its relay in a node, the rank of its own place, which copies it to the others there.
+    arrives = (to_ranks_GG * (place_G[:, None] != place_G)).sum(0)
+    passes_on = [
+        to_ranks_GG[place_G == place][:, (node_G == node) & (place_G != place)].sum()
+        for node in range(num_nodes)
+        for place in range(int(place_G.max()) + 1)
+    ]
+    per_node = num_ranks // num_nodes
+    even = total * planned.ranks * (per_node - 1) / per_node / num_ranks
+    intra = max(*arrives, *passes_on) / even if even else 1.0
+    return Pressure(placement.over_mean(seen.rows_GE), inter, intra)
 
 
 def _fullest_ports(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> dict[str, float]:
@@ -197,57 +243,20 @@ def exchange_ms(sent_GG: np.ndarray, cost: Cost, node_of_rank: Sequence[int]) ->
     return cost.ms(size_bytes) if size_bytes else 0.0
 
 
-def replica_ms(
-    placement: ExpertPlacement,
-    weight_bytes: float,
-    gradient_bytes: float,
-    cost: Cost,
-    node_of_rank: Sequence[int],
-    micro_batches: int = 1,
-) -> float:
-    """Return what replicas add to a step: weights from home after the optimizer, gradients home in every backward.
-
-    All replicas of a layer travel in one exchange, and nothing is hidden behind other work: in windows that would
-    otherwise be idle they cost less.
-
-    Args:
-        placement: where the replicas are.
-        weight_bytes: the bytes of the weights of one expert on a rank.
-        gradient_bytes: the bytes of their gradients.
-        cost: the cost of an all-to-all among these ranks, per byte of a rank's buffer.
-        node_of_rank: the node of each rank.
-        micro_batches: the backward passes of a step.
-    """
-    copies_GG = np.zeros((placement.num_ranks, placement.num_ranks))
-    for home, *others in placement.places_of_expert:
-        for each in others:
-            copies_GG[placement.rank_of_place(home), placement.rank_of_place(each)] += 1
-    out_ms = exchange_ms(copies_GG * weight_bytes, cost, node_of_rank)
-    return out_ms + micro_batches * exchange_ms(copies_GG.T * gradient_bytes, cost, node_of_rank)
-
-
 def moves_ms(
-    now: ExpertPlacement,
-    swaps: Sequence[tuple[int, int]],
-    bytes_per_expert: float,
-    cost: Cost,
-    node_of_rank: Sequence[int],
+    now: ExpertPlacement, after: ExpertPlacement, bytes_per_expert: float, cost: Cost, node_of_rank: Sequence[int]
 ) -> float:
-    """Return the time of swaps that are made in one step, as one exchange: each expert goes to its last rank directly.
+    """Return the time of moves that are made in one step, as one exchange: each expert goes to its rank directly.
 
     Args:
         now: the placement before.
-        swaps: pairs of homes whose experts change places, one after another.
+        after: the placement afterwards.
         bytes_per_expert: what moves of one expert: its weights and its optimizer states.
         cost: the cost of an all-to-all among these ranks, per byte of a rank's buffer.
         node_of_rank: the node of each rank.
     """
-    after = now
-    for first, second in swaps:
-        after = after.swapped(first, second)
     moved_GG = np.zeros((now.num_ranks, now.num_ranks))
-    for old, new in zip(now.home_of_expert, after.home_of_expert, strict=True):
-        moved_GG[now.rank_of_place(old), now.rank_of_place(new)] += bytes_per_expert
+    np.add.at(moved_GG, (now.rank_of_expert, after.rank_of_expert), bytes_per_expert)
     return exchange_ms(moved_GG, cost, node_of_rank)
 
 
@@ -260,10 +269,6 @@ class Prices:
     groups: Groups
     plan: LayerPlan
     costs: LayerCosts
-    weight_bytes: float
-    """The bytes of the weights of one expert on a rank."""
-    gradient_bytes: float
-    """The bytes of their gradients."""
     moved_bytes: float
     """The bytes that move with one expert: its weights and its optimizer states."""
     alltoall: AllToAll = "flat"
@@ -275,24 +280,14 @@ class Prices:
     recompute: bool = False
 
     def step_ms(self, placement: ExpertPlacement, seen: Seen) -> float:
-        """Return the time of the layer's experts' part in one step, with what its replicas cost."""
+        """Return the time of the layer's experts' part in one step."""
         how = self.alltoall, self.contention, self.is_serial, self.recompute
-        pressure = pressure_of(placement, seen)
         if self.alltoall == ONCE_PER_NODE and seen.tokens and self.shape.crossings is not None:
-            of_tokens = seen.rows_GE, seen.tokens, seen.node_of_rank, self.shape.crossings
-            pressure = Pressure(*once_per_node_factors(placement, *of_tokens))
-        calls_ms = layer_ms(pressure, self.shape, self.groups, self.plan, self.costs, *how)
-        sizes = self.weight_bytes, self.gradient_bytes
-        added_ms = 0.0
-        if placement.num_replicas:
-            added_ms = replica_ms(placement, *sizes, self._sending, seen.node_of_rank, self.micro_batches)
-        return self.micro_batches * calls_ms + added_ms
+            pressure = once_per_node_pressure(placement, seen, self.shape.crossings)
+        else:
+            pressure = pressure_of(placement, seen)
+        return self.micro_batches * layer_ms(pressure, self.shape, self.groups, self.plan, self.costs, *how)
 
     def moves_ms(self, now: ExpertPlacement, wanted: ExpertPlacement, seen: Seen) -> float:
-        """Return the time that it takes to bring all experts home where another placement has them."""
-        swaps = now.swaps_to(wanted)
-        return moves_ms(now, swaps, self.moved_bytes, self._sending, seen.node_of_rank) if swaps else 0.0
-
-    @property
-    def _sending(self) -> Cost:
-        return self.costs.forward[A2A_IN]
+        """Return the time that it takes to bring all experts to where another placement has them."""
+        return moves_ms(now, wanted, self.moved_bytes, self.costs.forward[A2A_IN], seen.node_of_rank)

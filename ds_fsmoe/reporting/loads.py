@@ -3,7 +3,7 @@
 
 A decision about placement is taken from the rows of the steps before it, so that the next one measures what it gained.
 
-Letters: E experts, G ranks that share them, P places of experts.
+Letters: E experts, G ranks that share them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_fsmoe.files.runs import Run
-from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.reporting.charts import Chart, draw_heat, draw_lines
 from ds_fsmoe.reporting.rank_charts import draw_ranks
 
@@ -147,6 +147,10 @@ def placement(page: Page, run: Run) -> None:
             page.paragraph(f"The last {_MOST_ROWS} changes of {len(changes)} are shown.")
         page.table(_HEADS, (_cells(each) for each in changes[-_MOST_ROWS:]))
     drawn = [each.fullest for each in changes if "places" in each.fullest]
+    if any(row.get("num_replicas") for row in run.placement):
+        page.paragraph(
+            "Experts had replicas on other ranks in this run: they are part of what was measured, and not drawn."
+        )
     if drawn:
         panels = _before_and_after(drawn[0])
         page.charts(draw_ranks(panels))
@@ -159,7 +163,6 @@ _HEADS = (
     "after step",
     "layers that change",
     "exchanges",
-    "replicas",
     "fullest",
     "before",
     "expected",
@@ -175,7 +178,6 @@ def _cells(decision: PlacementDecision) -> tuple[str, ...]:
         str(decision.step),
         f"{len(changed)} of {len(decision.rows)}",
         str(sum(row["num_swaps"] for row in changed)),
-        str(sum(row["num_replicas"] for row in decision.rows.values())),
         fullest["layer"],
         f"{fullest['balance']:.2f}",
         f"{fullest['expected_balance']:.2f}",
@@ -202,28 +204,21 @@ def _balance_lines(decisions: Sequence[PlacementDecision]) -> dict[str, list[tup
 
 
 def _before_and_after(row: Mapping[str, Any]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
-    """Return pictures of the ranks of a layer, as if each rank had as many rows for an expert as the others."""
-    places, num_experts = row["places"], len(row["rows_E"])
-    nodes = places["node_of_rank"]
-    rows_GE = np.tile(np.array(row["rows_E"], dtype=float) / len(nodes), (len(nodes), 1))
-    before, after = (ExpertPlacement(tuple(places[each]), num_experts, len(nodes)) for each in ("before", "after"))
+    """Return pictures of the ranks of a layer, without the replicas that version 0.2.0 had."""
+    places, rows_E = row["places"], np.array(row["rows_E"], dtype=float)
+    sizes = {"num_experts": len(rows_E), "num_ranks": len(places["node_of_rank"])}
+    before, after = (ExpertPlacement.from_dict(sizes | {"expert_of_place": places[at]}) for at in ("before", "after"))
     return [
-        (f"{row['layer']} until step {row['step']}", rows_of_ranks(before, rows_GE, nodes)),
-        ("as was decided then", rows_of_ranks(after, rows_GE, nodes)),
+        (f"{row['layer']} until step {row['step']}", rows_of_ranks(before, rows_E)),
+        ("as was decided then", rows_of_ranks(after, rows_E)),
     ]
 
 
-def rows_of_ranks(
-    placed: ExpertPlacement, rows_GE: np.ndarray, node_of_rank: Sequence[int]
-) -> list[list[tuple[int, float]]]:
+def rows_of_ranks(placed: ExpertPlacement, rows_E: np.ndarray) -> list[list[tuple[int, float]]]:
     """Return for each rank the experts that it holds, as (expert, rows that come to it there).
 
     Args:
         placed: where experts are.
-        rows_GE: the rows that each rank has for each expert.
-        node_of_rank: the node of each rank.
+        rows_E: the rows of each expert, of all ranks.
     """
-    rows_P = np.zeros(placed.num_places)
-    np.add.at(rows_P, placed.routes(node_of_rank), rows_GE)
-    by_rank = zip(placed.by_rank.tolist(), rows_P.reshape(placed.num_ranks, -1).tolist(), strict=True)
-    return [[(expert, rows) for expert, rows in zip(*each, strict=True) if expert != EMPTY] for each in by_rank]
+    return [[(expert, float(rows_E[expert])) for expert in of_rank] for of_rank in placed.by_rank.tolist()]

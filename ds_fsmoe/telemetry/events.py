@@ -42,9 +42,8 @@ def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[s
     """Return the numbers of one decision about where experts are, and each layer's own if details are asked for.
 
     ``balance`` is the rows of the fullest rank over the mean, and ``expected_balance`` the same with what was decided,
-    both of the layer where it is highest; ``moved`` is the number of exchanges of two experts, ``replicas`` that of the
-    spare places in use, ``gain_ms`` what a step is predicted to become shorter by: sums over layers, the last one left
-    out where nothing is known of times.
+    both of the layer where it is highest; ``moved`` is the number of exchanges of two experts, ``gain_ms`` what a step
+    is predicted to become shorter by: sums over layers, the last one left out where nothing is known of times.
 
     Args:
         rows: a row of the record for each layer.
@@ -56,7 +55,6 @@ def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[s
         "placement/balance": max(row["balance"] for row in rows),
         "placement/expected_balance": max(row["expected_balance"] for row in rows),
         "placement/moved": sum(row["num_swaps"] for row in rows),
-        "placement/replicas": sum(row["num_replicas"] for row in rows),
     }
     gains_ms = [row["gain_ms"] for row in rows if row["gain_ms"] is not None]
     if gains_ms:

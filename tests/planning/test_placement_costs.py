@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.crossings import Crossings, expected_crossings
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
@@ -27,8 +28,8 @@ from ds_fsmoe.planning.placement_costs import (
     exchange_ms,
     layer_ms,
     moves_ms,
+    once_per_node_pressure,
     pressure_of,
-    replica_ms,
     under,
 )
 from ds_fsmoe.planning.schedule import (
@@ -74,7 +75,7 @@ def shape_for(alltoall: AllToAll) -> CallShape:
 @given(placements())
 def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     placement, nodes, rows_GE = drawn
-    ranks, to_GE = range(len(nodes)), placement.routes(nodes) // placement.per_rank
+    ranks, to_E = range(len(nodes)), [each // placement.num_local for each in placement.home_of_expert]
 
     def ports(sent) -> tuple[list[float], list[float]]:
         """The rows of each direction of each node's port, and of each rank's inside its node."""
@@ -92,7 +93,7 @@ def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     sent = [[0.0 for _ in ranks] for _ in ranks]
     for rank in ranks:
         for expert in range(placement.num_experts):
-            sent[rank][to_GE[rank, expert]] += rows_GE[rank, expert]
+            sent[rank][to_E[expert]] += rows_GE[rank, expert]
     total = float(rows_GE.sum())
     ours, even = ports(sent), ports([[total / len(ranks) ** 2 for _ in ranks] for _ in ranks])
     inter, intra = (max(a) / max(b) if b and total else 1.0 for a, b in zip(ours, even, strict=True))
@@ -104,19 +105,18 @@ def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
 
 def test_even_rows_press_on_nothing_wherever_experts_are() -> None:
     seen = load("equal", 12, 4)
-    now = ExpertPlacement.at_start(12, 4, 1)
-    for placement in (now, now.swapped(0, 5), now.swapped(2, 14).swapped(0, 4)):
+    now = ExpertPlacement.at_start(12, 4)
+    for placement in (now, now.swapped(0, 5), now.swapped(2, 11).swapped(0, 4)):
         found = pressure_of(placement, seen)
         assert (found.compute, found.inter, found.intra) == pytest.approx((1.0, 1.0, 1.0))
 
 
-def test_a_replica_in_each_node_keeps_rows_from_crossing() -> None:
+def test_an_expert_in_the_node_of_its_tokens_keeps_rows_from_crossing() -> None:
     rows_GE = np.zeros((4, 4))
-    rows_GE[:, 0] = 10
-    now, seen = ExpertPlacement.at_start(4, 4, 1), Seen(rows_GE, (0, 0, 1, 1))
-    assert pressure_of(now, seen) == Pressure(4.0, 20 / 10, 10 / 2.5)
-    assert pressure_of(now.with_replicas({5: 0}), seen) == Pressure(2.0, 0.0, 10 / 2.5)
-    assert pressure_of(now.with_replicas({3: 0, 5: 0, 7: 0}), seen) == Pressure(1.0, 0.0, 0.0)
+    rows_GE[:2, 0] = 20
+    now, seen = ExpertPlacement.at_start(4, 4), Seen(rows_GE, (0, 0, 1, 1))
+    assert pressure_of(now, seen) == Pressure(4.0, 0.0, 20 / 2.5)
+    assert pressure_of(now.swapped(0, 2), seen) == Pressure(4.0, 40 / 10, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -212,50 +212,141 @@ def test_one_rank_has_nobody_to_send_to() -> None:
     assert exchange_ms(np.eye(3), LinearCost(5.0, 1.0), (0, 1, 1)) == 0.0
 
 
-def test_replicas_cost_their_weights_once_and_their_gradients_in_every_backward() -> None:
-    now, nodes, cost = ExpertPlacement.at_start(4, 4, 2), (0, 1, 2, 3), LinearCost(2.0, 0.5)
-    assert replica_ms(now, 30, 60, cost, nodes) == 0.0
-    # Expert 0 goes to ranks 1 and 2, and expert 1 to rank 2: rank 0 sends two, rank 2 gets two.
-    placement = now.with_replicas({4: 0, 7: 0, 8: 1})
-    out_ms, back_ms = 2.0 + 0.5 * (2 * 30) / 0.75, 2.0 + 0.5 * (2 * 60) / 0.75
-    assert replica_ms(placement, 30, 60, cost, nodes) == pytest.approx(out_ms + back_ms)
-    assert replica_ms(placement, 30, 60, cost, nodes, micro_batches=3) == pytest.approx(out_ms + 3 * back_ms)
-
-
 def test_swaps_of_one_step_are_one_exchange() -> None:
     now, nodes, cost = ExpertPlacement.at_start(8, 4), (0, 0, 1, 1), LinearCost(2.0, 0.5)
-    assert moves_ms(now, [], 30, cost, nodes) == 0.0
+
+    def of(*swaps: tuple[int, int]) -> float:
+        after = now
+        for each in swaps:
+            after = after.swapped(*each)
+        return moves_ms(now, after, 30, cost, nodes)
+
+    assert of() == 0.0
     # One expert there and one back: each of two ranks sends one, in the node or across.
-    assert moves_ms(now, [(0, 2)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
-    assert moves_ms(now, [(0, 4)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
-    assert moves_ms(now, [(0, 2), (4, 6)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
+    assert of((0, 2)) == pytest.approx(2.0 + 0.5 * 40)
+    assert of((0, 4)) == pytest.approx(2.0 + 0.5 * 40)
+    assert of((0, 2), (4, 6)) == pytest.approx(2.0 + 0.5 * 40)
     # Two of one rank, and two across the ports of two nodes.
-    assert moves_ms(now, [(0, 2), (1, 4)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 80)
-    assert moves_ms(now, [(0, 4), (2, 6)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 60)
+    assert of((0, 2), (1, 4)) == pytest.approx(2.0 + 0.5 * 80)
+    assert of((0, 4), (2, 6)) == pytest.approx(2.0 + 0.5 * 60)
     # An expert goes to its last rank directly, or stays.
-    assert moves_ms(now, [(0, 2), (0, 2)], 30, cost, nodes) == 0.0
-    assert moves_ms(now, [(0, 2), (2, 4)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
+    assert of((0, 2), (0, 2)) == 0.0
+    assert of((0, 2), (2, 4)) == pytest.approx(2.0 + 0.5 * 40)
 
 
 def test_an_exchange_is_priced_where_its_size_lies_on_the_costs() -> None:
     cost = SwitchedCost(LinearCost(1.0, 0.0), LinearCost(5.0, 0.0), 50)
     now = ExpertPlacement.at_start(4, 2)
-    assert moves_ms(now, [(0, 2)], 24, cost, (0, 1)) == 1.0
-    assert moves_ms(now, [(0, 2)], 25, cost, (0, 1)) == 5.0
+    assert moves_ms(now, now.swapped(0, 2), 24, cost, (0, 1)) == 1.0
+    assert moves_ms(now, now.swapped(0, 2), 25, cost, (0, 1)) == 5.0
 
 
 def test_prices_add_up_a_step() -> None:
     groups, alltoall = WAYS["flat over both links"]
     plan = LayerPlan(BlockPlan(2), BlockPlan(1), alltoall)
-    prices = Prices(SHAPE, groups, plan, COSTS, 100.0, 200.0, 700.0, alltoall, micro_batches=3)
-    seen, now = load("hot_expert", 8, 4), ExpertPlacement.at_start(8, 4, 1)
-    call_ms = layer_ms(pressure_of(now, seen), SHAPE, groups, plan, COSTS, alltoall)
-    assert prices.step_ms(now, seen) == pytest.approx(3 * call_ms)
-    after = now.swapped(0, 3).with_replicas({11: 0})
-    call_ms = layer_ms(pressure_of(after, seen), SHAPE, groups, plan, COSTS, alltoall)
-    cost, nodes = COSTS.forward[A2A_IN], seen.node_of_rank
-    added_ms = replica_ms(after, 100.0, 200.0, cost, nodes, 3)
-    assert prices.step_ms(after, seen) == pytest.approx(3 * call_ms + added_ms)
-    assert added_ms > 0
-    assert prices.moves_ms(now, after, seen) == pytest.approx(moves_ms(now, [(0, 3)], 700.0, cost, nodes))
-    assert prices.moves_ms(now, now.with_replicas({11: 0}), seen) == 0.0
+    prices = Prices(SHAPE, groups, plan, COSTS, 700.0, alltoall, micro_batches=3)
+    seen, now = load("hot_expert", 8, 4), ExpertPlacement.at_start(8, 4)
+    for each in (now, now.swapped(0, 3)):
+        call_ms = layer_ms(pressure_of(each, seen), SHAPE, groups, plan, COSTS, alltoall)
+        assert prices.step_ms(each, seen) == pytest.approx(3 * call_ms)
+        expected_ms = moves_ms(now, each, 700.0, COSTS.forward[A2A_IN], seen.node_of_rank)
+        assert prices.moves_ms(now, each, seen) == pytest.approx(expected_ms)
+    assert prices.step_ms(now, seen) != pytest.approx(prices.step_ms(now.swapped(0, 3), seen))
+
+
+# ---- where tokens cross to each node once
+
+
+def once(placement: ExpertPlacement, rows_GE, tokens, nodes, planned: Crossings) -> tuple[float, float, float]:
+    found = once_per_node_pressure(placement, Seen(rows_GE, nodes, tuple(tokens)), planned)
+    return found.compute, found.inter, found.intra
+
+
+def by_loop(
+    placement: ExpertPlacement, tokens: list[np.ndarray], node_of_rank: tuple[int, ...], planned: Crossings
+) -> tuple[float, float, float]:
+    """The same, token by token; all rows were seen."""
+    num_ranks, nodes = placement.num_ranks, sorted(set(node_of_rank))
+    place = {
+        rank: [each for each in range(num_ranks) if node_of_rank[each] == node_of_rank[rank]].index(rank)
+        for rank in range(num_ranks)
+    }
+    at_experts, leaves, enters, arrives, passes = Counter(), Counter(), Counter(), Counter(), Counter()
+    total = 0
+    for source, experts_SK in enumerate(tokens):
+        for experts in experts_SK:
+            chosen = [each for each in experts if 0 <= each < placement.num_experts]
+            total += len(chosen)
+            ranks = [placement.home_of_expert[each] // placement.num_local for each in chosen]
+            at_experts.update(ranks)
+            for node in {node_of_rank[each] for each in ranks}:
+                if node != node_of_rank[source]:
+                    leaves[node_of_rank[source]] += 1
+                    enters[node] += 1
+            for rank in set(ranks):
+                (relay,) = (
+                    each for each in place if node_of_rank[each] == node_of_rank[rank] and place[each] == place[source]
+                )
+                if relay != rank:
+                    passes[relay] += 1
+                    arrives[rank] += 1
+    n, p = len(nodes), num_ranks // len(nodes)
+    between = total / n * planned.nodes * (n - 1) / n
+    inside = total / num_ranks * planned.ranks * (p - 1) / p
+    return (
+        max(at_experts.values()) * num_ranks / total,
+        max(*leaves.values(), *enters.values()) / between,
+        max(*arrives.values(), *passes.values()) / inside,
+    )
+
+
+CASES = [
+    (8, 4, (0, 0, 1, 1), 2),
+    (12, 4, (0, 1, 0, 1), 3),
+    (12, 6, (0, 0, 1, 1, 2, 2), 4),
+    (6, 6, (0, 0, 0, 1, 1, 1), 1),
+]
+
+
+@pytest.mark.parametrize(("num_experts", "ranks", "nodes", "k"), CASES)
+def test_the_pressure_of_tokens_that_cross_once_is_that_of_a_loop(
+    num_experts: int, ranks: int, nodes: tuple[int, ...], k: int
+) -> None:
+    draw = np.random.default_rng(num_experts + k)
+    placement = ExpertPlacement(tuple(draw.permutation(num_experts)), num_experts, ranks)
+    tokens = [np.argsort(draw.random((37 + rank, num_experts)) ** 2, axis=1)[:, :k] for rank in range(ranks)]
+    tokens[1] = np.where(draw.random(tokens[1].shape) < 0.2, -1, tokens[1])
+    rows_GE = np.array([np.bincount(each[each >= 0], minlength=num_experts) for each in tokens], dtype=float)
+    planned = Crossings(0.7, 0.9)
+    found = once(placement, rows_GE, tokens, nodes, planned)
+    assert found == pytest.approx(by_loop(placement, tokens, nodes, planned))
+
+
+def test_balanced_routing_crosses_once_as_planned() -> None:
+    draw = np.random.default_rng(0)
+    tokens = [np.argsort(draw.random((4000, 16)), axis=1)[:, :4] for _ in range(4)]
+    rows_GE = np.array([np.bincount(each.reshape(-1), minlength=16) for each in tokens], dtype=float)
+    each = expected_crossings(16, 4, 2, 2)
+    planned = Crossings(each.nodes / 4, each.ranks / 4)
+    found = once(ExpertPlacement.at_start(16, 4), rows_GE, tokens, (0, 0, 1, 1), planned)
+    assert found == pytest.approx((1, 1, 1), rel=0.02)
+
+
+def test_experts_that_tokens_have_together_cross_once_and_few_tokens_stand_for_all() -> None:
+    tokens = [np.array([[0, 1]] * 10)] * 4
+    rows_GE = np.zeros((4, 4))
+    rows_GE[:, :2] = 1000.0
+    planned = Crossings(0.5, 0.5)
+    together = once(ExpertPlacement((0, 2, 1, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), planned)
+    apart = once(ExpertPlacement((0, 1, 2, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), planned)
+    assert together[0] == apart[0] == 2
+    # Both experts in one node: half of the tokens cross, all in one direction; apart, all cross, half in either.
+    assert together[1] == pytest.approx(2000 / (8000 * 0.5 / 4))
+    assert apart[1] == pytest.approx(2000 / (8000 * 0.5 / 4))
+
+
+def test_nothing_crosses_once_without_rows() -> None:
+    nothing = once(
+        ExpertPlacement.at_start(4, 4), np.zeros((4, 4)), [np.zeros((0, 2), int)] * 4, (0, 0, 1, 1), Crossings(0.5, 0.5)
+    )
+    assert nothing == (1, 1, 1)

@@ -19,8 +19,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.placement_costs import Prices, Seen
-from ds_fsmoe.planning.placement_decision import decide
-from ds_fsmoe.planning.placement_policies import Allowed, balanced, off
+from ds_fsmoe.planning.placement_policies import Allowed, balanced, decide, off
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, HOLD
 from tests.planning.placements import fullest, load, num_moved
 
@@ -37,24 +36,15 @@ PRICES = Prices(
     Groups(4, 2, ep=4),
     LayerPlan(BlockPlan(), BlockPlan(), "flat"),
     COSTS,
-    weight_bytes=1e3,
-    gradient_bytes=1e3,
     moved_bytes=3e4,
 )
 NOW = ExpertPlacement.at_start(16, 4)
-SPARE = ExpertPlacement.at_start(16, 4, 1)
 HOT_RANK = load("hot_rank", 16, 4)
-HOT_EXPERT = load("hot_expert", 16, 4)
 
 
-def given_by(*placements: ExpertPlacement):
-    """A policy that gives one after another."""
-    left = list(placements)
-
-    def gives(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
-        return left.pop(0) if len(left) > 1 else left[0]
-
-    return gives
+def giving(placement: ExpertPlacement):
+    """A policy of one placement."""
+    return lambda now, seen, allowed: placement
 
 
 def test_a_move_that_pays_is_made_and_says_after_how_many_steps() -> None:
@@ -69,7 +59,7 @@ def test_a_move_that_pays_is_made_and_says_after_how_many_steps() -> None:
     assert found.moves_ms == pytest.approx(moves_ms)
     assert found.pays_after_steps == math.ceil(moves_ms / (now_ms - after_ms)) > 1
     assert found.why == (
-        f"L03: {num_moved(NOW, found.placement)} experts move, 0 replicas: the fullest rank {found.before:.2f} -> "
+        f"L03: {num_moved(NOW, found.placement)} experts move: the fullest rank {found.before:.2f} -> "
         f"{found.after:.2f} times the mean, {now_ms:.1f} -> {after_ms:.1f} ms a step, {moves_ms:.0f} ms to move: pays "
         f"after {found.pays_after_steps} steps"
     )
@@ -93,10 +83,15 @@ def test_balanced_routing_moves_nothing(policy) -> None:
     assert found.why == "L00: stays: the fullest rank has 1.00 times the mean, and nothing better was found"
 
 
-def test_a_policy_that_is_off_moves_nothing_and_keeps_replicas() -> None:
-    now = SPARE.with_replicas({4: 9})
-    assert decide(now, HOT_RANK, off, PRICES, 1000, Allowed(4)).placement is now
-    assert decide(now, HOT_RANK, off, PRICES, 1000).placement is now
+def test_a_policy_of_the_users_own_is_asked_once_with_what_was_measured() -> None:
+    asked = []
+
+    def own(*of: object) -> ExpertPlacement:
+        asked.append(of)
+        return NOW.swapped(0, 15)
+
+    assert decide(NOW, HOT_RANK, own, None, 1000).before > 1
+    assert asked == [(NOW, HOT_RANK, Allowed())]
 
 
 def test_a_gain_below_what_costs_are_uncertain_by_counts_as_none() -> None:
@@ -118,60 +113,7 @@ def test_what_is_slower_is_not_taken_though_ranks_are_more_even() -> None:
         costs = COSTS.forward | dict.fromkeys((A2A_IN, A2A_OUT), LinearCost(0.5, byte_ms))
         shape, groups = replace(PRICES.shape, num_experts=4), Groups(2, 1, ep=2)
         prices = replace(PRICES, shape=shape, groups=groups, costs=LayerCosts.written(costs))
-        assert (decide(now, seen, given_by(wanted), prices, 1000).placement == now) is is_dear
-
-
-def test_replicas_alone_are_taken_where_moving_is_dear() -> None:
-    allowed = Allowed(4)
-    both = decide(SPARE, HOT_EXPERT, balanced, PRICES, 1000, allowed)
-    assert both.placement.num_replicas > 0
-    assert num_moved(SPARE, both.placement) > 0
-    dear = replace(PRICES, moved_bytes=1e12)
-    alone = decide(SPARE, HOT_EXPERT, balanced, dear, 1000, allowed)
-    assert num_moved(SPARE, alone.placement) == 0
-    assert alone.placement.num_replicas > 0
-    assert (alone.moves_ms, alone.pays_after_steps) == (0.0, 1)
-    assert alone.why.startswith(f"0 experts move, {alone.placement.num_replicas} replica")
-    assert alone.why.endswith("0 ms to move: pays after 1 step")
-
-
-def test_homes_alone_are_taken_where_replicas_are_dear() -> None:
-    seen, allowed = load("zipf_1.0", 16, 4), Allowed(4)
-    assert decide(SPARE, seen, balanced, PRICES, 1000, allowed).placement.num_replicas > 0
-    dear = replace(PRICES, weight_bytes=1e12)
-    found = decide(SPARE, seen, balanced, dear, 1000, allowed)
-    assert found.placement.num_replicas == 0
-    assert num_moved(SPARE, found.placement) > 0
-
-
-def test_replicas_go_where_they_no_longer_pay() -> None:
-    now = SPARE.with_replicas({4: 9, 9: 2})
-    found = decide(now, load("equal", 16, 4), balanced, PRICES, 1000, Allowed(4))
-    assert found.placement == SPARE
-    assert found.gain_ms_per_step > 0
-    assert found.pays_after_steps == 1
-
-
-def test_of_what_pays_the_one_is_taken_that_saves_most_by_then() -> None:
-    much = balanced(NOW, HOT_RANK, Allowed())
-    rank = int(HOT_RANK.rows_GE.sum(axis=0).reshape(4, 4).sum(axis=1).argmax())
-    little = NOW.swapped(4 * rank, 4 * ((rank + 1) % 4))
-    policy_of = {True: little, False: much}
-
-    def gives(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
-        return policy_of[allowed.homes]
-
-    def saved_ms(wanted: ExpertPlacement, steps: int) -> float:
-        gain_ms = PRICES.step_ms(NOW, HOT_RANK) - PRICES.step_ms(wanted, HOT_RANK)
-        return steps * gain_ms - PRICES.moves_ms(NOW, wanted, HOT_RANK)
-
-    chosen = set()
-    for steps in range(1, 400, 3):
-        found = decide(NOW, HOT_RANK, gives, PRICES, steps).placement
-        options = [each for each in (NOW, little, much) if each is NOW or saved_ms(each, steps) >= 0]
-        assert saved_ms(found, steps) == pytest.approx(max(saved_ms(each, steps) for each in options))
-        chosen.add("now" if found == NOW else "little" if found == little else "much")
-    assert chosen == {"now", "little", "much"}
+        assert (decide(now, seen, giving(wanted), prices, 1000).placement == now) is is_dear
 
 
 def test_without_times_rows_decide_alone() -> None:
@@ -179,7 +121,7 @@ def test_without_times_rows_decide_alone() -> None:
     assert found.placement == balanced(NOW, HOT_RANK, Allowed())
     assert (found.gain_ms_per_step, found.moves_ms, found.pays_after_steps) == (None, None, None)
     assert found.why == (
-        f"L01: {num_moved(NOW, found.placement)} experts move, 0 replicas: the fullest rank {found.before:.2f} -> "
+        f"L01: {num_moved(NOW, found.placement)} experts move: the fullest rank {found.before:.2f} -> "
         f"{found.after:.2f} times the mean: decided by rows alone, without times"
     )
 
@@ -189,18 +131,10 @@ def test_without_times_the_fullest_rank_has_to_fall_by_a_tenth_of_the_mean(more:
     # 100 rows on each of two ranks in the mean, and so many more on the first, all of which an exchange evens out.
     rows_E = [50 + more / 2, 50 + more / 2, 50 - more / 2, 50 - more / 2]
     now, seen = ExpertPlacement.at_start(4, 2), Seen(np.array([rows_E, [0.0] * 4]), (0, 0))
-    found = decide(now, seen, given_by(now.swapped(0, 2)), None, 1000)
+    found = decide(now, seen, giving(now.swapped(0, 2)), None, 1000)
     assert (found.placement != now) is moves
     assert ("stays" in found.why) is not moves
     assert ("by rows alone it has to fall by 0.1" in found.why) is not moves
-
-
-def test_without_times_what_is_as_good_and_changes_less_is_taken() -> None:
-    alone = decide(SPARE, HOT_RANK, balanced, None, 1000, Allowed(4))
-    assert alone.placement.num_replicas == 0
-    both = decide(SPARE, HOT_EXPERT, balanced, None, 1000, Allowed(4))
-    assert both.placement.num_replicas > 0
-    assert both.after < 1.1
 
 
 @pytest.mark.parametrize(
@@ -208,32 +142,25 @@ def test_without_times_what_is_as_good_and_changes_less_is_taken() -> None:
     [
         (None, "the policy gives None: must be an ExpertPlacement"),
         ([0, 1], "must be an ExpertPlacement"),
-        (ExpertPlacement.at_start(8, 4), "of 8 experts on 4 rank.s. with 0 spare .*: must be of 16 on 4 with 0"),
+        (ExpertPlacement.at_start(8, 4), "of 8 experts on 4 rank.s.: must be of 16 on 4"),
         (ExpertPlacement.at_start(16, 2), "of 16 experts on 2 rank"),
-        (SPARE, "with 1 spare place.s.: must be of 16 on 4 with 0"),
     ],
 )
 def test_a_policy_that_gives_something_else_is_refused(given_placement, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decide(NOW, HOT_RANK, given_by(given_placement), PRICES, 1000)
-
-
-def test_more_replicas_than_are_allowed_are_refused() -> None:
-    with pytest.raises(ValueError, match="the policy gives 2 replicas: must be at most 1"):
-        decide(SPARE, HOT_RANK, given_by(SPARE.with_replicas({4: 9, 9: 2})), PRICES, 1000, Allowed(1))
+        decide(NOW, HOT_RANK, giving(given_placement), PRICES, 1000)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     st.integers(0, 5),
     st.sampled_from(["zipf_1.0", "zipf_1.5", "hot_expert", "hot_rank", "equal", "none"]),
-    st.integers(0, 1),
     st.booleans(),
     st.integers(1, 2000),
 )
-def test_what_is_decided_is_never_slower(seed: int, name: str, spare: int, has_times: bool, within: int) -> None:
-    now, seen = ExpertPlacement.at_start(16, 4, spare), load(name, 16, 4, seed=seed)
-    found = decide(now, seen, balanced, PRICES if has_times else None, within, Allowed(4 * spare))
+def test_what_is_decided_is_never_slower(seed: int, name: str, has_times: bool, within: int) -> None:
+    now, seen = ExpertPlacement.at_start(16, 4), load(name, 16, 4, seed=seed)
+    found = decide(now, seen, balanced, PRICES if has_times else None, within)
     assert found.after <= found.before
     assert "\n" not in found.why
     if has_times and found.placement != now:

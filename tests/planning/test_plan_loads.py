@@ -57,7 +57,6 @@ def test_a_table_says_what_placing_experts_would_give(capsys, tmp_path) -> None:
     assert first["fullest_placed"] == pytest.approx(fullest(placed, hot) / hot.rows_GE.sum() * 8)
     assert first["fullest_placed"] < first["fullest_now"]
     assert first["experts_move"] > 0
-    assert first["replicas"] == 0
     assert first["placed_ms"] < first["now_ms"]
     gain_ms = first["now_ms"] - first["placed_ms"]
     assert first["pays_after_steps"] == max(1, np.ceil(first["moves_ms"] / gain_ms))
@@ -69,10 +68,10 @@ def test_a_table_says_what_placing_experts_would_give(capsys, tmp_path) -> None:
     assert steps["balanced"] < steps["placed"] < steps["now"]
 
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1]}
-    cells = [f"{first[name]:.2f}" for name in ("fullest_now", "fullest_placed")] + [str(first["experts_move"]), "0"]
+    cells = [f"{first[name]:.2f}" for name in ("fullest_now", "fullest_placed")] + [str(first["experts_move"])]
     cells += [f"{first[name]:.3f}" for name in ("now_ms", "placed_ms")] + [f"{first['moves_ms']:.2f}"]
-    assert rows["first"][1:8] == cells
-    assert rows["first"][8:10] == ["after", str(first["pays_after_steps"])]
+    assert rows["first"][1:7] == cells
+    assert rows["first"][7:9] == ["after", str(first["pays_after_steps"])]
     assert rows["second"][1:4] == ["1.00", "1.00", "0"]
     assert rows["second"][-1] == "stays"
     assert f"{steps['now']:.2f} ms with these loads, {steps['placed']:.2f} ms placed" in text
@@ -99,18 +98,16 @@ def test_even_rows_take_what_the_plan_says(capsys, tmp_path) -> None:
     capsys.readouterr()
 
 
-def test_spare_places_take_replicas_of_what_is_hotter_than_a_rank(capsys, tmp_path) -> None:
-    rows_RE = load("hot_expert", 16, 8, 4).rows_GE
-    file, out = written(tmp_path / "rows.json", hot=rows_RE), tmp_path / "plan.json"
-    long = [*ON_TWO_NODES, "--samples", "8", "--loads", file, "--json", str(out)]
-    without, with_spare = [], []
-    for others, found in (([], without), (["--spare-experts", "1"], with_spare)):
-        assert cli.main([*long, *others]) == 0
-        found += json.loads(out.read_text())["placement"]["layers"]
-    assert without[0]["replicas"] == 0
-    assert with_spare[0]["replicas"] > 0
-    assert with_spare[0]["fullest_placed"] < 0.7 * without[0]["fullest_placed"]
-    assert ", 1 spare place(s) on each" in capsys.readouterr().out
+def test_an_option_of_before_for_spare_places_is_said_to_mean_nothing(capsys, tmp_path) -> None:
+    file = written(tmp_path / "rows.json", hot=load("hot_rank", 16, 8, 4).rows_GE)
+    outs = []
+    for others in ([], ["--spare-experts", "1"]):
+        assert cli.main([*ON_TWO_NODES, "--loads", file, *others]) == 0
+        outs.append(capsys.readouterr())
+    assert outs[0].out == outs[1].out
+    assert outs[0].err == ""
+    assert outs[1].err.count("\n") == 1
+    assert "--spare-experts 1: means nothing any more" in outs[1].err
 
 
 def test_a_recording_counts_by_its_groups_of_ranks(capsys, tmp_path) -> None:
@@ -158,8 +155,6 @@ def test_rows_of_other_ranks_are_spread_evenly(capsys) -> None:
         (["--loads", OLMOE, "--capacity-factor", "1.2"], "only where no token is dropped (--capacity-factor none)"),
         (["--loads", OLMOE, "--imbalance", "2"], "--imbalance = 2: not with --loads"),
         (["--loads", OLMOE, "--ep", "1"], "only where experts lie on several ranks"),
-        (["--loads", OLMOE, "--spare-experts", "-1"], "--spare-experts = -1: must be at least 0"),
-        (["--spare-experts", "1"], "--spare-experts = 1: only with --loads"),
     ],
 )
 def test_what_cannot_be_placed_is_one_sentence(arguments: list[str], sentence: str, capsys) -> None:

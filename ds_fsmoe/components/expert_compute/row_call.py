@@ -298,34 +298,6 @@ class RowCall:
         return do(chunk, tensor_RM, Groups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
 
 
-def order_of_some(rows: CallRows, first: int, last: int) -> torch.Tensor | None:
-    """Return :attr:`CallRows.expert_order` of the rows of some experts alone; nothing waits for the device.
-
-    Args:
-        rows: the sizes of a call.
-        first, last: the experts, the last exclusive.
-    """
-    order = rows.expert_order
-    if order is None:
-        return None
-    among = [_is_among(each, first, last, order) for each in (rows.forward, rows.backward)]
-    num_rows = sum(sum(each.of_experts[first:last]) for each in rows.backward.chunks)
-    number_of_row = among[0].cumsum(0) - 1
-    # Those of these experts first, in their order.
-    of_these = torch.argsort(~among[1], stable=True)[:num_rows]
-    return number_of_row[order[of_these]]
-
-
-def _is_among(phase: PhaseRows, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
-    """Return [rows] bool: whether each row of a phase, chunk by chunk, is of experts first to last (exclusive)."""
-    parts = []
-    for chunk, ends_e in zip(phase.chunks, phase.ends, strict=True):
-        rows = torch.arange(sum(chunk.of_experts), device=like.device)
-        is_among = rows < ends_e[last - 1]
-        parts.append(is_among & (rows >= ends_e[first - 1]) if first else is_among)
-    return torch.cat(parts)
-
-
 def _row_weights(weights_R: torch.Tensor | None, gradients_R: torch.Tensor | None) -> RowWeights | None:
     return None if weights_R is None or gradients_R is None else RowWeights(weights_R, gradients_R)
 

@@ -23,7 +23,7 @@ from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall, order_of_some
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
 from ds_fsmoe.ops import Ops
@@ -40,7 +40,6 @@ class StackedExperts:
             the written form is right.
         path: of the layer in the model, for messages.
         adapters: what is added to its weights.
-        spare: a module like it, with replicas of experts of other ranks, which come after its own.
         ops: the operators to use; ``None``: torch's.
     """
 
@@ -55,7 +54,6 @@ class StackedExperts:
         own_forward: OwnForward | None = None,
         path: str = "",
         adapters: Sequence[Adapter] = (),
-        spare: nn.Module | None = None,
         ops: Ops | None = None,
     ) -> None:
         self.experts = (module,)
@@ -64,11 +62,10 @@ class StackedExperts:
         self._contract = contract
         self._own_forward = own_forward
         self._adapters = tuple(adapters)
-        self._spare = spare
-        self._gates = {id(each): Gate(each, contract.has_gate, ops) for each in (module, spare) if each is not None}
+        self.gate = Gate(module, contract.has_gate, ops)
+        """Computes the part between the two products."""
         of_adapters = [parameter for each in self._adapters for parameter in each.parameters]
-        of_spare = [] if spare is None else list(spare.parameters())
-        self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters, *of_spare)))
+        self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters)))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
 
     @property
@@ -87,19 +84,14 @@ class StackedExperts:
         return self._own_forward
 
     @property
-    def gate(self) -> Gate:
-        """Return what computes the part between the two products."""
-        return self._gates[id(self._module)]
-
-    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the parameters when they are whole."""
         return [shape_of(each) or () for each in self.parameters]
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of this rank, replicas among them."""
-        return int(self._module.num_experts) + (0 if self._spare is None else int(self._spare.num_experts))
+        """The number of experts of this rank."""
+        return int(self._module.num_experts)
 
     @property
     def splits(self) -> bool:
@@ -128,44 +120,20 @@ class StackedExperts:
             return self._call_rows(needs_backward, rows, x_RM, recompute)
 
     def _call_rows(self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, recompute: bool) -> RowCall:
-        sums = GradientSums(self.parameters)
-        own = int(self._module.num_experts)
-        runs = [self._run(self._module, 0, own, sums, needs_backward, rows, x_RM, recompute)]
-        if self._spare is not None:
-            runs.append(self._run(self._spare, own, self.num_experts, sums, needs_backward, rows, x_RM, recompute))
-        autocast = AutocastState.now(dict.fromkeys(("cpu", x_RM.device.type)))
-        return RowCall(runs, sums, autocast, needs_backward, rows)
-
-    def _run(
-        self,
-        module: nn.Module,
-        first: int,
-        last: int,
-        sums: GradientSums,
-        needs_backward: bool,
-        rows: CallRows,
-        x_RM: torch.Tensor,
-        recompute: bool,
-    ) -> RowRun:
-        """Return the call of experts first to last (exclusive), whose weights one module has."""
-        bounds = (0, *itertools.accumulate(sum(each.of_experts[first:last]) for each in rows.backward.chunks))
-        is_all = last - first == self.num_experts
-        saved = SavedRows(rows.expert_order if is_all else order_of_some(rows, first, last), bounds)
-        adapters = self._adapters if module is self._module else ()
+        sums, devices = GradientSums(self.parameters), dict.fromkeys(("cpu", x_RM.device.type))
+        bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
+        saved = SavedRows(rows.expert_order, bounds)
         form: Written | Called
         if self._own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
             of_call = sums, saved, needs_backward, recompute, dtype
-            form = Written(module, self._contract, *of_call, self._gates[id(module)], adapters)
+            form = Written(self._module, self._contract, *of_call, self.gate, self._adapters)
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
-            of_call = sums, saved, needs_backward, keeps_graph
-            own_forward = self._own_forward
-            if module is not self._module:
-                # A method of the home would compute with its weights.
-                own_forward = own_forward.__func__.__get__(module)
-            form = Called(module, own_forward, *of_call, adapters, self._contract.is_transposed)
-        return RowRun(first, last, form, is_single=False)
+            of_call = sums, saved, needs_backward, keeps_graph, self._adapters
+            form = Called(self._module, self._own_forward, *of_call, self._contract.is_transposed)
+        run = RowRun(0, self.num_experts, form, is_single=False)
+        return RowCall([run], sums, AutocastState.now(devices), needs_backward, rows)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""
