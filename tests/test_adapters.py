@@ -64,17 +64,12 @@ def by_loop(module: Experts, contract: Contract, adapters: list[Adapter], x_NecM
     return [y_NecM.detach(), *torch.autograd.grad(y_NecM, leaves, torch.ones_like(y_NecM))]
 
 
-def run(call: Any, x_NecM: torch.Tensor, dy_NecM: torch.Tensor, way: str) -> list[torch.Tensor]:
+def run(call: Any, x_NecM: torch.Tensor, dy_NecM: torch.Tensor) -> list[torch.Tensor]:
     y_NecM = call.forward(0, SLOTS, x_NecM)
-    if way == "late":
-        dx_NecM = call.backward_dx(0, SLOTS, dy_NecM)
-        call.backward_dw(0, SLOTS)
-    else:
-        dx_NecM = call.backward(0, SLOTS, dy_NecM)
-    return [y_NecM, dx_NecM, *call.gradients()]
+    return [y_NecM, call.backward(0, SLOTS, dy_NecM), *call.gradients()]
 
 
-@pytest.mark.parametrize("way", ["written", "recomputed", "late", "called"])
+@pytest.mark.parametrize("way", ["written", "recomputed", "called"])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(str(int(each)) for each in vars(flags).values()))
 def test_adapters_give_the_numbers_of_the_changed_weights(flags: Contract, way: str) -> None:
     """Base weights train as well; the first weight has two adapters of other ranks, as if two were active."""

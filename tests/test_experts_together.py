@@ -24,7 +24,7 @@ from tests.expert_cases import (
     M,
     assert_gradients,
     backward,
-    backward_split,
+    backward_from_the_last,
     by_autograd,
     forward,
     make_experts,
@@ -74,7 +74,7 @@ def assert_as_autograd(
 def test_every_pair_of_cuts_gives_the_gradients_of_the_whole(name: str, alone: list[str]) -> None:
     layer = ExpertSet(experts := side_by_side(name), together="always")
     for forward_sizes, backward_sizes, recompute, walk in covering(
-        CUTS, CUTS, (False, True), (backward, backward_split)
+        CUTS, CUTS, (False, True), (backward, backward_from_the_last)
     ):
         call = layer.call(True, same_cuts=forward_sizes == backward_sizes, recompute=recompute)
         alone.clear()
@@ -248,7 +248,7 @@ def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str])
 def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str, alone: list[str]) -> None:
     num_parameters = len(list(make_experts(name, 1)[0].parameters()))
     for frozen in range(num_parameters + 1):  # each alone, then all
-        for walk in (backward, backward_split):
+        for walk in (backward, backward_from_the_last):
             experts = side_by_side(name)
             for expert in experts:
                 for position, parameter in enumerate(expert.parameters()):
@@ -277,7 +277,7 @@ def test_shards_together_sum_to_the_experts(name: str, alone: list[str]) -> None
 def test_no_rows_give_zero_gradients(alone: list[str]) -> None:
     experts, empty = side_by_side("gpt gelu"), rows(2, 3, 0, M)
     call = ExpertSet(experts, together="always").call(True)
-    assert forward(call, empty, [0, 0]).shape == backward_split(call, empty, [0, 0]).shape == (2, 3, 0, M)
+    assert forward(call, empty, [0, 0]).shape == backward_from_the_last(call, empty, [0, 0]).shape == (2, 3, 0, M)
     for gradient, parameter in zip(call.gradients(), nn.ModuleList(experts).parameters(), strict=True):
         assert gradient.shape == parameter.shape
         assert (gradient == 0).all()

@@ -19,7 +19,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import Settings
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.report import report
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, HOLD
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape
 
@@ -107,9 +107,8 @@ def work_of(line: Timeline) -> dict[str, float]:
     """Kind -> how much of it there is."""
     found: dict[str, float] = {}
     for span in line.spans:
-        kind = EXPERT if span.task.kind in (EXPERT_DX, EXPERT_DW) else span.task.kind
-        if kind != HOLD:
-            found[kind] = found.get(kind, 0.0) + span.task.size
+        if span.task.kind != HOLD:
+            found[span.task.kind] = found.get(span.task.kind, 0.0) + span.task.size
     return found
 
 

@@ -49,7 +49,7 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
     placed += (("dp", Placement(4, 3, (Lane.INTER, Lane.INTRA), 2)),)
     uneven = RecordedGroups(4, 2, ep=2, esp=2, placed=placed)
     shape = replace(SIZES, num_tokens=11, crossings=Crossings(0.75, 1.5), wires=(0.3, 1.0))
-    ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, splits=False))}
+    ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, is_written=False))}
     kinds = RecordedKind(("L00", "L02"), uneven, shape, ways, True), RecordedKind(("L01",), GROUPS, SIZES, ways)
     job = RecordedJob(
         kinds,
@@ -213,9 +213,6 @@ def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
     for backward in (False, True):
         expected = {kind: 0.7 * each for kind, each in times_of(before, backward).items()}
         assert times_of(costs, backward) == pytest.approx(expected)
-    # Weight gradients that were not put off are corrected as whole experts are, and gradients not at all.
-    for kind in ("EXPERT_DX", "EXPERT_DW"):
-        assert costs.backward[kind].ms(5e5) == pytest.approx(0.7 * before.backward[kind].ms(5e5))
     assert not after.is_measured
 
 
