@@ -14,6 +14,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
+from tests.expert_cases import is_written
 
 M, H = 7, 30
 
