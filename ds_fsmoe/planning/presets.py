@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named systems, as points among four switches that go together in any way.
+"""The named systems, as points among three switches that go together in any way.
 
 The sources are the paper's figure 3 and its section 6.1 (the systems compared), and for ``lina`` its own paper;
 ``reduce_first`` goes beyond them. ``best`` is no point: it takes whichever is the fastest.
