@@ -125,7 +125,7 @@ def layer_of_call(
 def sized(schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Schedule:
     """Return the same tasks in the same order, each with its size in a call."""
     moe = moe_work(plan.groups, plan.backward, shape, plan.alltoall)
-    work_of = {each.kind: each for each in (*moe.collectives, *moe.computations)}
+    work_of = {each.kind: each for each in (*moe.collectives, moe.expert)}
     shares = chunk_shares(moe.capacity, plan.block.degree)
 
     def with_size(task: Task) -> Task:

@@ -216,6 +216,31 @@ def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
     assert not after.is_measured
 
 
+def test_weight_gradients_that_0_2_0_put_off_are_read_as_part_of_the_backward() -> None:
+    def in_two(task: TracedTask) -> list[TracedTask]:
+        if not task.backward or task.kind != EXPERT:
+            return [task]
+        middle_ms = (task.begin_ms + task.end_ms) / 2
+        return [replace(task, kind="EXPERT_DX", end_ms=middle_ms), replace(task, kind="EXPERT_DW", begin_ms=middle_ms)]
+
+    whole = traced(job_of(), (3, 4))
+    split = [part for task in whole for part in in_two(task)]
+    assert len(split) > len(whole)
+    assert read_tasks(split).pieces_ms == pytest.approx(read_tasks(whole).pieces_ms)
+
+
+def test_the_two_parts_of_a_backward_that_0_2_0_measured_change_no_cost() -> None:
+    def measured_apart(data: dict[str, Any]) -> None:
+        operations = data["kinds"][0]["ways"]["flat"]["measured"]["operations"]
+        operations |= dict.fromkeys(("experts dX", "experts dW"), operations["experts forward"])
+
+    job, recorded = job_of(), job_from_data(damaged(measured_apart))
+    for name in ("forward", "backward"):
+        assert getattr(recorded.costs_of(recorded.kinds[0], "flat"), name) == getattr(
+            job.costs_of(job.kinds[0], "flat"), name
+        )
+
+
 def test_slowdown_is_taken_out_of_the_spans() -> None:
     job = job_of()
     contention = Contention(links=0.5, compute=0.25, traffic=0.125)
