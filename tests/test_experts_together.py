@@ -44,7 +44,7 @@ def side_by_side(name: str, *args, **kwargs) -> list[nn.Module]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was computed for a written-out expert alone."""
     seen: list[str] = []
-    for name in ("forward", "dx_of"):
+    for name in ("forward", "gradient_of_rows"):
         monkeypatch.setattr(ManualCall, name, noting(seen, name, getattr(ManualCall, name)))
     return seen
 
@@ -241,7 +241,7 @@ def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str])
     relu, gelu = side_by_side("gpt relu", 2), side_by_side("gpt gelu", 2)
     experts = [*relu, *gelu, *make_experts("mixtral", 1), *make_experts("bottleneck", 1), *side_by_side("mixtral", 2)]
     assert_as_autograd(ExpertSet(experts, together="always").call(True), experts)
-    assert alone == ["forward", "forward", "dx_of", "dx_of"]
+    assert alone == ["forward", "forward", "gradient_of_rows", "gradient_of_rows"]
 
 
 @EVERY_WRITTEN
@@ -310,7 +310,7 @@ def test_a_weight_that_is_moved_before_the_backward_is_found_where_it_is(alone: 
     torch.testing.assert_close(y_NeCM, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [13]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
-    assert alone == ["dx_of"] * 3
+    assert alone == ["gradient_of_rows"] * 3
 
 
 def test_a_weight_changed_before_the_backward_is_refused() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules for one layer and for a sequence of layers: the orders of the paper's figure 3, and two more.
+"""Schedules for one layer and for a sequence of layers: the orders of the paper's figure 3, and one more.
 
 A block has two windows for gradient slices: one inside its MoE part, right after the last incoming tokens, and
 one beside the rest of the layer (attention and its collectives). Slices in a window run while the lanes are otherwise

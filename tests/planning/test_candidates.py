@@ -125,12 +125,6 @@ def test_halves_are_not_joined_where_both_phases_have_to_be_cut_alike() -> None:
     assert near((shared, shared), (Order(4, "shared"),) * 2, (shared, shared), space=common) == [(shared, shared)]
 
 
-def test_a_refinement_stays_within_what_may_be_chosen() -> None:
-    for space in (SearchSpace.of("fsmoe", 8), SearchSpace.of("fsmoe_no_iio", 8)):
-        for _, backward in near((THREE, THREE), (FOUR, FOUR), (FOUR, FOUR), space=space):
-            assert backward in space.orders(True)
-
-
 def test_a_phase_of_deepspeeds_schedule_is_joined_only_where_the_degree_is_open() -> None:
     by_bytes = SearchSpace.of("lina", 8, micro_op_bytes=100)
     layer = layer_of(made_up(0))
