@@ -90,7 +90,7 @@ def test_adapters_give_the_numbers_of_the_changed_weights(flags: Contract, way: 
     experts = StackedExperts(module, contract, module.forward if way == "called" else None, adapters=adapters)
     assert list(experts.parameters) == parameters
     call = experts.call(True, recompute=way == "recomputed")
-    for ours, theirs in zip(run(call, x_NecM.detach(), dy_NecM, way), wanted, strict=True):
+    for ours, theirs in zip(run(call, x_NecM.detach(), dy_NecM), wanted, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-11, atol=1e-11)
 
 
@@ -103,7 +103,7 @@ def test_frozen_weights_get_no_gradient_while_their_adapters_do(way: str) -> Non
     adapters[1].a.requires_grad_(False)
     experts = StackedExperts(module, contract, module.forward if way == "called" else None, adapters=adapters)
     x_NecM = torch.randn(2, NUM_EXPERTS, SLOTS, WIDTH)
-    found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), way)
+    found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM))
     assert [each is not None for each in found[2:]] == [False] * 4 + [True, True, False, True]
     assert experts.kept_of_a_row(recompute=False)[0] == WIDTH
     assert StackedExperts(module, contract).kept_of_a_row(recompute=False)[0] == 0
@@ -119,7 +119,7 @@ def test_grouped_products_take_adapters_of_any_rank(rank: int, monkeypatch: pyte
     wanted = by_loop(module, contract, adapters, x_NecM)
     monkeypatch.setattr(torch, "mm", None)
     call = StackedExperts(module, contract, adapters=adapters).call(True)
-    found = run(call, x_NecM, torch.ones_like(x_NecM), "written")
+    found = run(call, x_NecM, torch.ones_like(x_NecM))
     for ours, theirs in zip(found, wanted, strict=True):
         assert off_by(ours, theirs) < 5e-3
 
@@ -132,7 +132,7 @@ def test_under_autocast_adapters_compute_in_its_type_and_keep_theirs() -> None:
     experts = StackedExperts(module, contract, adapters=adapters)
     x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), "written")
+        found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM))
     assert found[0].dtype == torch.bfloat16
     assert {each.dtype for each in found[2:]} == {torch.float32}
     for ours, theirs in zip(found, by_loop(module, contract, adapters, x_NecM), strict=True):
@@ -147,7 +147,7 @@ def test_adapters_in_float32_go_with_weights_in_half_precision() -> None:
     adapter = adapter_of(module, contract, contract.up, 4)
     module.bfloat16().requires_grad_(False)
     x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16).bfloat16()
-    found = run(StackedExperts(module, contract, adapters=[adapter]).call(True), x_NecM, x_NecM, "written")
+    found = run(StackedExperts(module, contract, adapters=[adapter]).call(True), x_NecM, x_NecM)
     assert found[0].dtype == found[1].dtype == torch.bfloat16
     assert [each.dtype for each in found[-2:]] == [torch.float32] * 2
 
