@@ -148,7 +148,7 @@ def rewrite(folder: Path, factors: dict[str, float]) -> None:
     path.write_text(json.dumps(data))
 
 
-FACTORS = {"all-to-all": 8.0, "experts forward": 16.0, "experts backward": 20.0, "experts dX": 7.0, "experts dW": 13.0}
+FACTORS = {"all-to-all": 8.0, "experts forward": 16.0, "experts backward": 20.0}
 # Next to nothing: by what gradients took here, one layer's backward may come to be cut otherwise than the other's.
 FACTORS |= {"all-reduce of gradients": 1e-3}
 
@@ -182,7 +182,7 @@ def test_the_table_says_what_was_measured_and_chosen(runs: list[dict[str, Run]])
     heads = ("alpha [ms]", "typically off", "at most", "slowed down", "runner-up", "isolated [ms]", "1 chunk [ms]")
     for words in (*heads, "the stage took", "a step without the optimizer, predicted: ", "deepspeed "):
         assert words in said
-    for operation in ("all-to-all", "experts forward", "experts backward", "experts dX", "experts dW", "gate", "order"):
+    for operation in ("all-to-all", "experts forward", "experts backward", "gate", "order"):
         assert f"L00, L01  {operation}" in said
     assert "autotune" not in runs[1]["measured"].said
 

@@ -188,7 +188,7 @@ def test_on_streams_that_cost_nothing_every_plan_takes_what_is_predicted(
     stand_in.computation, stand_in.used_s = lambda _: compute, lambda: 0.0
     planned = plan_all(configuration, computing, task_ms=0.0)
     found = bench_gpu.measure(stand_in, configuration, planned, Effort(blocks=3, steps=2, warmup=1), until_s=1.0)
-    assert planned["best"].ms("step") < planned["fsmoe"].ms("step") < planned["deepspeed"].ms("step")
+    assert planned["best"].ms("step") <= planned["fsmoe"].ms("step") < planned["deepspeed"].ms("step")
     for name in (*NAMES, AA):
         each = planned["deepspeed" if name == AA else name]
         for phase in PHASES:
