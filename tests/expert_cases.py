@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.calls import ExpertCall
+from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
+from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 
@@ -98,13 +99,18 @@ def backward(call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int]) -> t
     return torch.cat([call.backward(a, b, dy_NeCM[:, :, a:b]) for a, b in bounds(sizes)], dim=2)
 
 
-def backward_split(call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """All gradients of rows first, then those of weights, last cut first."""
-    cuts = bounds(sizes)
-    dx_NeCM = torch.cat([call.backward_dx(a, b, dy_NeCM[:, :, a:b]) for a, b in cuts], dim=2)
-    for start, stop in reversed(cuts):
-        call.backward_dw(start, stop)
-    return dx_NeCM
+def backward_from_the_last(call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    return torch.cat([call.backward(a, b, dy_NeCM[:, :, a:b]) for a, b in reversed(bounds(sizes))][::-1], dim=2)
+
+
+def is_written(layer: ExpertSet) -> bool:
+    """Whether a call made now computes every expert by a written-out form."""
+    return None not in layer.written_now()
+
+
+def calls_modules(call: ExpertCall) -> bool:
+    """Whether autograd differentiates an expert of it."""
+    return any(isinstance(run.call, GraphCall) for run in call._runs)
 
 
 def assert_gradients(

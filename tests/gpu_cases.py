@@ -20,7 +20,7 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, EXPERT, EXPERT_DW, EXPERT_DX, Task
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, EXPERT, Task
 from ds_fsmoe.planning.workload import AllToAll
 from tests.expert_cases import make_experts
 from tests.lane_cases import NEEDS_GPU, pause
@@ -83,7 +83,6 @@ class Case:
     """Of :data:`KINDS`."""
     links: str = "paper"
     expert: str = "gpt gelu"
-    late_dw: int = 0
     seed: int = 0
 
     @property
@@ -106,8 +105,7 @@ def case_of(seed: int) -> Case:
     """All degrees with all kinds in 20 seeds, the rest in turns."""
     degrees, kind = DEGREES[seed % 4], KINDS[seed // 4 % 5]
     expert = ("gpt gelu", "mixtral", "bottleneck")[seed % 3]
-    late_dw = 0 if expert == "bottleneck" else seed // 20 % 3
-    return Case(degrees, kind, ORDERS[seed // 5 % len(ORDERS)], expert, late_dw, seed)
+    return Case(degrees, kind, ORDERS[seed // 5 % len(ORDERS)], expert, seed)
 
 
 @dataclass
@@ -124,7 +122,7 @@ class Delays(Observer):
         self.random = random.Random(self.seed)
 
     def begin(self, index: int, task: Task) -> None:
-        if task.kind in (EXPERT, EXPERT_DX, EXPERT_DW) and not self.is_off:
+        if task.kind == EXPERT and not self.is_off:
             self.delayed += 1
             # On a GPU as long as ten of its own products, or more.
             pause(self.random.choice((0.0, 0.1, 0.3)), self.device)
@@ -146,7 +144,7 @@ def run_layer(case: Case, lanes: Lanes, device: torch.device, width: int, is_off
     collectives = replace(copy, legs=legs if case.kind == "two legs" else {})
     blocks = (
         BlockPlan(case.degrees[0], case.links),
-        BlockPlan(case.degrees[1], case.links, min(case.late_dw, case.degrees[1])),
+        BlockPlan(case.degrees[1], case.links),
     )
     plans = [PhasePlan(block, case.groups, i == 1, case.alltoall) for i, block in enumerate(blocks)]
     pipeline = Pipeline(lanes, collectives, *plans, recompute=case.kind == "recompute", observer=delays)

@@ -60,7 +60,6 @@ class Way:
     links: Links
     degree: int
     backward: bool
-    late_dw: int = 0
     slices: tuple[str, ...] = ()
     in_rows: bool = False
     in_levels: bool = False
@@ -86,10 +85,8 @@ def ways(most: int, links: Sequence[Links] = ORDERS) -> list[Way]:
     found = []
     for order, degree in itertools.product(links, range(1, most + 1)):
         found.append(Way(order, degree, backward=False))
-        for late, slices in itertools.product((0, *sorted({1, degree})), SLICES):
-            found.append(Way(order, degree, True, late, slices))
-            if slices == SLICES[-1]:
-                found.append(Way(order, degree, True, late, slices, in_levels=True))
+        found += [Way(order, degree, True, slices) for slices in SLICES]
+        found.append(Way(order, degree, True, SLICES[-1], in_levels=True))
     return found
 
 
@@ -102,9 +99,9 @@ def ways_of_preset(name: str, most: int) -> list[Way]:
     slices = SLICES if switches.gradients in ("adaptive", "fixed_chunk") else SLICES[:1]
     found = []
     for backward in (False, True):
-        for order in switches.orders(most, backward):
+        for order in switches.orders(most):
             of_phase = slices if backward else SLICES[:1]
-            found += [Way(order.links, order.degree, backward, order.late_dw, each) for each in of_phase]
+            found += [Way(order.links, order.degree, backward, each) for each in of_phase]
     return found
 
 
@@ -125,10 +122,7 @@ class Copies:
     def forward(self, start: int, stop: int, rows: torch.Tensor) -> torch.Tensor:
         return rows.clone()
 
-    backward = backward_dx = forward
-
-    def backward_dw(self, start: int, stop: int) -> None:
-        pass
+    backward = forward
 
     def gradients(self) -> tuple[None]:
         return (None,)
@@ -149,10 +143,7 @@ class CopiesOfRows(Copies):
     def forward(self, chunk: int, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return rows.clone()
 
-    backward = backward_dx = forward
-
-    def backward_dw(self, chunk: int) -> None:  # type: ignore[override]
-        pass
+    backward = forward
 
 
 def sizes_of_rows(pipeline: Pipeline, num_experts: int) -> RowSizes:
@@ -257,8 +248,7 @@ def _run(
 
 def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:
     def plan(like: PhasePlan) -> PhasePlan:
-        late = way.late_dw if like.backward else 0
-        return replace(like, block=BlockPlan(way.degree, way.links, late))
+        return replace(like, block=BlockPlan(way.degree, way.links))
 
     pipeline = replace(pipeline, forward=plan(pipeline.forward), backward=plan(pipeline.backward))
     num_experts = 2 * ep_size

@@ -65,7 +65,6 @@ class Case:
     expert: str = "gpt"
     settings: LayerSettings = DROP
     links: str = "paper"
-    late_dw: int = 0
     recompute: bool = False
     checkpointing: str = ""
     """Of each layer: "", "reentrant" or "saved"."""
@@ -121,7 +120,7 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned, bool(case.halves)),
         PhasePlan(
-            BlockPlan(case.backward, case.links, min(case.late_dw, case.backward)),
+            BlockPlan(case.backward, case.links),
             *(groups.planned, True, exchange.planned, bool(case.halves)),
         ),
     )

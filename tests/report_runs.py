@@ -74,7 +74,7 @@ def record_details(folder: Path) -> None:
         "phase": "backward",
         "degree": 3,
         "order": "reduce_first",
-        "late_dw": 0,
+        "late_dw": 1,  # of 0.2.0, and ignored
         "predicted_ms": 4.0,
         "runner_up": 2,
         "runner_up_ms": 4.5,

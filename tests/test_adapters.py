@@ -64,17 +64,12 @@ def by_loop(module: Experts, contract: Contract, adapters: list[Adapter], x_NecM
     return [y_NecM.detach(), *torch.autograd.grad(y_NecM, leaves, torch.ones_like(y_NecM))]
 
 
-def run(call: Any, x_NecM: torch.Tensor, dy_NecM: torch.Tensor, way: str) -> list[torch.Tensor]:
+def run(call: Any, x_NecM: torch.Tensor, dy_NecM: torch.Tensor) -> list[torch.Tensor]:
     y_NecM = call.forward(0, SLOTS, x_NecM)
-    if way == "late":
-        dx_NecM = call.backward_dx(0, SLOTS, dy_NecM)
-        call.backward_dw(0, SLOTS)
-    else:
-        dx_NecM = call.backward(0, SLOTS, dy_NecM)
-    return [y_NecM, dx_NecM, *call.gradients()]
+    return [y_NecM, call.backward(0, SLOTS, dy_NecM), *call.gradients()]
 
 
-@pytest.mark.parametrize("way", ["written", "recomputed", "late", "called"])
+@pytest.mark.parametrize("way", ["written", "recomputed", "called"])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(str(int(each)) for each in vars(flags).values()))
 def test_adapters_give_the_numbers_of_the_changed_weights(flags: Contract, way: str) -> None:
     """Base weights train as well; the first weight has two adapters of other ranks, as if two were active."""
@@ -95,7 +90,7 @@ def test_adapters_give_the_numbers_of_the_changed_weights(flags: Contract, way: 
     experts = StackedExperts(module, contract, module.forward if way == "called" else None, adapters=adapters)
     assert list(experts.parameters) == parameters
     call = experts.call(True, recompute=way == "recomputed")
-    for ours, theirs in zip(run(call, x_NecM.detach(), dy_NecM, way), wanted, strict=True):
+    for ours, theirs in zip(run(call, x_NecM.detach(), dy_NecM), wanted, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-11, atol=1e-11)
 
 
@@ -108,7 +103,7 @@ def test_frozen_weights_get_no_gradient_while_their_adapters_do(way: str) -> Non
     adapters[1].a.requires_grad_(False)
     experts = StackedExperts(module, contract, module.forward if way == "called" else None, adapters=adapters)
     x_NecM = torch.randn(2, NUM_EXPERTS, SLOTS, WIDTH)
-    found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), way)
+    found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM))
     assert [each is not None for each in found[2:]] == [False] * 4 + [True, True, False, True]
     assert experts.kept_of_a_row(recompute=False)[0] == WIDTH
     assert StackedExperts(module, contract).kept_of_a_row(recompute=False)[0] == 0
@@ -124,7 +119,7 @@ def test_grouped_products_take_adapters_of_any_rank(rank: int, monkeypatch: pyte
     wanted = by_loop(module, contract, adapters, x_NecM)
     monkeypatch.setattr(torch, "mm", None)
     call = StackedExperts(module, contract, adapters=adapters).call(True)
-    found = run(call, x_NecM, torch.ones_like(x_NecM), "written")
+    found = run(call, x_NecM, torch.ones_like(x_NecM))
     for ours, theirs in zip(found, wanted, strict=True):
         assert off_by(ours, theirs) < 5e-3
 
@@ -137,7 +132,7 @@ def test_under_autocast_adapters_compute_in_its_type_and_keep_theirs() -> None:
     experts = StackedExperts(module, contract, adapters=adapters)
     x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), "written")
+        found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM))
     assert found[0].dtype == torch.bfloat16
     assert {each.dtype for each in found[2:]} == {torch.float32}
     for ours, theirs in zip(found, by_loop(module, contract, adapters, x_NecM), strict=True):
@@ -152,7 +147,7 @@ def test_adapters_in_float32_go_with_weights_in_half_precision() -> None:
     adapter = adapter_of(module, contract, contract.up, 4)
     module.bfloat16().requires_grad_(False)
     x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16).bfloat16()
-    found = run(StackedExperts(module, contract, adapters=[adapter]).call(True), x_NecM, x_NecM, "written")
+    found = run(StackedExperts(module, contract, adapters=[adapter]).call(True), x_NecM, x_NecM)
     assert found[0].dtype == found[1].dtype == torch.bfloat16
     assert [each.dtype for each in found[-2:]] == [torch.float32] * 2
 

@@ -226,7 +226,6 @@ def test_plans_that_run_otherwise_have_other_facts() -> None:
         "as it is": phase_plan(),
         "another degree": phase_plan(3),
         "another order of traffic": phase_plan(links="shared"),
-        "weight gradients later": phase_plan(late_dw=1, backward=True),
         "the other phase": phase_plan(backward=True),
         "other groups": replace(phase_plan(), groups=Groups(world=4, gpus_per_node=2, ep=4)),
         "other lanes": replace(phase_plan(), groups=Groups(world=4, gpus_per_node=4, ep=2, esp=2)),
@@ -234,7 +233,7 @@ def test_plans_that_run_otherwise_have_other_facts() -> None:
     values = {name: next(iter(facts_of_plan("L03", plan).values())) for name, plan in plans.items()}
     by_value = {value: name for name, value in values.items()}
     alike = {frozenset((name, by_value[value])) for name, value in values.items() if by_value[value] != name}
-    # A backward whose weight gradients are not split off has the tasks of the forward; the name tells them apart.
+    # A backward has the tasks of the forward; the name tells them apart.
     assert alike <= {frozenset(("as it is", "the other phase"))}
     assert list(facts_of_plan("L03", plans["as it is"])) == ["plan L03 forward"]
     assert list(facts_of_plan("L03", plans["the other phase"])) == ["plan L03 backward"]
@@ -252,7 +251,7 @@ def test_the_text_of_a_schedule_is_short_and_sees_every_part_of_a_task() -> None
         {"chunk": 1},
         {"layer": 1},
         {"after": ()},
-        {"kind": "EXPERT_DX"},
+        {"kind": "SPREAD"},
     )
     others = {text_of_schedule(Schedule((tasks[0], replace(tasks[1], **change), tasks[2]))) for change in changes}
     others.add(text_of_schedule(Schedule((tasks[0], tasks[2], replace(tasks[1])))))

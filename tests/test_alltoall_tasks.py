@@ -135,7 +135,6 @@ class Case:
     forward: int
     backward: int
     links: str = "paper"
-    late_dw: int = 0
     recompute: bool = False
     capacity: int = CAPACITY
 
@@ -143,8 +142,8 @@ class Case:
 CASES = [
     Case(1, 1),
     Case(3, 2),
-    Case(2, 3, "reduce_first", 2),
-    Case(4, 3, "shared", 1),
+    Case(2, 3, "reduce_first"),
+    Case(4, 3, "shared"),
     Case(3, 1, recompute=True),
     Case(5, 4, capacity=3),
     Case(2, 2, capacity=0),
@@ -185,7 +184,7 @@ def run_layer(
     exchange = exchange_in(groups, alltoall)
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
-        PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, True, exchange.planned),
+        PhasePlan(BlockPlan(case.backward, case.links), groups.planned, True, exchange.planned),
     )
     kind = SelfSplitWires if self_split else Collectives
     collectives = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
@@ -283,7 +282,7 @@ def delayed(rank: int, world_size: int, runs: int) -> int:
     delays, different = Delays(rank), 0
     for number in range(runs):
         groups, name = found[number % 3], ("2dh", "2dh", "1dh")[number // 3 % 3]
-        case = Case(1 + number % 5, 1 + number % 4, LINKS[number % 7 % 3], number % 3)
+        case = Case(1 + number % 5, 1 + number % 4, LINKS[number % 7 % 3])
         ours = run_layer(case, groups, named(name), lanes, observer=delays)
         theirs = run_layer(case, groups, named("flat"), serial)
         different += not all(map(torch.equal, ours, theirs))

@@ -21,7 +21,7 @@ STEP = StepTimes(80.0, 70.0, 120.0, 9.0, 4.0, 1.0, 60.0)
 """Chosen 80 ms, DeepSpeed's schedule 120, at least 60."""
 CHOICES = (
     Choice(Order(3, "paper"), 20.0, 18.0, 30.0, 2, 21.0, 3, 20.0, bottleneck="inter-node link"),
-    Choice(Order(2, "reduce_first", 1), 40.0, 38.0, 60.0, 3, 41.0, 2, 40.0, bottleneck="computation"),
+    Choice(Order(2, "reduce_first"), 40.0, 38.0, 60.0, 3, 41.0, 2, 40.0, bottleneck="computation"),
 )
 
 
@@ -151,7 +151,7 @@ def test_the_next_plan_is_named_with_its_distance_in_the_turns_of_both() -> None
 def test_layers_are_shown_with_chunks_order_and_what_they_are_bound_by() -> None:
     lines = [" ".join(line.split()) for line in summarize([row()], told(), Outcome(1.0)).splitlines()]
     assert "L00..L02 forward 3 links side by side once_per_node 20 30 inter-node link" in lines
-    assert "L00..L02 backward 2 reduces first, 1 late dW once_per_node 40 60 computation" in lines
+    assert "L00..L02 backward 2 reduces first once_per_node 40 60 computation" in lines
 
 
 def test_fits_are_judged_at_the_sizes_that_are_used() -> None:

@@ -71,7 +71,7 @@ def test_a_degree_that_was_asked_for_says_so_instead() -> None:
 
 def test_the_table_has_every_number_under_its_head() -> None:
     forward = Choice(Order(2, "paper"), 1.5, 1.25, 2.5, 3, 1.75, 2, 1.5)
-    backward = Choice(Order(4, "reduce_first", 2), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
+    backward = Choice(Order(4, "reduce_first"), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
     row = Row(("L00",), made_up(1), (forward, backward), (None, None), "flat", {"flat": 5.0}, ())
     step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
     text = describe([row], Told(step, Slowdowns({}), {}, 1, "best"), 1.0, "a test")
@@ -79,7 +79,7 @@ def test_the_table_has_every_number_under_its_head() -> None:
     heads = "predicted [ms] isolated [ms] runner-up its [ms] 1 chunk [ms] order of tasks all-to-all"
     assert f"layers phase chunks {heads}" in lines
     assert "L00 forward 2 1.500 1.250 3 1.750 2.500 links side by side flat" in lines
-    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduces first, 2 late dW flat" in lines
+    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduces first flat" in lines
     assert (
         "predicted: 20.000 ms (18.000 if lanes did not slow each other down), deepspeed 30.000 ms: 1.50 times" in text
     )
@@ -87,11 +87,11 @@ def test_the_table_has_every_number_under_its_head() -> None:
     # What a run records says the same.
     untried: Any = {"tried": [], "outcome": Outcome(), "hints": []}
     stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, **untried)
-    keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
+    keys = ("phase", "degree", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
     recorded = plans_as_data({}, stage)
     assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [
-        ("forward", 2, 0, 1.5, 1.25, 3, 1.75, 2.5),
-        ("backward", 4, 2, 3.5, 3.25, 1, 4.0, 4.5),
+        ("forward", 2, 1.5, 1.25, 3, 1.75, 2.5),
+        ("backward", 4, 3.5, 3.25, 1, 4.0, 4.5),
     ]
     assert (recorded["step"]["chosen_ms"], recorded["step"]["deepspeed_ms"]) == (20.0, 30.0)
 

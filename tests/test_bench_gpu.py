@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import bench_gpu, emulated_plans
-from benchmarks.gpu.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation
+from benchmarks.gpu.emulated_layer import CUT, KINDS, Computation
 from benchmarks.gpu.emulated_plans import FULL, QUICK, Configuration, plan_all
 from benchmarks.harness.harness import Effort
 from benchmarks.harness.outcome import AA
@@ -121,8 +121,8 @@ def test_lines_are_kept_with_what_they_are_drawn_through(quick: tuple[Path, list
     timed = [row for row in rows if row["kind"] != "delay"]
     assert len(rows) == len(timed) + 1
     # Of each timed layer, and of all in fp32 and in bf16.
-    assert {row["kind"] for row in timed} == set(KINDS) - {EXPERT_BACK}
-    assert len(timed) == 4 * (len(KINDS) - 1)
+    assert {row["kind"] for row in timed} == set(KINDS)
+    assert len(timed) == 4 * len(KINDS)
     assert all(len(row["sizes"].split()) == len(row["times_ms"].split()) >= 4 for row in rows)
 
 
@@ -188,7 +188,7 @@ def test_on_streams_that_cost_nothing_every_plan_takes_what_is_predicted(
     stand_in.computation, stand_in.used_s = lambda _: compute, lambda: 0.0
     planned = plan_all(configuration, computing, task_ms=0.0)
     found = bench_gpu.measure(stand_in, configuration, planned, Effort(blocks=3, steps=2, warmup=1), until_s=1.0)
-    assert planned["best"].ms("step") < planned["fsmoe"].ms("step") < planned["deepspeed"].ms("step")
+    assert planned["best"].ms("step") <= planned["fsmoe"].ms("step") < planned["deepspeed"].ms("step")
     for name in (*NAMES, AA):
         each = planned["deepspeed" if name == AA else name]
         for phase in PHASES:

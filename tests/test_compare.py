@@ -44,7 +44,7 @@ if block["trace"]["enabled"]:
 if block["enabled"]:
     (folder / "plans.json").write_text(json.dumps({"settled_at": settled_at, "choices": json.loads(sys.argv[5])}))
 """
-CHOICE = {"layers": ["L00"], "phase": "forward", "degree": 2, "asked": None, "order": "paper", "late_dw": 0}
+CHOICE = {"layers": ["L00"], "phase": "forward", "degree": 2, "asked": None, "order": "paper"}
 CHOICE |= {"predicted_ms": 1, "runner_up": None, "runner_up_ms": None, "uncut_ms": 2}
 
 

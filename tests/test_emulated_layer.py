@@ -10,15 +10,12 @@ import torch
 
 from benchmarks.gpu.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation, whole_tasks
 from benchmarks.gpu.emulated_plans import FULL, QUICK, Configuration, Lines, plan_all
-from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.ops import load_ops
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     ATTENTION,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
 )
 from ds_fsmoe.planning.workload import GEMMS, Shape
 
@@ -38,7 +35,7 @@ def test_rows_of_the_experts_are_as_many_as_the_planner_counts(configuration: Co
     rows, local_e = of_rank._amount[EXPERT], shape.E // groups.ep
     row_flops = 2 * GEMMS[shape.ffn] * shape.M * shape.H / groups.esp
     assert of_rank.whole_size[EXPERT] == pytest.approx(local_e * rows * row_flops, rel=4e-3)
-    assert of_rank.whole_size[EXPERT_BACK] == of_rank.whole_size[EXPERT_DX] + of_rank.whole_size[EXPERT_DW]
+    assert of_rank.whole_size[EXPERT_BACK] == 2 * of_rank.whole_size[EXPERT]
 
 
 def test_the_full_grid_holds_out_tokens_and_widths_on_every_cluster() -> None:
@@ -66,39 +63,24 @@ def test_a_part_of_a_task_has_its_part_of_the_size(kind: str) -> None:
 
 @pytest.mark.parametrize("ffn", ["gpt", "mixtral"])
 def test_experts_compute_what_autograd_does(ffn: str) -> None:
-    """With what the forward keeps in place of random numbers, dX and dW are the gradients of the forward; all experts
-    together compute what they compute one by one."""
+    """All experts together compute what they compute one by one."""
     shape = Shape(2, 24, 16, 40, 4, heads=2, ffn=ffn)
     torch.manual_seed(0)
     of_rank = Computation(shape, Groups(4, 2, mp=2, esp=2, ep=2, dp=2), CPU, load_ops("reference", "cpu"))
-    forms, sums = of_rank._experts
-    assert len(forms) == 2  # 4 experts on 2 EP ranks
-    rows, expected, drawn = 7, [], []
-    for index, form in enumerate(forms):
-        assert isinstance(form, ManualExpert)
-        x_RM, dy_RM, _, _ = of_rank._rows[index]
-        with torch.no_grad():
-            kept = form.kept(x_RM)
-            deltas, _ = form.backward_hidden(dy_RM @ form.down.weight, kept)
-        of_rank._rows[index] = (x_RM, dy_RM, kept, deltas)
-        x = x_RM[:rows].detach().requires_grad_()
-        with torch.enable_grad():
-            y = form.down(form.hidden(form.kept(x)))
-        weights = [linear.weight for linear in form.linears]
-        dx, *dws = torch.autograd.grad(y, [x, *weights], dy_RM[:rows])
-        with torch.no_grad():
-            torch.testing.assert_close(of_rank._expert_dx(index, rows), dx)
-            of_rank._expert_dw(index, rows)
-        for weight, dw in zip(weights, dws, strict=True):
-            torch.testing.assert_close(sums._sum_of(weight).value(), dw)
-        drawn.append((x_RM[:rows], dy_RM[:rows]))
-        expected.append((y.detach(), dx))
-    x_RM, dy_RM, y_RM, dx_RM = (torch.cat(each) for pairs in (drawn, expected) for each in zip(*pairs, strict=True))
-    numbers = iter([x_RM, x_RM, dy_RM])
+    modules, rows = of_rank._modules, 7
+    assert len(modules) == 2  # 4 experts on 2 EP ranks
+    x_RM, dy_RM = torch.randn(2 * rows, 16, requires_grad=True), torch.randn(2 * rows, 16)
+    y_RM = torch.cat([module(part_RM) for module, part_RM in zip(modules, x_RM.split(rows), strict=True)])
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    dx_RM, *gradients = torch.autograd.grad(y_RM, [x_RM, *parameters], dy_RM)
+    numbers = iter([x_RM.detach(), x_RM.detach(), dy_RM])
     of_rank._randn = lambda *_: next(numbers)
     with torch.no_grad():
         torch.testing.assert_close(of_rank._experts_together(rows, False)(), y_RM)
-        torch.testing.assert_close(of_rank._experts_together(rows, True)()[0], dx_RM)
+        found_RM, found = of_rank._experts_together(rows, True)()
+    torch.testing.assert_close(found_RM, dx_RM)
+    for ours, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_plan_computes_all_of_a_layer_whatever_its_chunks_are() -> None:

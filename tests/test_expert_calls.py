@@ -20,10 +20,12 @@ from tests.expert_cases import (
     M,
     assert_gradients,
     backward,
-    backward_split,
+    backward_from_the_last,
     bounds,
     by_autograd,
+    calls_modules,
     forward,
+    is_written,
     make_experts,
     rows,
 )
@@ -31,7 +33,7 @@ from tests.samples import sampled
 
 CUTS = ((13,), (6, 7), (5, 5, 3), (0, 12, 1), (3, 3, 3, 0, 4))
 # Forward, backward, recomputed or not, gradients of weights with those of rows or after them.
-AXES = (CUTS, CUTS, (False, True), (backward, backward_split))
+AXES = (CUTS, CUTS, (False, True), (backward, backward_from_the_last))
 
 
 # ---- any cuts
@@ -69,7 +71,7 @@ def test_cuts_may_differ_although_none_were_announced_unless_graphs_are_kept(nam
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     call = ExpertSet(experts).call(True, same_cuts=True)
     forward(call, x_NeCM, [5, 5, 3])
-    if not ExpertSet(experts).splits:
+    if not is_written(ExpertSet(experts)):
         with pytest.raises(ValueError, match="have to be announced"):
             backward(call, dy_NeCM, [2, 8, 3])
         return
@@ -97,7 +99,7 @@ def test_a_capacity_of_zero_gives_zero_gradients(name: str) -> None:
     experts = make_experts(name)
     empty = rows(2, 3, 0, M)
     _, _, expected = by_autograd(experts, empty, empty)
-    for walk in (backward, backward_split):
+    for walk in (backward, backward_from_the_last):
         call = ExpertSet(experts).call(True)
         assert forward(call, empty, [0, 0]).shape == (2, 3, 0, M)
         assert walk(call, empty, [0, 0, 0]).shape == (2, 3, 0, M)
@@ -183,9 +185,9 @@ def test_experts_may_share_parameters() -> None:
     y_NeCM = torch.stack([both[0](x_leaf[:, 0]), both[1](x_leaf[:, 1]), both[2](x_leaf[:, 2])[0]], dim=1)
     expected = torch.autograd.grad(y_NeCM, layer.parameters, dy_NeCM, allow_unused=True)
     call = layer.call(True)
-    assert not call.splits
+    assert calls_modules(call)
     forward(call, x_NeCM, [6, 7])
-    backward_split(call, dy_NeCM, [6, 7])
+    backward_from_the_last(call, dy_NeCM, [6, 7])
     assert_gradients(call.gradients(), expected, atol=1e-12)
 
 
@@ -212,7 +214,7 @@ def test_one_chunk_has_the_bits_of_autograd(name: str, dtype: torch.dtype) -> No
             # the bits of a matrix product on a CPU depend on where its operands lie.
             plain_NeCM = x_NeCM.contiguous() if count == 1 else x_NeCM
             y_NeCM, dx_NeCM, gradients = by_autograd(experts, plain_NeCM, dy_NeCM)
-            for walk in (backward, backward_split):
+            for walk in (backward, backward_from_the_last):
                 call = ExpertSet(experts).call(True)
                 assert torch.equal(call.forward(0, slots, x_NeCM), y_NeCM)
                 assert torch.equal(walk(call, dy_NeCM, [slots]), dx_NeCM)
@@ -301,8 +303,6 @@ def test_wrong_shapes_and_slots_are_refused() -> None:
         call.backward(2, 5, rows(2, 3, 3, M))
     with pytest.raises(RuntimeError, match="5 slots went through the forward and 3 through the backward"):
         call.gradients()
-    with pytest.raises(RuntimeError, match="without a backward_dx of the same cut"):
-        call.backward_dw(3, 5)
 
 
 @pytest.mark.parametrize("keep_expert_dim", [False, True])

@@ -21,7 +21,7 @@ from tests.expert_cases import (
     M,
     assert_gradients,
     backward,
-    backward_split,
+    backward_from_the_last,
     bounds,
     by_autograd,
     forward,
@@ -184,7 +184,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str)
             for position, parameter in enumerate(expert.parameters()):
                 parameter.requires_grad_(position != frozen and frozen != num_parameters)
         y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        for walk in (backward, backward_split):
+        for walk in (backward, backward_from_the_last):
             call = ExpertSet(experts).call(True, same_cuts=False)
             torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
             torch.testing.assert_close(walk(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)

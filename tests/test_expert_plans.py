@@ -18,7 +18,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
 from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
 from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
-from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, make_experts, rows
+from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, is_written, make_experts, rows
 
 HOOK_MAKERS: list[Callable[[nn.Module], object]] = [
     lambda module: module.register_forward_hook(lambda module, args, y: y * 2),
@@ -80,11 +80,11 @@ def test_hooks_that_come_and_go_later_run_from_then_until_then(
     check(experts, layer)
     for module in (experts[1], experts[2].fc1):
         handle = hook(module)
-        assert not layer.splits
+        assert not is_written(layer)
         check(experts, layer)
         check(experts, layer)
         handle.remove()
-        assert layer.splits
+        assert is_written(layer)
         check(experts, layer)
 
 
@@ -259,11 +259,11 @@ def test_what_an_unknown_expert_remembers_is_not_held_for_it() -> None:
 
 def test_autocast_is_asked_for_in_every_call() -> None:
     _, layer = made()
-    assert layer.splits
+    assert is_written(layer)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not layer.splits
+        assert not is_written(layer)
         assert layer.written_now() == (None,) * 3
-    assert layer.splits
+    assert is_written(layer)
 
 
 def test_a_form_that_somebody_else_writes_is_asked_for_in_every_call() -> None:
@@ -285,7 +285,7 @@ def test_a_form_that_somebody_else_writes_is_asked_for_in_every_call() -> None:
     layer = ExpertSet(experts)
     check(experts, layer)
     options["name"] = "silu"  # which no look at the module shows
-    assert layer.splits
+    assert is_written(layer)
     check(experts, layer)
 
 

@@ -15,7 +15,6 @@ from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from tests.expert_cases import (
-    EVERY_WRITTEN,
     GRAPH,
     C,
     H,
@@ -23,34 +22,20 @@ from tests.expert_cases import (
     assert_gradients,
     backward,
     by_autograd,
+    calls_modules,
     forward,
+    is_written,
     make_experts,
     rows,
     sequential,
 )
 
 
-@EVERY_WRITTEN
-def test_weight_gradients_of_written_experts_are_left_for_later(name: str) -> None:
-    experts = make_experts(name)
-    layer = ExpertSet(experts)
-    assert layer.splits
-    call = layer.call(True)
-    assert call.splits
-    x_NeCM = rows(2, 3, C, M)
-    forward(call, x_NeCM, [13])
-    call.backward_dx(0, 13, x_NeCM)
-    with pytest.raises(RuntimeError, match=r"backward_dw of \[\(0, 13\)\] is missing"):
-        call.gradients()
-    call.backward_dw(0, 13)
-    assert all((each != 0).any() for each in call.gradients())
-
-
 @pytest.mark.parametrize("name", GRAPH)
-def test_other_experts_do_not_split(name: str) -> None:
+def test_other_experts_are_called(name: str) -> None:
     layer = ExpertSet([*make_experts("gpt gelu", 2), *make_experts(name, 1)])
-    assert not layer.splits
-    assert not layer.call(True).splits
+    assert not is_written(layer)
+    assert calls_modules(layer.call(True))
 
 
 HOOKS: dict[str, Callable[[nn.Module, list[str]], object]] = {
@@ -69,17 +54,17 @@ def test_hooks_run_once_for_each_chunk(name: str, kind: str, on_submodule: bool)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     layer = ExpertSet(experts)
-    assert layer.splits
+    assert is_written(layer)
     seen: list[str] = []
     handle = HOOKS[kind](next(iter(experts[1].children())) if on_submodule else experts[1], seen)
-    assert not layer.splits
+    assert not is_written(layer)
     call = layer.call(True)
     forward(call, x_NeCM, [5, 5, 3])
     torch.testing.assert_close(backward(call, dy_NeCM, [5, 5, 3]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
     assert seen == ["hook"] * 3
     handle.remove()
-    assert layer.splits
+    assert is_written(layer)
 
 
 def test_hooks_for_all_modules_run() -> None:
@@ -92,7 +77,7 @@ def test_hooks_for_all_modules_run() -> None:
     finally:
         handle.remove()
     assert seen == ["Linear", "Linear", "GPTFeedForward"] * 3
-    assert layer.splits
+    assert is_written(layer)
 
 
 def test_a_hook_may_replace_what_an_expert_returns() -> None:
@@ -186,7 +171,7 @@ def test_what_is_not_exactly_a_known_expert_goes_through_autograd(kind: str) -> 
     x_NeCM, dy_NeCM = rows(2, 2, C, M), rows(2, 2, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     layer = ExpertSet(experts)
-    assert not layer.splits
+    assert not is_written(layer)
     call = layer.call(True, same_cuts=False)
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
@@ -194,13 +179,13 @@ def test_what_is_not_exactly_a_known_expert_goes_through_autograd(kind: str) -> 
 
 
 def test_a_subclass_that_computes_the_same_is_still_written_out() -> None:
-    assert ExpertSet([type("Named", (GPTFeedForward,), {"note": "mine"})(M, H)]).splits
+    assert is_written(ExpertSet([type("Named", (GPTFeedForward,), {"note": "mine"})(M, H)]))
 
 
 def test_every_registered_expert_is_written_out() -> None:
     assert "gpt" in registry.known("expert")
     for name in ("gpt", "mixtral"):
-        assert ExpertSet([registry.lookup("expert", name)(M, H)]).splits
+        assert is_written(ExpertSet([registry.lookup("expert", name)(M, H)]))
 
 
 def test_a_plain_expert_need_not_be_written_out() -> None:
@@ -209,4 +194,4 @@ def test_a_plain_expert_need_not_be_written_out() -> None:
             return args.tokens * 2
 
     assert Scale().written() is None
-    assert not ExpertSet([Scale()]).splits
+    assert not is_written(ExpertSet([Scale()]))

@@ -24,7 +24,7 @@ from tests.expert_cases import (
     M,
     assert_gradients,
     backward,
-    backward_split,
+    backward_from_the_last,
     by_autograd,
     forward,
     make_experts,
@@ -44,7 +44,7 @@ def side_by_side(name: str, *args, **kwargs) -> list[nn.Module]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was computed for a written-out expert alone."""
     seen: list[str] = []
-    for name in ("forward", "dx_of"):
+    for name in ("forward", "gradient_of_rows"):
         monkeypatch.setattr(ManualCall, name, noting(seen, name, getattr(ManualCall, name)))
     return seen
 
@@ -74,7 +74,7 @@ def assert_as_autograd(
 def test_every_pair_of_cuts_gives_the_gradients_of_the_whole(name: str, alone: list[str]) -> None:
     layer = ExpertSet(experts := side_by_side(name), together="always")
     for forward_sizes, backward_sizes, recompute, walk in covering(
-        CUTS, CUTS, (False, True), (backward, backward_split)
+        CUTS, CUTS, (False, True), (backward, backward_from_the_last)
     ):
         call = layer.call(True, same_cuts=forward_sizes == backward_sizes, recompute=recompute)
         alone.clear()
@@ -199,7 +199,7 @@ def test_the_rule_goes_by_rows_sizes_and_places(alone: list[str]) -> None:
 def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = side_by_side("gpt relu", 5, 32, 32768, torch.float32)  # 4 MiB each
     numbers: list[int] = []
-    monkeypatch.setattr(GroupedCall, "_dx_at_once", noting_number(numbers, GroupedCall._dx_at_once))
+    monkeypatch.setattr(GroupedCall, "_form_of_backward", noting_number(numbers, GroupedCall._form_of_backward))
     x_NeCM, dy_NeCM = rows(2, 5, 3, 32, dtype=torch.float32), rows(2, 5, 3, 32, seed=2, dtype=torch.float32)
     found = []
     for together, expected in (("never", []), ("auto", [2, 2]), ("always", [5])):
@@ -212,8 +212,10 @@ def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypa
 
 def noting_number(numbers: list[int], method):
     def noted(call: GroupedCall, *args):
-        numbers.append(args[-1].shape[1])
-        return method(call, *args)
+        form = method(call, *args)
+        if form is not None:
+            numbers.append(len(call._experts))
+        return form
 
     return noted
 
@@ -241,14 +243,14 @@ def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str])
     relu, gelu = side_by_side("gpt relu", 2), side_by_side("gpt gelu", 2)
     experts = [*relu, *gelu, *make_experts("mixtral", 1), *make_experts("bottleneck", 1), *side_by_side("mixtral", 2)]
     assert_as_autograd(ExpertSet(experts, together="always").call(True), experts)
-    assert alone == ["forward", "forward", "dx_of", "dx_of"]
+    assert alone == ["forward", "forward", "gradient_of_rows", "gradient_of_rows"]
 
 
 @EVERY_WRITTEN
 def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str, alone: list[str]) -> None:
     num_parameters = len(list(make_experts(name, 1)[0].parameters()))
     for frozen in range(num_parameters + 1):  # each alone, then all
-        for walk in (backward, backward_split):
+        for walk in (backward, backward_from_the_last):
             experts = side_by_side(name)
             for expert in experts:
                 for position, parameter in enumerate(expert.parameters()):
@@ -277,7 +279,7 @@ def test_shards_together_sum_to_the_experts(name: str, alone: list[str]) -> None
 def test_no_rows_give_zero_gradients(alone: list[str]) -> None:
     experts, empty = side_by_side("gpt gelu"), rows(2, 3, 0, M)
     call = ExpertSet(experts, together="always").call(True)
-    assert forward(call, empty, [0, 0]).shape == backward_split(call, empty, [0, 0]).shape == (2, 3, 0, M)
+    assert forward(call, empty, [0, 0]).shape == backward_from_the_last(call, empty, [0, 0]).shape == (2, 3, 0, M)
     for gradient, parameter in zip(call.gradients(), nn.ModuleList(experts).parameters(), strict=True):
         assert gradient.shape == parameter.shape
         assert (gradient == 0).all()
@@ -310,7 +312,7 @@ def test_a_weight_that_is_moved_before_the_backward_is_found_where_it_is(alone: 
     torch.testing.assert_close(y_NeCM, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [13]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
-    assert alone == ["dx_of"] * 3
+    assert alone == ["gradient_of_rows"] * 3
 
 
 def test_a_weight_changed_before_the_backward_is_refused() -> None:

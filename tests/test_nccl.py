@@ -230,7 +230,7 @@ def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
         )
         running: Any = SimpleNamespace(one_link=one_link, links="reduce_first")
         space = TunedModel(FSMoEBlock(enabled=True), running, {}, measured, [], {}, None).search.space
-        return {order.links for order in space.orders(False, False) if order.degree == 2}
+        return {order.links for order in space.orders(False) if order.degree == 2}
 
     assert orders(None) == {"shared", "paper", "reduce_first"}
     assert orders("too old") == {"shared"}

@@ -180,7 +180,7 @@ CASES = [
     Case((3, 2), k=1, tokens=(5, 0, 1, 7, 3, 2), expert=mixtral),
     Case((2, 3), k=3, masked=True, expert=Noting),
     Case((4, 1), k=5, tokens=(13, 2, 0, 11, 1, 4), experts_per_rank=3, masked=True),
-    Case((2, 5), k=8, tokens=(7, 3, 5, 1, 0, 11), links="reduce_first", late_dw=1, expert=mixtral, recompute=True),
+    Case((2, 5), k=8, tokens=(7, 3, 5, 1, 0, 11), links="reduce_first", expert=mixtral, recompute=True),
     Case((3, 4), k=8, tokens=(0, 0, 9, 0, 0, 5), experts_per_rank=3, expert=Noting),
 ]
 

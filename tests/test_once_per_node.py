@@ -38,7 +38,7 @@ NODES = [
 MORE = [
     Case((5, 4), k=5, experts_per_rank=3),
     Case((1, 5), k=8, experts_per_rank=2, expert=mixtral, recompute=True),
-    Case((4, 1), k=3, masked=True, links="reduce_first", late_dw=1),
+    Case((4, 1), k=3, masked=True, links="reduce_first"),
     Case((2, 3), k=4, expert=module, experts_per_rank=1, tokens=(0, 0, 5, 0, 1, 0, 2, 3)),
 ]
 

@@ -56,7 +56,6 @@ class Case:
     expert: str = "gpt"
     settings: LayerSettings = DROP
     links: str = "paper"
-    late_dw: int = 0
     recompute: bool = False
     """Of the chunks of the forward, if they are not equal."""
     tokens: tuple[int, ...] = (23, 23, 23, 23, 23, 23, 23, 23)
@@ -88,16 +87,14 @@ def in_layout(cases: list[Case], esp_size: int) -> list[Case]:
 def every_degree(esp_size: int) -> list[Case]:
     """All pairs of degrees, the other axes taken in turn."""
     experts = itertools.cycle(each for each in EXPERTS if esp_size == 1 or can_be_sharded(each))
-    others = itertools.cycle(itertools.product((DROP, NO_DROP), ORDERS, (0, 1, 2)))
+    others = itertools.cycle(itertools.product((DROP, NO_DROP), ORDERS))
     cases = [Case(*pair, next(experts), *next(others)) for pair in itertools.product(FORWARD, BACKWARD)]
     return in_layout(cases, esp_size)
 
 
 def covering_cases(layout: tuple[int, int, int]) -> list[Case]:
     """Those of one layout, where the layouts together have every pair of values of two axes, theirs being one."""
-    found = covering(
-        LAYOUTS, *AXES, (0, 1, 2), allowed=lambda at, f, b, expert, *_: at[2] == 1 or can_be_sharded(expert)
-    )
+    found = covering(LAYOUTS, *AXES, allowed=lambda at, f, b, expert, *_: at[2] == 1 or can_be_sharded(expert))
     return in_layout([Case(*values) for at, *values in found if at == layout], layout[2])
 
 
@@ -154,7 +151,7 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
     experts = local_experts(problem.experts, groups, ep, esp)
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
-        PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
+        PhasePlan(BlockPlan(case.backward, case.links), groups.planned, backward=True),
     )
     alltoall = FlatAllToAll()
     collectives = Collectives(
@@ -264,7 +261,7 @@ def test_every_pair_of_degrees_is_right_in_every_layout(world_size: int, ep: int
 def test_every_pair_of_degrees_in_every_order_equals_the_loop(
     world_size: int, ep: int, esp: int, tmp_path: Path
 ) -> None:
-    found = every_case(*AXES, (0, 2), allowed=lambda f, b, expert, *_: esp == 1 or can_be_sharded(expert))
+    found = every_case(*AXES, allowed=lambda f, b, expert, *_: esp == 1 or can_be_sharded(expert))
     assert_equal_to_the_loop(world_size, ep, esp, in_layout([Case(*values) for values in found], esp), tmp_path)
 
 
@@ -283,7 +280,7 @@ def delayed(rank: int, world_size: int) -> int:
     delays, different = Delays(rank), 0
     for number in range(200):
         sizes = (1, world_size) if number % 2 else (world_size, 1)
-        case = Case(1 + number % 5, 1 + number % 4, links=ORDERS[number % 3], late_dw=number % 3, hidden=OF_SHARDS)
+        case = Case(1 + number % 5, 1 + number % 4, links=ORDERS[number % 3], hidden=OF_SHARDS)
         ours, theirs = run_layer(case, *sizes, lanes, delays), run_layer(case, *sizes, serial)
         different += any(worst_difference(ours[name], theirs[name]) > 0 for name in ours)
     lanes.close()

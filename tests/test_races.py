@@ -43,7 +43,6 @@ AXES = (
     ("gpt", "mixtral", "module"),
     (DROP, NO_DROP),
     ("shared", "paper", "reduce_first"),
-    (0, 1, 5),
     (False, True),
     ("", "reentrant", "saved"),
     ("", "rounding", "copying"),
@@ -63,25 +62,24 @@ CASES += [
     Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, "reduce_first", whole=True, recompute=True, checkpointing="saved"),
     Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, whole=True, in_rows=True),
     Case(ONCE, 2, 3, "mixtral", ALL, "reduce_first", in_rows=True),
-    Case(ONCE, 3, 3, "gpt", ALL, late_dw=1, recompute=True, hooks="copying", in_rows=True),
+    Case(ONCE, 3, 3, "gpt", ALL, recompute=True, hooks="copying", in_rows=True),
     Case(ONCE, 4, 2, "module", ALL, checkpointing="saved", in_rows=True),
     Case(ONCE, 1, 1, "gpt", ALL, whole=True, in_rows=True),
 ]
 IN_TURNS = [
     Case(ONCE, 2, 3, "mixtral", ALL, "reduce_first", in_rows=True, halves="turns"),
-    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 3, "gpt", DROP, "reduce_first", late_dw=2, halves="turns"),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 3, "gpt", DROP, "reduce_first", halves="turns"),
     Case(
         Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
         3,
         2,
         "mixtral",
         NO_DROP,
-        late_dw=1,
         in_rows=True,
         halves="turns",
     ),
     Case(Layout(2, 2), 1, 1, "module", DROP, "shared", hooks="copying", halves="turns"),
-    Case(ONCE, 3, 2, "gpt", ALL, "reduce_first", 1, recompute=True, in_rows=True, halves="again"),
+    Case(ONCE, 3, 2, "gpt", ALL, "reduce_first", recompute=True, in_rows=True, halves="again"),
     Case(Layout(4, 2, 2, ranks_per_node=2), 2, 1, "mixtral", NO_DROP, "reduce_first", in_rows=True, halves="again"),
     Case(Layout(1, 1), 2, 2, "gpt", DROP, "shared", hooks="rounding", halves="again"),
 ]
@@ -105,14 +103,14 @@ def test_every_rule_is_kept_and_the_numbers_are_those_of_one_task_after_another(
 
 WRONG = [
     Case(Layout(2, 2), 3, 3),
-    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 4, links="reduce_first", late_dw=4),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 4, links="reduce_first"),
     Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 2, 2, "mixtral", hooks="copying"),
-    Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, late_dw=1, in_rows=True),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, in_rows=True),
 ]
 
 
 # Several experts' rows are put in order by the stream that uses them, and so nobody else's.
-ONE_EXPERT = Case(Layout(4, 4), 3, 3, "mixtral", NO_DROP, late_dw=1, in_rows=True)
+ONE_EXPERT = Case(Layout(4, 4), 3, 3, "mixtral", NO_DROP, in_rows=True)
 
 
 @sampled("case", [*WRONG[:-1], ONE_EXPERT], kept=[0], ids=str)
@@ -239,7 +237,7 @@ def test_the_pipeline_that_is_watched_is_on_streams(monkeypatch: pytest.MonkeyPa
 
 def test_the_host_waits_once_per_layer_on_rows_and_not_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the counts of the other ranks."""
-    case = Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, late_dw=1, in_rows=True)
+    case = Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, in_rows=True)
 
     def waits(steps: int) -> int:
         monkeypatch.setattr(race_cases, "STEPS", steps)

@@ -23,7 +23,7 @@ SIZES = [[3, 1, 0, 4, 2, 5, 1, 2], [0, 2, 3, 1, 0, 1, 4, 0], [0] * 8, [2, 0, 5, 
 """Chunk -> the rows of each expert."""
 
 
-@pytest.mark.parametrize("way", ["backward", "late", "recomputed"])
+@pytest.mark.parametrize("way", ["backward", "recomputed"])
 def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chunk(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,10 +46,7 @@ def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chun
     call = ExpertSet(experts).call_rows(True, call_rows, x, recompute=way == "recomputed")
     chunks = list(itertools.pairwise([0, *sizes.sum(1).cumsum(0).tolist()]))
     y = torch.cat([call.forward(chunk, x[start:stop]) for chunk, (start, stop) in enumerate(chunks)])
-    walk = call.backward_dx if way == "late" else call.backward
-    dx = torch.cat([walk(chunk, dy[start:stop]) for chunk, (start, stop) in enumerate(chunks)])
-    for chunk in range(len(chunks)) if way == "late" else ():
-        call.backward_dw(chunk)
+    dx = torch.cat([call.backward(chunk, dy[start:stop]) for chunk, (start, stop) in enumerate(chunks)])
     assert counts["products"] > 0, "nothing was computed together"
     # Of each row its expert: chunk by chunk, expert by expert.
     of_row = torch.arange(len(experts)).repeat(len(SIZES)).repeat_interleave(sizes.flatten())

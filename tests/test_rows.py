@@ -75,7 +75,6 @@ class Case:
     tokens: tuple[int, ...] = (11, 7, 13, 5, 9, 3, 17, 1)
     k: int = 2
     links: str = "paper"
-    late_dw: int = 0
     recompute: bool = False
     expert: Callable[[], nn.Module] = lambda: GPTFeedForward(WIDTH, HIDDEN)
     experts_per_rank: int = 2
@@ -107,7 +106,7 @@ class Sum(nn.Module):
 CASES = [
     Case(),
     Case((1, 1)),
-    Case((2, 5), links="reduce_first", late_dw=2),
+    Case((2, 5), links="reduce_first"),
     Case((4, 3), links="shared", recompute=True, expert=mixtral),
     # Ranks without tokens, nobody with a token, one token each.
     Case((3, 4), tokens=(0, 7, 0, 5, 9, 0, 17, 1)),
@@ -153,7 +152,7 @@ def run_layer(
     exchange = exchange_in(groups, named(alltoall))
     plans = (
         PhasePlan(BlockPlan(case.degrees[0], case.links), groups.planned, False, exchange.planned),
-        PhasePlan(BlockPlan(case.degrees[1], case.links, case.late_dw), groups.planned, True, exchange.planned),
+        PhasePlan(BlockPlan(case.degrees[1], case.links), groups.planned, True, exchange.planned),
     )
     kind = SelfSplitWires if self_split else Collectives
     collectives = kind(

@@ -46,7 +46,6 @@ class Case:
     backward: int = 1
     order: str = "auto"
     links: str = "reduce_first"
-    late_dw: int = 0
     recompute: bool = False
     tokens: tuple[int, ...] = (23, 23, 23, 23)
     masked: bool = False
@@ -61,12 +60,12 @@ AT_2 = {"k": 2, "capacity_factor": 1.1}
 CASES = [
     Case("expert_choice", AT_2),
     Case("expert_choice", AT_2, 3, 2, masked=True),
-    Case("expert_choice", AT_2, 2, 5, "einsum", "paper", 2),
+    Case("expert_choice", AT_2, 2, 5, "einsum", "paper"),
     Case("expert_choice", {}, 7, 3, links="shared", recompute=True, masked=True, expert="mixtral"),
     Case("expert_choice", {**AT_2, "agree_capacity": True}, 3, 2, tokens=(23, 5, 11, 1), masked=True),
     Case("softmoe", {"slots_per_expert": 5}),
     Case("softmoe", {"slots_per_expert": 5}, 2, 3, masked=True),
-    Case("softmoe", {"slots_per_expert": 5}, 7, 2, links="paper", late_dw=2, tokens=(23, 5, 11, 1)),
+    Case("softmoe", {"slots_per_expert": 5}, 7, 2, links="paper", tokens=(23, 5, 11, 1)),
     Case("softmoe", {}, 3, 2, recompute=True, expert="mixtral"),
     Case("softmoe", {"slots_per_expert": 3}, 3, 5, links="shared", masked=True),
 ]
@@ -111,7 +110,7 @@ def run_layer(
     gate = make_gate(case, problem)
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
-        PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
+        PhasePlan(BlockPlan(case.backward, case.links), groups.planned, backward=True),
     )
     collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     x_SM = problem.x_per_rank[number].clone().requires_grad_()

@@ -115,7 +115,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("other_cuts", [False, True], ids=["same cuts", "other cuts"])
-@pytest.mark.parametrize("way", ["written", "recomputed", "late", "called"])
+@pytest.mark.parametrize("way", ["written", "recomputed", "called"])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(str(int(each)) for each in vars(flags).values()))
 def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other_cuts: bool) -> None:
     torch.manual_seed(0)
@@ -139,12 +139,7 @@ def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other
         found_y[numbers] = call.forward(chunk, x_RM.detach()[numbers])
     call.restore(call.release())
     for chunk, numbers in enumerate(split(returned, BACKWARD if other_cuts else FORWARD)):
-        if way == "late":
-            found_dx[numbers] = call.backward_dx(chunk, dy_RM[numbers])
-        else:
-            found_dx[numbers] = call.backward(chunk, dy_RM[numbers])
-    for chunk in range(len(rows.backward.chunks)) if way == "late" else ():
-        call.backward_dw(chunk)
+        found_dx[numbers] = call.backward(chunk, dy_RM[numbers])
     torch.testing.assert_close(found_y, y_RM.detach(), rtol=1e-12, atol=1e-12)
     for ours, theirs in zip((found_dx, *call.gradients()), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -224,7 +224,7 @@ def write_predicted(result: CaseResult, rows: list[Wanted], file: Path) -> None:
     for row in rows:
         took_ms = measured[row.name]
         forward, backward = row.ran.orders[0]
-        plan = f"{forward.degree}+{backward.degree} {forward.links} {backward.late_dw} {row.ran.alltoalls[0]}"
+        plan = f"{forward.degree}+{backward.degree} {forward.links} {row.ran.alltoalls[0]}"
         predicted = row.raw_ms, row.predicted_ms, row.alone_ms
         cells = [
             text for ms in predicted for text in (("", "") if ms is None else (f"{ms:.1f}", f"{ms / took_ms - 1:+.1%}"))

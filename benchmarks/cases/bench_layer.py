@@ -141,7 +141,6 @@ class Parts(Contenders):
             Variant("fsmoe", partial(self.ours, "node", "fsmoe")),
             Variant("best", partial(self.ours, "node", "best")),
             Variant("best, gathers first", partial(self.best_without, lambda block: replace(block, links="paper"))),
-            Variant("best, dW at once", partial(self.best_without, lambda block: replace(block, late_dw=0))),
         ]
 
 

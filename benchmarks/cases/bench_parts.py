@@ -59,7 +59,6 @@ PARTS = (
     Part("chunks", {"num_chunks": {"max": 1}}),
     Part("a number per phase", {}, lambda phase, forward: replace(phase, degree=forward.degree), only_without=True),
     Part("both links at once", {}, lambda phase, _: replace(phase, links="shared"), only_without=True),
-    Part("weight gradients later", {}, lambda phase, _: replace(phase, late_dw=0), only_without=True),
     Part("gradients in windows", {"gradient_partition": {"mode": "off"}}),
     Part("gradients in two levels", {"gradient_partition": {"levels": 1}}, only_without=True),
     Part("parameters under the forward", {"gradient_partition": {"gather_parameters": "at_end"}}, only_without=True),

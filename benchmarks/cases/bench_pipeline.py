@@ -48,9 +48,7 @@ GRID = Grid("pipeline", (Case("traffic and compute", Layer(256, 256, 2048)), Cas
 class Step:
     """Forward and backward in so many chunks."""
 
-    def __init__(
-        self, layer: Layer, lanes: Lanes, forward: int, backward: int, links: Links = "paper", late_dw: int = 0
-    ) -> None:
+    def __init__(self, layer: Layer, lanes: Lanes, forward: int, backward: int, links: Links = "paper") -> None:
         world, nodes = dist.get_world_size(), self.num_nodes()
         ep, esp = nodes, world // nodes
         groups = make_groups(ep, esp)
@@ -61,7 +59,7 @@ class Step:
         self.experts = ExpertSet([expert])
         plans = (
             PhasePlan(BlockPlan(forward, links), groups.planned, backward=False),
-            PhasePlan(BlockPlan(backward, links, late_dw), groups.planned, backward=True),
+            PhasePlan(BlockPlan(backward, links), groups.planned, backward=True),
         )
         self.pipeline = Pipeline(lanes, Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group), *plans)
         self.num_experts, self.capacity = ep, layer.C
@@ -90,7 +88,6 @@ def main() -> None:
         Variant("2 chunks, two links", made(lanes, 2, 2, "paper")),
         Variant("4 chunks, two links", made(lanes, 4, 4, "paper")),
         Variant("4 chunks, reduce first", made(lanes, 4, 4, "reduce_first")),
-        Variant("2 and 4, late dW", made(lanes, 2, 4, "reduce_first", 2)),
     )
     run_grid(GRID, variants, "one after another", Effort(blocks=args.blocks, steps=2), results=args.results)
     lanes.close()

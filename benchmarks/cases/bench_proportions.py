@@ -42,8 +42,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     EXPERT_GRAD,
     GATHER,
     GRAD,
@@ -60,7 +58,7 @@ KAPPAS = (0.0, 0.45)
 PART_OF_KIND = {
     **dict.fromkeys((A2A_IN, A2A_OUT), "all_to_all"),
     **dict.fromkeys((GATHER, REDUCE, MP_GATHER, MP_REDUCE), "ag_rs"),
-    **dict.fromkeys((EXPERT, EXPERT_DX, EXPERT_DW), "experts"),
+    EXPERT: "experts",
     **dict.fromkeys((GRAD, EXPERT_GRAD), "gradients"),
 }
 PART_OF_COLUMN = {"a2a": "all_to_all", "all_gather": "ag_rs", "reduce_scatter": "ag_rs", "experts": "experts"}

@@ -6,9 +6,7 @@ is simulated with the numbers of a cluster's file, eight like layers of a model'
 and compared with ``best`` of the all-to-all that is faster with whole micro-batches. Rows go to ``split_plan.csv``:
 
 - ``carried``: a half goes straight on from one layer to the next, which is what is run;
-- ``within``: both halves are waited for at every layer's end;
-- ``at_once``, ``behind``, ``next``: carried, with weight gradients in one piece with the others, behind each half's
-  run of the layer, or in the next layer while tokens are on their way there.
+- ``within``: both halves are waited for at every layer's end.
 
 ``--quick`` simulates one model on one cluster, says so in the rows, and is no result to quote.
 """
@@ -29,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.simulations.layouts import cluster_of, crossings_of, dtype_bytes_of, model_of
-from ds_fsmoe.planning.block import BlockPlan, Slice
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.crossings import crosses_once
 from ds_fsmoe.planning.groups import Groups
@@ -40,7 +37,6 @@ from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of, plan_by_name
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.schedule import EXPERT_GRAD
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
 
 FILE = "split_plan.csv"
@@ -116,18 +112,12 @@ class Row:
     """Of ``best`` with the faster all-to-all, with which all are compared."""
     carried_ms: float
     within_ms: float
-    at_once_ms: float
-    behind_ms: float
-    next_ms: float
     carried: float
     """How many times as fast as the baseline; above 1 is a gain. So are the next."""
     within: float
-    next_over_carried: float
-    """What weight gradients in the next layer give over the better of the two others."""
     forward_chunks: int
     """Of a half, carried."""
     backward_chunks: int
-    late_dw: int
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -149,14 +139,13 @@ def rows_of(case: Case) -> list[Row]:
     baseline_ms = min(times["best"] for _, times, _ in found)
     rows = []
     for alltoall, times, plan in found:
-        behind = min(times["at_once"], times["behind"])
         rows.append(
             Row(
                 *(case.model, case.cluster, case.nodes, case.ranks_per_node, groups.ep, groups.esp, groups.mp),
                 *(case.gradients, case.halves, alltoall, times["best"], baseline_ms),
-                *(times[name] for name in ("carried", "within", "at_once", "behind", "next")),
-                *(baseline_ms / times["carried"], baseline_ms / times["within"], behind / times["next"]),
-                *(plan.forward[0].degree, plan.backward[0].degree, plan.backward[0].late_dw),
+                *(times[name] for name in ("carried", "within")),
+                *(baseline_ms / times["carried"], baseline_ms / times["within"]),
+                *(plan.forward[0].degree, plan.backward[0].degree),
             )
         )
     return rows
@@ -174,31 +163,7 @@ def _times(case: Case, cluster: Cluster, groups: Groups, alltoall: AllToAll) -> 
     assert within is not None
     times = {"best": planner.step_ms(plan_by_name(planner, BEST, layers))}
     times |= {"carried": planner.step_ms(carried), "within": planner.step_ms(within)}
-    # Gradients of experts that come in the next layer are sent there, and may be in the others, too.
-    for name, is_late in (("at_once", False), ("behind", True)):
-        plans = [_with_late(each, is_late) for each in (carried, _sent_in_next(carried))]
-        times[name] = min(map(planner.step_ms, plans))
-    in_next = _with_late(_sent_in_next(carried), True)
-    times["next"] = planner.step_ms(replace(in_next, turns=replace(turns, late_in_next=True)))
     return times, carried
-
-
-def _with_late(plan: ModelPlan, is_late: bool) -> ModelPlan:
-    """Return the plan with all weight gradients behind the others, or none."""
-    backward = (replace(each, late_dw=each.degree if is_late else 0) for each in plan.backward)
-    return replace(plan, backward=tuple(backward))
-
-
-def _sent_in_next(plan: ModelPlan) -> ModelPlan:
-    """Return the plan with no gradients of a layer's experts sent before the next layer's experts run."""
-    backward: list[BlockPlan] = []
-    owed: tuple[Slice, ...] = ()
-    for index, each in enumerate(plan.backward):
-        young = tuple(one for one in each.dense_slices if one.kind == EXPERT_GRAD and one.newest_layer == index)
-        dense = tuple(one for one in each.dense_slices if one not in young)
-        backward.append(replace(each, moe_slices=(*owed, *each.moe_slices), dense_slices=dense))
-        owed = young
-    return replace(plan, backward=tuple(backward), tail=(*owed, *plan.tail))
 
 
 def main() -> int:

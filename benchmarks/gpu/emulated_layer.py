@@ -20,9 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.linears import add_gradients
-from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, manual_form
 from ds_fsmoe.components.expert_compute.row_call import SizedCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
@@ -31,8 +28,6 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     ATTENTION,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     ORDER,
     RESTORE,
     ROUTE,
@@ -45,12 +40,9 @@ from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, l
 BACK = "_BACK"
 """Behind the kind of what is computed in the backward."""
 EXPERT_BACK = EXPERT + BACK
-KINDS = (
-    *(kind + phase for phase in ("", BACK) for kind in (ATTENTION, ROUTE, ORDER, EXPERT, RESTORE)),
-    *(EXPERT_DX, EXPERT_DW),
-)
+KINDS = tuple(kind + phase for phase in ("", BACK) for kind in (ATTENTION, ROUTE, ORDER, EXPERT, RESTORE))
 """All that is computed."""
-CUT = (EXPERT, EXPERT_DX, EXPERT_DW, EXPERT_BACK)
+CUT = (EXPERT, EXPERT_BACK)
 """What is cut into chunks."""
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 Done = Callable[[], object]
@@ -64,17 +56,15 @@ def whole_tasks(shape: Shape, groups: Groups) -> Layer:
 
 def _phase(block: BlockWork, suffix: str) -> BlockWork:
     def one(work: Work) -> Work:
-        named = Lane.COMPUTE in work.lanes and work.kind not in (EXPERT_DX, EXPERT_DW)
-        return replace(work, kind=work.kind + suffix if named else work.kind, launches=1)
+        return replace(work, kind=work.kind + suffix if Lane.COMPUTE in work.lanes else work.kind, launches=1)
 
     def all_of(works: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(one(each) for each in works if each.kind != SOFTMAX)
 
     moe = block.moe
-    dx, dw = (None if each is None else one(each) for each in (moe.expert_dx, moe.expert_dw))
     links = (all_of(each) for each in (moe.enter, moe.gather))
     back = (all_of(each) for each in (moe.reduce, moe.leave))
-    return BlockWork(all_of(block.before), MoEWork(*links, one(moe.expert), *back, dx, dw), all_of(block.after))
+    return BlockWork(all_of(block.before), MoEWork(*links, one(moe.expert), *back), all_of(block.after))
 
 
 class Computation:
@@ -123,11 +113,8 @@ class Computation:
         self._done.clear()
 
     def _made(self, kind: str, amount: int) -> Done:
-        if kind in (EXPERT, EXPERT_BACK):
-            return self._experts_together(amount, kind == EXPERT_BACK)
         if kind in CUT:
-            body = {EXPERT_DX: self._expert_dx, EXPERT_DW: self._expert_dw}[kind]
-            return _without_grad(lambda: [body(index, amount) for index in range(self._local_e)])
+            return self._experts_together(amount, kind == EXPERT_BACK)
         made = {ATTENTION: self._attention, ROUTE: self._route, ORDER: self._order, RESTORE: self._restore}
         forward, inputs = made[kind.removesuffix(BACK)](amount)
         if not kind.endswith(BACK):
@@ -225,44 +212,9 @@ class Computation:
         call.forward(0, x_RM)
         return lambda: (call.backward(0, dy_RM), call.gradients())
 
-    @cached_property
-    def _experts(self) -> tuple[list[ManualExpert], GradientSums]:
-        modules = self._modules
-        forms = [form for each in modules if (form := manual_form(each)) is not None]
-        return forms, GradientSums([parameter for each in modules for parameter in each.parameters()])
-
-    @cached_property
-    def _rows(self) -> list[tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-        """Of each expert rows [R, M], a gradient of its results [R, M], and of each of its hidden layers what the
-        forward keeps and a gradient [R, H]."""
-        num_rows, hidden = self._amount[EXPERT], self.shape.H // self.groups.esp
-        found = []
-        for form in self._experts[0]:
-            x_RM, dy_RM = self._randn(num_rows, self.shape.M), self._randn(num_rows, self.shape.M)
-            kept, deltas = (tuple(self._randn(num_rows, hidden) for _ in form.up) for _ in range(2))
-            found.append((x_RM, dy_RM, kept, deltas))
-        return found
-
-    def _expert_dx(self, index: int, rows: int) -> torch.Tensor:
-        form = self._experts[0][index]
-        _, dy_RM, kept, _ = self._rows[index]
-        deltas, _ = form.backward_hidden(dy_RM[:rows] @ form.down.weight, tuple(each[:rows] for each in kept))
-        dx_RM = deltas[0] @ form.up[0].weight
-        for up, delta_RH in zip(form.up[1:], deltas[1:], strict=True):
-            dx_RM += delta_RH @ up.weight
-        return dx_RM
-
-    def _expert_dw(self, index: int, rows: int) -> None:
-        form, sums = self._experts[0][index], self._experts[1]
-        x_RM, dy_RM, kept, deltas = self._rows[index]
-        add_gradients(sums, form.down, dy_RM[:rows], form.hidden(tuple(each[:rows] for each in kept)))
-        for up, delta_RH in zip(form.up, deltas, strict=True):
-            add_gradients(sums, up, delta_RH[:rows], x_RM[:rows])
-
 
 def _works(block: BlockWork) -> list[Work]:
-    parts = (block.moe.expert, block.moe.expert_dx, block.moe.expert_dw)
-    return [*block.before, *(each for each in parts if each is not None), *block.after]
+    return [*block.before, block.moe.expert, *block.after]
 
 
 def _without_grad(work: Done) -> Done:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.gpu.emulated_layer import CUT, DTYPES, EXPERT_BACK, KINDS, Computation, whole_tasks
+from benchmarks.gpu.emulated_layer import CUT, DTYPES, KINDS, Computation, whole_tasks
 from benchmarks.gpu.emulated_links import modern_node
 from benchmarks.simulations.paper import steady_state
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms
@@ -22,7 +22,7 @@ from ds_fsmoe.planning.cost import Fit, LinearCost, fit
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import Planner, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.schedule import EXPERT_DW, EXPERT_DX, HOLD, Schedule
+from ds_fsmoe.planning.schedule import HOLD, Schedule
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape, kind_costs
 
@@ -95,12 +95,11 @@ def time_computation(computation: Computation, delay: Delay, go_on: Callable[[],
         delay: of its device.
         go_on: whether there is time for another round, when there have been enough.
     """
-    kinds = [kind for kind in KINDS if kind != EXPERT_BACK]
-    parts = [(kind, *computation.of(kind, s)) for kind in kinds for s in (CUT_SHARES if kind in CUT else WHOLE_SHARES)]
+    parts = [(kind, *computation.of(kind, s)) for kind in KINDS for s in (CUT_SHARES if kind in CUT else WHOLE_SHARES)]
     rounds: list[list[float]] = []
     while len(rounds) <= FEWEST_ROUNDS or (len(rounds) <= MOST_ROUNDS and go_on()):
         rounds.append([elapsed_ms(delay.device, done, lambda: delay(AHEAD_MS), delay.host) for _, _, done in parts])
-    found: Points = {kind: ([], []) for kind in kinds}
+    found: Points = {kind: ([], []) for kind in KINDS}
     # The first round loads kernels.
     for (kind, size, _), times_ms in zip(parts, zip(*rounds[1:], strict=True), strict=True):
         found[kind][0].append(size)
@@ -135,11 +134,7 @@ class Lines:
     def costs(self, configuration: Configuration) -> dict[str, LinearCost]:
         """Kind -> what it costs to compute."""
         fits = self.own.get(configuration.widths) or self.pooled[configuration.shape.dtype_bytes]
-        costs = {kind: each.cost for kind, each in fits.items() if isinstance(each.cost, LinearCost)}
-        # The sum of its parts, of half the size each: timed apart from them, it would differ by the noise of the clock.
-        dx, dw = costs[EXPERT_DX], costs[EXPERT_DW]
-        costs[EXPERT_BACK] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
-        return costs
+        return {kind: each.cost for kind, each in fits.items() if isinstance(each.cost, LinearCost)}
 
     def named(self) -> list[tuple[str, str, Fit]]:
         """What was timed, kind, line."""
@@ -169,11 +164,10 @@ def of_phase(phase: str, pair: Sequence[Any]) -> list[Any]:
 
 
 def _plan_text(block: BlockPlan) -> str:
-    late = f", {block.late_dw} dW late" if block.late_dw else ""
     slices = ""
     if block.moe_slices or block.dense_slices:
         slices = f", {len(block.moe_slices)} + {len(block.dense_slices)} slices"
-    return f"{block.degree} {block.links}{late}{slices}"
+    return f"{block.degree} {block.links}{slices}"
 
 
 def link_costs(configuration: Configuration) -> Mapping[str, LinearCost]:

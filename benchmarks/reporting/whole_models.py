@@ -202,7 +202,7 @@ _SHARED = ("chunks", "gradients in windows")
 _OF_ROWS = ("once per node", "halves")
 """Those that only layers with rows have."""
 _WAYS = (
-    *("a number per phase", "both links at once", "weight gradients later", "gradients in two levels"),
+    *("a number per phase", "both links at once", "gradients in two levels"),
     "parameters under the forward",
 )
 """Those that are ways in which others are done, so never alone."""

@@ -214,10 +214,10 @@ def _layer(facts: Mapping[str, Any], now: LayerPlan) -> LayerPlan:
 def _block(facts: Mapping[str, Any]) -> BlockPlan:
     if facts["moe_slices"] or facts["dense_slices"]:
         raise ValueError("slices of gradients in the plan of a layer that is run")
-    degree, late_dw = _degree(facts), facts["late_dw"]
-    if type(degree) is not int or type(late_dw) is not int or not 0 <= late_dw <= degree:
-        raise ValueError(f"late_dw = {late_dw!r}: must be a number of chunks, of which there are {degree!r}")
-    return BlockPlan(degree, facts["links"], late_dw)
+    degree = _degree(facts)
+    if type(degree) is not int:
+        raise ValueError(f"degree = {degree!r}: must be a number of chunks")
+    return BlockPlan(degree, facts["links"])  # 0.2.0 also wrote late_dw, weight gradients that were put off
 
 
 def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:

@@ -79,7 +79,7 @@ def saved_bytes(
 def _of_stacked(experts: StackedExperts, sizes: CallSizes, recompute: bool) -> SavedBytes:
     num_rows = sizes.num_ranks * experts.num_experts * sizes.capacity
     rows, hidden = (num_rows * each * sizes.dtype.itemsize for each in experts.kept_of_a_row(recompute))
-    is_graph = not experts.splits and sizes.same_cuts and not recompute
+    is_graph = experts.own_forward is not None and sizes.same_cuts and not recompute
     return SavedBytes(rows, hidden, 0, experts.num_experts if is_graph else 0)
 
 

@@ -71,10 +71,7 @@ def _print_run(found: Calibrated) -> dict[str, Any]:
 
 def _as_data(ran: Ran) -> dict[str, Any]:
     return {
-        "layers": [
-            [{"degree": each.degree, "order": each.links, "late_dw": each.late_dw} for each in pair]
-            for pair in ran.orders
-        ],
+        "layers": [[{"degree": each.degree, "order": each.links} for each in pair] for pair in ran.orders],
         "alltoalls": list(ran.alltoalls),
     }
 
@@ -82,10 +79,9 @@ def _as_data(ran: Ran) -> dict[str, Any]:
 def _how(ran: Ran) -> str:
     """Say in a few words how layers are run; the first one, where they differ."""
     forward, backward = ran.orders[0]
-    late = f", {backward.late_dw} late dW" if backward.late_dw else ""
     orders = forward.links if forward.links == backward.links else f"{forward.links}/{backward.links}"
     differ = " (first layer)" if len(set(zip(ran.orders, ran.alltoalls, strict=True))) > 1 else ""
-    return f"{forward.degree} and {backward.degree} chunks, {orders}{late}, {ran.alltoalls[0]}{differ}"
+    return f"{forward.degree} and {backward.degree} chunks, {orders}, {ran.alltoalls[0]}{differ}"
 
 
 def _cells(found: Calibrated, name: str, prediction: Prediction, note: str = "") -> tuple[str, ...]:

@@ -140,11 +140,9 @@ def _turns(found: Report, job: dict[str, Any], kind: str) -> Turns:
 
 
 def _chunks(plan: ModelPlan) -> tuple[str, str]:
-    """Return the numbers of chunks of the layers, forward and backward, with the weight gradients that are late."""
+    """Return the numbers of chunks of the layers, forward and backward."""
 
     def of(degrees: list[int]) -> str:
         return " or ".join(map(str, sorted(set(degrees))))
 
-    late = any(each.late_dw for each in plan.backward)
-    backward = of([each.degree for each in plan.backward])
-    return of([each.degree for each in plan.forward]), f"{backward}{', late weight gradients' if late else ''}"
+    return of([each.degree for each in plan.forward]), of([each.degree for each in plan.backward])

@@ -61,9 +61,8 @@ class ExpertBase(nn.Module):
     def written(self) -> ManualExpert | None:
         """The same computation with its gradients by hand, or ``None``: then autograd differentiates it.
 
-        It is used in place of ``do_experts`` while nothing hooks this module, and it is what lets weight gradients be
-        computed later than those of the rows, and the expert be sharded. A subclass that defines ``do_experts`` or
-        ``forward`` anew is not taken at its parent's word.
+        It is used in place of ``do_experts`` while nothing hooks this module, and it is what lets the expert be
+        sharded. A subclass that defines ``do_experts`` or ``forward`` anew is not taken at its parent's word.
         """
         return None
 

@@ -18,7 +18,7 @@ from ds_fsmoe.execution.pauses import Half
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.slot_chunks import SlotLayout
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRADIENT_TASKS, Task
+from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS
 
 if TYPE_CHECKING:
     from ds_fsmoe.execution.pipeline import Pipeline
@@ -31,10 +31,6 @@ class ExpertCall(Protocol):
     def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
 
     def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward_dx(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward_dw(self, start: int, stop: int) -> None: ...
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
@@ -57,16 +53,6 @@ class RowCall(Protocol):
         weights_R: torch.Tensor | None = None,
         gradients_R: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
-
-    def backward_dx(
-        self,
-        chunk: int,
-        dy_RM: torch.Tensor,
-        weights_R: torch.Tensor | None = None,
-        gradients_R: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-    def backward_dw(self, chunk: int) -> None: ...
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
@@ -300,15 +286,7 @@ class Call:
         phase = self._begin_phase("backward", dy_RM)
         window = self._window
         parcels = () if window is None else window.open(self._pipeline.label)
-
-        def expert_dw(task: Task) -> None:
-            self.experts.backward_dw(*phase.place(task.chunk))
-
-        bodies = {
-            EXPERT: phase.compute(self.experts.backward),
-            EXPERT_DX: phase.compute(self.experts.backward_dx),
-            EXPERT_DW: expert_dw,
-        }
+        bodies = {EXPERT: phase.compute(self.experts.backward)}
         for kind in GRADIENT_TASKS if parcels else ():
             bodies[kind] = lambda task: window.send(parcels[task.chunk], task.kind)
         slices = tuple(map(window.tasks, parcels)) if parcels else ()

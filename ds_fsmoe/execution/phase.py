@@ -39,8 +39,6 @@ class Chunks(Protocol):
 
     count: int
 
-    def place(self, chunk: int) -> tuple[int, ...]: ...
-
     def read(self, chunk: int) -> torch.Tensor: ...
 
     def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None: ...
@@ -136,16 +134,12 @@ class Phase:
         return self._chunks.result()
 
     def compute(self, body: Callable[..., torch.Tensor]) -> Body:
-        """Return the task body that calls ``body(*place, rows)``, where the place is what :meth:`place` returns."""
+        """Return the task body that calls ``body(*place, rows)``, where the place is the experts' name of a chunk."""
 
         def work(task: Task) -> None:
             self._keep(task.chunk, self._chunks.compute(body, task.chunk, self._arrived(task.chunk)))
 
         return work
-
-    def place(self, chunk: int) -> tuple[int, ...]:
-        """Return how the experts name a chunk."""
-        return self._chunks.place(chunk)
 
     def _dispatch(self, task: Task) -> None:
         self._all_to_all_in(task.chunk)

@@ -82,10 +82,6 @@ class RowChunks:
         self._rows_RM = rows_RM.contiguous() if order is None else rows_RM.index_select(0, order)
         self._result_RM: torch.Tensor | None = None
 
-    def place(self, chunk: int) -> tuple[int]:
-        """Return the chunk."""
-        return (chunk,)
-
     def read(self, chunk: int) -> torch.Tensor:
         """Return the rows that are sent, those for the first expert first."""
         return self._rows_RM[self._sizes.starts[chunk] : self._sizes.starts[chunk + 1]]

@@ -80,10 +80,6 @@ class SlotChunks:
     def _chunked(self, rows_RM: torch.Tensor) -> ChunkedRows:
         return ChunkedRows(rows_RM, self._num_experts, self._layout)
 
-    def place(self, chunk: int) -> tuple[int, int]:
-        """Return the [start, stop) of the capacity."""
-        return self._cuts[chunk]
-
     def read(self, chunk: int) -> torch.Tensor:
         """Return [E, c, M]."""
         return self._source.read(*self._cuts[chunk])

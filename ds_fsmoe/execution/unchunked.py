@@ -22,13 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.execution.lanes import Body, Observer
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRADIENT_TASKS, Schedule, Task
+from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS, Schedule, Task
 
 if TYPE_CHECKING:
     from ds_fsmoe.execution.call import Layout
     from ds_fsmoe.execution.pipeline import Pipeline
-
-_COMPUTATIONS = (EXPERT, EXPERT_DX, EXPERT_DW)
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class _Half:
 @functools.lru_cache(maxsize=256)
 def _split(schedule: Schedule) -> tuple[_Half, tuple[int, ...], _Half]:
     """Return (the part before the experts, the indices of the experts' tasks, the part after the experts)."""
-    experts = tuple(index for index, task in enumerate(schedule.tasks) if task.kind in _COMPUTATIONS)
+    experts = tuple(index for index, task in enumerate(schedule.tasks) if task.kind == EXPERT)
     before = range(experts[0])
     after = [index for index in range(experts[0], len(schedule.tasks)) if index not in experts]
     return _half(schedule, before), experts, _half(schedule, after)

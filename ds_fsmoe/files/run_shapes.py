@@ -60,7 +60,6 @@ _CHOICE = {
     "degree": is_whole,
     "asked": or_none(is_whole),
     "order": is_text,
-    "late_dw": is_whole,
     "predicted_ms": is_number,
     "runner_up": lambda value: value is None or is_whole(value) or is_text(value),
     "runner_up_ms": or_none(is_number),

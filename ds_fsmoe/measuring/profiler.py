@@ -30,8 +30,6 @@ from ds_fsmoe.planning.measured import (
     BACKWARD,
     BACKWARD_ANEW,
     BETWEEN_NODES,
-    DW,
-    DX,
     FORWARD,
     IN_NODES,
     REDUCE_SCATTER,
@@ -62,7 +60,8 @@ class Subject:
     """The number of this rank's experts, e."""
     num_weights: int
     """The number of elements of this rank's expert matrices; at least 1."""
-    splits: bool
+    is_written: bool
+    """Whether all experts are computed by written-out forms: these need nothing that depends on the forward's cuts."""
     recompute: bool
     sizes: CallSizes
     surroundings: Callable[[], AbstractContextManager]
@@ -90,9 +89,7 @@ class Subject:
     @property
     def computations(self) -> tuple[str, ...]:
         """The computations that its experts do."""
-        if self.splits:
-            return FORWARD, BACKWARD, DX, DW
-        return (FORWARD, BACKWARD) if self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
+        return (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
 
     @property
     def measured_capacity(self) -> int:
@@ -202,13 +199,10 @@ class _Computations:
         flops = 2.0 * collectives.num_exchanging * collectives.num_sharing * self._subject.num_weights
         backward = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy))
         anew = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy), same_cuts=False)
-        dx = self._after_forward(lambda call, slots, dy: lambda: call.backward_dx(0, slots, dy))
         return {
             FORWARD: (self._forward, flops),
             BACKWARD: (backward, 2 * flops),
             BACKWARD_ANEW: (anew, 2 * flops),
-            DX: (dx, flops),
-            DW: (self._after_forward(_after_dx), flops),
         }
 
     def _arrived(self, slots: int) -> torch.Tensor:
@@ -235,11 +229,6 @@ class _Computations:
             return body(call, slots, torch.randn_like(y_NecM))
 
         return prepare
-
-
-def _after_dx(call: ExpertCall, slots: int, dy_NecM: torch.Tensor) -> _Work:
-    call.backward_dx(0, slots, dy_NecM)
-    return lambda: call.backward_dw(0, slots)
 
 
 def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules for one layer and for a sequence of layers: the orders of the paper's figure 3, and two more.
+"""Schedules for one layer and for a sequence of layers: the orders of the paper's figure 3, and one more.
 
 A block has two windows for gradient slices: one inside its MoE part, right after the last incoming tokens, and
 one beside the rest of the layer (attention and its collectives). Slices in a window run while the lanes are otherwise
@@ -49,8 +49,6 @@ class BlockPlan:
     """The traffic of the MoE part: all in one stream; on separate links, with all gathers before all reduces; or with
     each reduce ahead of the gather two chunks later. In halves that take turns the last is: with the reduces of the
     half that is first ahead of the gathers of the other."""
-    late_dw: int = 0
-    """The number of last chunks whose expert weight gradients wait until all input gradients have been sent."""
     moe_slices: tuple[Slice, ...] = ()
     dense_slices: tuple[Slice, ...] = ()
 
@@ -106,19 +104,11 @@ def add_block(
         last = (add_work(draft, each, layer, last),)
     part = MoEPart(draft, work.moe, plan, layer, (*last, *moe_after))
     last = part.whole(passed)
-    is_late = part.puts_off
-    part.late()
     passed.experts[layer] = tuple(part.weights_done)
-    # A run of the MoE part is over when all its lanes are: the rest of the layer waits for weight gradients, too.
-    if is_late:
-        last = tuple(dict.fromkeys((*last, *part.weights_done)))
     last = add_after(draft, work.after, plan, layer, last, passed)
     if last:
         passed.layer[layer] = last
     return last
-
-
-_Late = list[tuple[int, tuple[int, ...]]]
 
 
 class MoEPart:
@@ -147,8 +137,6 @@ class MoEPart:
         self._at: list[tuple[int, ...]] = [after] * plan.degree  # chunk -> the tasks that its next one waits for
         self.weights_done: list[int] = []
         """The tasks that make weight gradients."""
-        self._late: _Late = []
-        self._late_from = plan.degree - (plan.late_dw if moe.expert_dw is not None else 0)
         # Where nothing leaves the node there is one link anyhow.
         self._stream = Lane.INTER if any(Lane.INTER in each.lanes for each in moe.collectives) else None
         # Of an all-to-all in two steps the one inside the node comes a chunk ahead of the gather on the way in, and a
@@ -160,7 +148,7 @@ class MoEPart:
         self._to_gather: tuple[Work, ...] = ()
 
     def whole(self, passed: Passed) -> tuple[int, ...]:
-        """Append all but late weight gradients. Return the tasks that the next part waits for.
+        """Append all of it. Return the tasks that the next part waits for.
 
         Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
         """
@@ -179,18 +167,6 @@ class MoEPart:
     def rest(self, passed: Passed) -> tuple[int, ...]:
         """Append what is left after :meth:`enter`, with all reduces behind all gathers."""
         return self._run(passed, is_here=True)
-
-    def late(self) -> None:
-        """Append the weight gradients that were put off."""
-        for chunk, inputs in self._late:
-            assert self.moe.expert_dw is not None
-            self.weights_done.append(self._add(self.moe.expert_dw, chunk, inputs))
-        self._late = []
-
-    @property
-    def puts_off(self) -> bool:
-        """Return whether weight gradients have been put off and are still to come."""
-        return bool(self._late)
 
     def _run(self, passed: Passed, is_here: bool) -> tuple[int, ...]:
         draft, moe, plan, layer = self.draft, self.moe, self.plan, self.layer
@@ -213,7 +189,8 @@ class MoEPart:
                 summed = _add_slices(draft, plan.moe_slices, layer, passed, scattered=scattered)
             if reduce_ahead and chunk >= 1:
                 self._step(chunk - 1, moe.reduce)
-            self._experts(chunk)
+            self._step(chunk, (moe.expert,))
+            self.weights_done.extend(self._at[chunk])
         for chunk in range(plan.degree):
             if not reduce_ahead or chunk == plan.degree - 1:
                 self._step(chunk, moe.reduce)
@@ -235,15 +212,6 @@ class MoEPart:
             self._step(chunk + 1, self._inside)
         if gathers:
             self._step(chunk, self.moe.gather)
-
-    def _experts(self, chunk: int) -> None:
-        if chunk >= self._late_from:
-            assert self.moe.expert_dx is not None
-            self._late.append((chunk, self._at[chunk]))
-            self._step(chunk, (self.moe.expert_dx,))
-        else:
-            self._step(chunk, (self.moe.expert,))
-            self.weights_done.extend(self._at[chunk])
 
     def _step(self, chunk: int, works: Iterable[Work]) -> None:
         for each in works:

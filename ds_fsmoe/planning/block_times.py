@@ -29,11 +29,10 @@ class Order:
 
     degree: int
     links: Links = "paper"
-    late_dw: int = 0
 
     def plan(self, moe_slices: tuple[Slice, ...] = (), dense_slices: tuple[Slice, ...] = ()) -> BlockPlan:
         """Return the same plan with the gradient slices that are sent during it."""
-        return BlockPlan(self.degree, self.links, self.late_dw, moe_slices, dense_slices)
+        return BlockPlan(self.degree, self.links, moe_slices, dense_slices)
 
 
 _ORDERS: Mapping[Links, str] = {
@@ -43,10 +42,9 @@ _ORDERS: Mapping[Links, str] = {
 }
 
 
-def order_words(degree: int, links: Links, late_dw: int = 0) -> str:
+def order_words(degree: int, links: Links) -> str:
     """Say in which order the tasks of a layer run: the same words in the log and on the page of a run."""
-    order = "one after another" if degree == 1 else _ORDERS.get(links, links)
-    return f"{order}, {late_dw} late dW" if late_dw else order
+    return "one after another" if degree == 1 else _ORDERS.get(links, links)
 
 
 class BlockTimes:
@@ -103,7 +101,7 @@ class BlockTimes:
         """Return whether the closed form covers this order, so that no simulation is needed."""
         capacity = self.work.moe.capacity
         is_even = not capacity or capacity % order.degree == 0
-        return self._ideal and is_even and not order.late_dw and (order.links != "reduce_first" or order.degree < 2)
+        return self._ideal and is_even and (order.links != "reduce_first" or order.degree < 2)
 
     def phase(self, links: Links = "paper", grad_ms: float = 0.0) -> Phase:
         """The MoE part in the terms of the closed form."""
@@ -239,7 +237,7 @@ def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]
 
 def _cut(moe: MoEWork) -> list[Work]:
     """Return every operation that is cut."""
-    return [*moe.enter, *moe.gather, *moe.computations, *moe.reduce, *moe.leave]
+    return [*moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave]
 
 
 def _works(block: BlockWork) -> list[tuple[Work, bool]]:
@@ -257,8 +255,7 @@ _Form = tuple[tuple[tuple[tuple[Lane, ...], int], ...], ...]
 def _form(block: BlockWork) -> _Form:
     """Return what determines the order of a block: the lanes of its operations and their launches."""
     moe = block.moe
-    split = tuple(each for each in (moe.expert_dx, moe.expert_dw) if each is not None)
-    parts = (block.before, moe.enter, moe.gather, (moe.expert,), split, moe.reduce, moe.leave, block.after)
+    parts = (block.before, moe.enter, moe.gather, (moe.expert,), moe.reduce, moe.leave, block.after)
     return tuple(tuple((each.lanes, each.launches) for each in part) for part in parts)
 
 
@@ -270,8 +267,8 @@ def _template(
     them, those that are cut chunk by chunk, then zero, the MoE window's slice and the other window's slice."""
     names = iter(range(sum(map(len, form))))
     parts = [tuple(Work(str(next(names)), lanes, 0.0, launches) for lanes, launches in part) for part in form]
-    before, enter, gather, (expert,), split, reduce, leave, after = parts
-    moe = MoEWork(enter, gather, expert, reduce, leave, *split)
+    before, enter, gather, (expert,), reduce, leave, after = parts
+    moe = MoEWork(enter, gather, expert, reduce, leave)
     works, first = [], 0
     block = BlockWork(before, moe, after)
     starts: dict[str, int] = {}

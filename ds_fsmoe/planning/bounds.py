@@ -42,30 +42,17 @@ def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
 
     degree = max_degree if moe.capacity is None else min(max_degree, moe.capacity)
     shares = chunk_shares(moe.capacity, degree)
-    experts_ms = _experts_ms(moe, costs)
-    needed = moe.expert
-    if moe.expert_dx is not None and moe.expert_dw is not None:
-        needed = moe.expert_dx
-    way = [*moe.enter, *moe.gather, needed, *moe.reduce, *moe.leave]
+    way = [*moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave]
     bound_ms = sum_ms(way, max(shares))
     for lane in Lane:
         mine = [place for place, each in enumerate(way) if each.lanes[0] is lane]
         if not mine:
             continue
-        own_ms = experts_ms if lane is Lane.COMPUTE else sum(_whole_ms(way[place], costs) for place in mine)
+        own_ms = sum(_whole_ms(way[place], costs) for place in mine)
         head_ms = sum_ms(way[: mine[0]], min(shares))
-        # Weight gradients may come when all tokens have left.
-        tail_ms = 0.0 if needed is moe.expert_dx and lane is Lane.COMPUTE else sum_ms(way[mine[-1] + 1 :], min(shares))
+        tail_ms = sum_ms(way[mine[-1] + 1 :], min(shares))
         bound_ms = max(bound_ms, head_ms + own_ms + tail_ms)
     return bound_ms
-
-
-def _experts_ms(moe: MoEWork, costs: Mapping[str, Cost]) -> float:
-    """Return the least time of the experts, their weight gradients being made with the others or alone."""
-    whole_ms = _whole_ms(moe.expert, costs)
-    if moe.expert_dx is None or moe.expert_dw is None:
-        return whole_ms
-    return min(whole_ms, sum(_whole_ms(each, costs) for each in (moe.expert_dx, moe.expert_dw)))
 
 
 def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
@@ -137,7 +124,7 @@ def busiest_ms(
         found = dict.fromkeys(Lane, 0.0)
         for each in (*work.before, *work.moe.collectives, *work.after):
             found[each.lanes[0]] += _whole_ms(each, of_work)
-        found[Lane.COMPUTE] += _experts_ms(work.moe, of_work)
+        found[Lane.COMPUTE] += _whole_ms(work.moe.expert, of_work)
         return found
 
     totals = [dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)]

@@ -13,7 +13,7 @@ from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import EXPERT_DW, GRADIENT_TASKS, REST, Lane, Schedule, Task
+from ds_fsmoe.planning.schedule import GRADIENT_TASKS, REST, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.planning.workload import (
     ONCE_PER_NODE,
@@ -73,10 +73,8 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
     moe = (layer.backward if backward else layer.forward).moe
     # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
     rows = shape.capacity * groups.ep * groups.esp
+    times = 1 + backward
     flops, launches = 2 * rows * shape.num_weights, max(1, shape.num_products)
-
-    def expert(work: Work | None, times: int = 1) -> Work | None:
-        return work and replace(work, size=times * flops, launches=times * launches)
 
     way_in, way_out = shape.wires[::-1] if backward else shape.wires
     # Inside a node a token's copies go over the same wire; what is summed over shards of experts does not.
@@ -87,9 +85,7 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
         gather=_shared(moe.gather, way_in) if is_once else moe.gather,
         reduce=_shared(moe.reduce, way_out) if is_once else moe.reduce,
         leave=_shared(moe.leave, way_out),
-        expert=expert(moe.expert, 1 + backward),
-        expert_dx=expert(moe.expert_dx),
-        expert_dw=expert(moe.expert_dw),
+        expert=replace(moe.expert, size=times * flops, launches=times * launches),
         capacity=max(1, shape.capacity if shape.num_tokens is None else shape.num_tokens),
     )
 
@@ -119,26 +115,17 @@ def layer_of_call(
     blocks = []
     for backward, time_ms in zip((False, True), rest_ms, strict=True):
         moe = moe_work(groups, backward, shape, alltoall)
-        if EXPERT_DW not in costs.backward:
-            moe = replace(moe, expert_dx=None, expert_dw=None)
         if not costs.is_per_launch:
-            moe = _launched_once(moe)
+            moe = replace(moe, expert=replace(moe.expert, launches=1))
         rest = (Work(REST, (Lane.COMPUTE,), time_ms, launches=0),) if time_ms else ()
         blocks.append(BlockWork((), moe, rest))
     return Layer(blocks[0], blocks[1], gradients, costs=costs)
 
 
-def _launched_once(moe: MoEWork) -> MoEWork:
-    def once(work: Work | None) -> Work | None:
-        return work and replace(work, launches=1)
-
-    return replace(moe, expert=once(moe.expert), expert_dx=once(moe.expert_dx), expert_dw=once(moe.expert_dw))
-
-
 def sized(schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Schedule:
     """Return the same tasks in the same order, each with its size in a call."""
     moe = moe_work(plan.groups, plan.backward, shape, plan.alltoall)
-    work_of = {each.kind: each for each in (*moe.collectives, *moe.computations)}
+    work_of = {each.kind: each for each in (*moe.collectives, moe.expert)}
     shares = chunk_shares(moe.capacity, plan.block.degree)
 
     def with_size(task: Task) -> Task:

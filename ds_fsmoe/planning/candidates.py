@@ -7,15 +7,14 @@ the final choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.block import Links
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.gradients import Mode
-from ds_fsmoe.planning.halves_schedule import half_moe
 from ds_fsmoe.planning.plan import ModelPlan, Planner
-from ds_fsmoe.planning.plan_halves import halves_orders, plan_in_halves, run_in_halves
+from ds_fsmoe.planning.plan_halves import plan_in_halves, run_in_halves
 from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer
@@ -95,7 +94,7 @@ class Search:
         if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
             most = max(1, min((each for each in capacities if each is not None), default=0))
-            orders = [order for backward in (False, True) for order in self.space.orders(backward, False)]
+            orders = [order for backward in (False, True) for order in self.space.orders(backward)]
             open_degrees = {order.degree for order in orders}
             degrees = [each for each in TRIED_DEGREES if each in open_degrees and each <= most]
             found += [self.whole(self.space.with_degrees(each, each, self.links)) for each in degrees]
@@ -143,9 +142,9 @@ class Search:
 
     def refinements(self, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
         """Return neighbours of the fastest plan tried, which comes first: one that combines the fastest forward with
-        the fastest backward, plans where both defer more or fewer weight gradients, and where that may be, the fastest
-        with all gradients at once and with all at the end: what they cost a layer beside them is predicted from two
-        operations at a time, and not what they fill between others.
+        the fastest backward, and where that may be, the fastest with all gradients at once and with all at the end:
+        what they cost a layer beside them is predicted from two operations at a time, and not what they fill between
+        others.
 
         Args:
             kept: the fastest plan.
@@ -172,21 +171,8 @@ class Search:
                 return own[0].order, own[1].order
             return pair
 
-        def with_late(index: int, pair: _Orders, late_of: Callable[[int], int]) -> _Orders:
-            moe = self.options[index][kept.alltoalls[index]].backward.moe
-            wanted = replace(pair[1], late_dw=late_of(pair[1].degree))
-            ways: Sequence[Order]
-            if kept.in_halves:
-                ways = halves_orders(self.space.with_orders(None, None), half_moe(moe), True)
-            else:
-                ways = self.space.orders(True, moe.expert_dw is not None)
-            return (pair[0], wanted) if not self.uncut[index] and wanted in ways else pair
-
         count = range(len(self.options))
-        bases = [[_orders(kept, index) for index in count], [joined(index) for index in count]]
-        near = [*bases]
-        for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
-            near += [[with_late(index, pair, late_of) for index, pair in enumerate(base)] for base in bases]
+        near = [[_orders(kept, index) for index in count], [joined(index) for index in count]]
         found = _distinct([self._run_as(kept.alltoalls, orders, kept.in_halves) for orders in near])
         if self.may_send_anyhow and kept.has_gradients:
             found += [found[0].sending_at_once(), found[0].sending_at_the_end()]

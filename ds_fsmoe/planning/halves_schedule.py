@@ -28,8 +28,6 @@ class Turns:
     there."""
     is_carried: bool = True
     """Whether a half goes straight on from one layer to the next; else both are waited for at every layer's end."""
-    late_in_next: bool = False
-    """Whether weight gradients that are put off come in the next layer, when tokens are on their way there."""
 
     def share(self, work: Work, backward: bool, half: int) -> float:
         """Return the part of an operation between layers that a half has, counted in the order of the phase."""
@@ -63,11 +61,8 @@ def half_moe(moe: MoEWork) -> MoEWork:
     def of(works: Sequence[Work]) -> tuple[Work, ...]:
         return tuple(replace(each, size=each.size * share) for each in works)
 
-    def of_one(work: Work | None) -> Work | None:
-        return None if work is None else replace(work, size=work.size * share)
-
-    (expert,), split = of((moe.expert,)), (of_one(moe.expert_dx), of_one(moe.expert_dw))
-    return MoEWork(of(moe.enter), of(moe.gather), expert, of(moe.reduce), of(moe.leave), *split, capacity)
+    (expert,) = of((moe.expert,))
+    return MoEWork(of(moe.enter), of(moe.gather), expert, of(moe.reduce), of(moe.leave), capacity)
 
 
 def half_layer(layer: Layer) -> Layer:
@@ -120,7 +115,6 @@ class _Writer:
         self._draft, self._passed = Draft(), Passed()
         self._last: list[tuple[int, ...]] = [()] * NUM_HALVES
         self._behind: _Behind | None = None
-        self._owing: tuple[int, list[MoEPart]] | None = None
 
     def add(
         self, index: int, work: BlockWork, plan: BlockPlan, again: tuple[BlockWork, BlockPlan] | None = None
@@ -146,19 +140,13 @@ class _Writer:
             part = MoEPart(self._draft, moe, of_half, index, self._last[half], half * plan.degree)
             part.enter(gathers=not (half and plan.links == "reduce_first"))
             parts.append(part)
-        self._pay()
         for half, part in enumerate(parts):
             self._last[half] = part.rest(self._passed)
-            if not self._turns.late_in_next:
-                part.late()
-        self._owing = index, parts
-        if not self._turns.late_in_next:
-            self._pay()
+        self._passed.experts[index] = tuple(task for part in parts for task in part.weights_done)
         if self._turns.is_carried:
             self._behind = _Behind(index, work.after, plan)
         else:
-            waits_for = [task for part in parts if plan.late_dw for task in part.weights_done]
-            last = add_after(self._draft, work.after, plan, index, (*self._joined(), *waits_for), self._passed)
+            last = add_after(self._draft, work.after, plan, index, self._joined(), self._passed)
             self._passed.layer[index] = last
             self._last = [last] * NUM_HALVES
 
@@ -190,7 +178,6 @@ class _Writer:
     def _catch_up(self) -> None:
         for half in range(NUM_HALVES):
             self._go_on(half)
-        self._pay()
 
     def _go_on(self, half: int) -> None:
         """Append what a half has to do behind the layer before; the second one's has its gradients beside it."""
@@ -204,15 +191,6 @@ class _Writer:
         if half:
             self._passed.layer[behind.layer] = tuple(dict.fromkeys(behind.done))
             self._behind = None
-
-    def _pay(self) -> None:
-        """Append weight gradients that were put off, if there are any, and note that those of the layer exist."""
-        if self._owing is not None:
-            layer, parts = self._owing
-            for part in parts:
-                part.late()
-            self._passed.experts[layer] = tuple(task for part in parts for task in part.weights_done)
-            self._owing = None
 
     def _joined(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(task for last in self._last for task in last))

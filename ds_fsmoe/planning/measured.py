@@ -19,8 +19,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT_NODE,
     COLLECT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     EXPERT_GRAD,
     GATHER,
     GRAD,
@@ -41,7 +39,6 @@ IN_NODES, BETWEEN_NODES = "all-to-all inside nodes", "all-to-all between nodes"
 LINKS = (ALL_TO_ALL, IN_NODES, BETWEEN_NODES, ALL_GATHER, REDUCE_SCATTER)
 FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
-DX, DW = "experts dX", "experts dW"
 GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
 SCATTERED, GATHERED = "gradients added up inside nodes", "gradients gathered inside nodes"
 GATE, ORDER = "gate", "order and back"
@@ -147,13 +144,6 @@ class LayerProfile:
     def _costs(self, backward: bool, same_chunks: bool, issues_ahead: bool) -> dict[str, Cost]:
         at, names = self.operations, self._names(backward, same_chunks)
         found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
-        if EXPERT_DW in found:
-            # The sum of its parts, of half the size each: measured apart from them, it differs by the noise of the
-            # clock, and putting weight gradients off would seem to gain that.
-            dx, dw = at[DX].line, at[DW].line
-            assert isinstance(dx, LinearCost)
-            assert isinstance(dw, LinearCost)
-            found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
         task_ms = 0.0 if issues_ahead else self.task_ms
         # Slices of gradients are cut by a formula that knows lines only.
         found |= {kind: at[names[kind]].line for kind in GRADIENT_TASKS if kind in found}
@@ -166,8 +156,6 @@ class LayerProfile:
         at = self.operations
         names = {kind: name for kind, name in self._names(backward, same_chunks).items() if name in at}
         found = {kind: at[name].issue_ms for kind, name in names.items()}
-        if EXPERT_DW in found:
-            found[EXPERT] = found[EXPERT_DX] + found[EXPERT_DW]
         return {kind: self.task_ms + each_ms for kind, each_ms in found.items()}
 
     def _names(self, backward: bool, same_chunks: bool) -> dict[str, str]:
@@ -177,7 +165,7 @@ class LayerProfile:
         between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
         names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
         names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER, SPREAD: IN_NODES, COLLECT: IN_NODES}
-        names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
+        names[EXPERT] = anew if backward else FORWARD
         if backward:
             names |= {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}
         return names

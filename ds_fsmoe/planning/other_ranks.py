@@ -17,11 +17,11 @@ from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, HOLD, REST
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, HOLD, REST
 from ds_fsmoe.planning.timeline import HostCost
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
 
-_COMPUTED = (HOLD, REST, EXPERT, EXPERT_DX, EXPERT_DW)
+_COMPUTED = (HOLD, REST, EXPERT)
 _GRADIENT_BYTES = 1 << 20
 """The size at which collectives of gradients are compared."""
 

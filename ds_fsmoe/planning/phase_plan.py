@@ -78,7 +78,7 @@ class PhasePlan:
             for kind in tasks
             if kind in lanes
         )
-        block = BlockPlan(self.block.degree, links or self.block.links, self.block.late_dw, sent)
+        block = BlockPlan(self.block.degree, links or self.block.links, sent)
         return block_schedule(BlockWork((), moe, ()), block)
 
 

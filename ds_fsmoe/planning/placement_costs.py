@@ -31,8 +31,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT_NODE,
     COLLECT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     GATHER,
     REDUCE,
     SPREAD,
@@ -83,7 +81,7 @@ class Pressure:
 
 
 BALANCED = Pressure()
-_COMPUTE = (EXPERT, EXPERT_DX, EXPERT_DW, GATHER, REDUCE)
+_COMPUTE = (EXPERT, GATHER, REDUCE)
 _BETWEEN = (A2A_IN, A2A_OUT)
 _INSIDE = (A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT)
 

@@ -74,7 +74,7 @@ class Settings:
         if self.solver not in SOLVERS:
             raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
 
-    def space(self, schedule: str, without: Sequence[str] = ()) -> SearchSpace:
+    def space(self, schedule: str) -> SearchSpace:
         """Return what a schedule by name leaves open here.
 
         Raises:
@@ -86,7 +86,6 @@ class Settings:
             self.max_degree,
             shared_link=shared,
             min_gain=self.min_gain,
-            without=tuple(without),
             micro_op_bytes=self.micro_op_bytes,
         )
         return replace(found, solver=self.solver)
@@ -343,7 +342,7 @@ class Planner:
         orders = [alone.order]
         if space.asked[1] is None and not costs.uses_rng:
             most = moe.capacity or MAX_DEGREE
-            orders += [each for each in space.orders(True, moe.expert_dw is not None) if each.degree <= most]
+            orders += [each for each in space.orders(True) if each.degree <= most]
         orders = list(dict.fromkeys(orders))
         key = layer.backward, costs, tuple(orders), lanes
         if key in self._curves:

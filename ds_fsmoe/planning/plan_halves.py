@@ -159,24 +159,18 @@ class _Halves:
     turns: Turns
 
     def best(self) -> ModelPlan:
-        """Return the fastest: when gradients are sent first, then degrees, then late weight gradients and once more
-        when gradients are sent."""
-        of_phases = [
+        """Return the fastest: when gradients are sent first, then degrees, then once more when gradients are sent."""
+        forward, backward = (
             list(dict.fromkeys(order for each in self.open_orders for order in each[phase])) for phase in (0, 1)
-        ]
-        forward, prompt = ([each for each in orders if not each.late_dw] or orders for orders in of_phases)
-        base = min(self.bases, key=lambda each: self.planner.step_ms(self._plan(each, forward[0], prompt[0])))
+        )
+        base = min(self.bases, key=lambda each: self.planner.step_ms(self._plan(each, forward[0], backward[0])))
         if self.must_match:
-            pairs = [(a, b) for a in forward for b in prompt if (a.degree, a.links) == (b.degree, b.links)]
-            chosen = self._pick(base, pairs or [(forward[0], prompt[0])])
+            pairs = [(each, each) for each in forward if each in backward]
+            chosen = self._pick(base, pairs or [(forward[0], backward[0])])
         else:
-            chosen = self._pick(base, [(each, prompt[0]) for each in forward], of_phase=0)
-            chosen = self._pick(base, [(chosen[0], each) for each in prompt], of_phase=1)
-        late = [each for each in of_phases[1] if replace(each, late_dw=0) == replace(chosen[1], late_dw=0)]
-        # What is not faster is not put off.
-        put_off = [(chosen[0], each) for each in sorted(late, key=lambda each: each.late_dw)] or [chosen]
-        kept = self._pick(base, put_off, of_phase=1)
-        return min((self._plan(base, *kept) for base in self.bases), key=self.planner.step_ms)
+            chosen = self._pick(base, [(each, backward[0]) for each in forward], of_phase=0)
+            chosen = self._pick(base, [(chosen[0], each) for each in backward], of_phase=1)
+        return min((self._plan(base, *chosen) for base in self.bases), key=self.planner.step_ms)
 
     def _pick(
         self, base: ModelPlan, pairs: Sequence[tuple[Order, Order]], of_phase: int | None = None
@@ -198,8 +192,8 @@ def _nearest(wanted: Order, ways: Sequence[Order]) -> Order:
     """Return the order that is wanted, or of those that a layer allows the one with the most chunks up to as many."""
     if wanted in ways:
         return wanted
-    fewer = [each for each in ways if each.degree <= wanted.degree and each.late_dw <= wanted.late_dw]
-    return max(fewer, key=lambda each: (each.degree, each.links == wanted.links, each.late_dw), default=ways[0])
+    fewer = [each for each in ways if each.degree <= wanted.degree]
+    return max(fewer, key=lambda each: (each.degree, each.links == wanted.links), default=ways[0])
 
 
 def assembled(

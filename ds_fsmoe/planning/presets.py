@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named systems, as points among four switches that go together in any way.
+"""The named systems, as points among three switches that go together in any way.
 
 The sources are the paper's figure 3 and its section 6.1 (the systems compared), and for ``lina`` its own paper;
-``reduce_first`` and ``split_dw`` go beyond them. ``best`` is no point: it takes whichever is the fastest.
+``reduce_first`` goes beyond them. ``best`` is no point: it takes whichever is the fastest.
 """
 
 from __future__ import annotations
@@ -31,27 +31,15 @@ class Switches:
     gradients: Mode = "off"
     """Gradients: after the backward; beside the dense part of each layer; in slices of one size; in slices of one
     tensor, behind all-to-alls; in slices that fit."""
-    split_dw: bool = False
-    """Whether weight gradients of the experts may wait until the input gradients are on their way."""
 
-    def orders(self, max_degree: int, splits: bool) -> tuple[Order, ...]:
+    def orders(self, max_degree: int) -> tuple[Order, ...]:
         """Return every way to run a layer that these switches allow, smaller degrees first.
 
         Args:
             max_degree: the largest degree.
-            splits: whether there are weight gradients that can be put off.
         """
         degrees = (1,) if self.pipeline == "off" else range(1, max_degree + 1)
-        return tuple(
-            Order(degree, self.links, late)
-            for degree in degrees
-            for late in (late_choices(degree) if self.split_dw and splits else (0,))
-        )
-
-
-def late_choices(degree: int) -> tuple[int, ...]:
-    """Return how many weight gradients to defer: one, two or all; more choices gain nothing."""
-    return tuple(sorted({1, min(2, degree), degree}))
+        return tuple(Order(degree, self.links) for degree in degrees)
 
 
 def deepspeed() -> Switches:

@@ -23,8 +23,6 @@ from ds_fsmoe.planning.schedule import (
     DENSE,
     ELEMENTWISE,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     ORDER,
     RESTORE,
     ROUTE,
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.planning.workload import Shape
 
 _OPERATIONS = {
-    **dict.fromkeys((EXPERT, EXPERT_DX, EXPERT_DW, DENSE), "gemm"),
+    **dict.fromkeys((EXPERT, DENSE), "gemm"),
     ATTENTION: "attention",
     SOFTMAX: "softmax",
     ROUTE: "routing",

@@ -23,7 +23,7 @@ from ds_fsmoe.planning.model_text import describe
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
-from ds_fsmoe.planning.search import Choice, delayed
+from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
@@ -272,7 +272,7 @@ class Report:
 
 def order_text(block: BlockPlan) -> str:
     """Say in a few words in which order the tasks of a layer run."""
-    return _LINKS[block.links] + (f", {delayed(block.late_dw)}" if block.late_dw else "")
+    return _LINKS[block.links]
 
 
 def report(

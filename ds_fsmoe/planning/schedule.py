@@ -30,8 +30,6 @@ class Lane(StrEnum):
 A2A_IN = "A2A_IN"
 GATHER = "GATHER"
 EXPERT = "EXPERT"
-EXPERT_DX = "EXPERT_DX"
-EXPERT_DW = "EXPERT_DW"
 REDUCE = "REDUCE"
 A2A_OUT = "A2A_OUT"
 # A hierarchical all-to-all is two tasks: these are its part inside the node, the two above its part between nodes.

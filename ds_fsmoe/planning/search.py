@@ -17,7 +17,7 @@ from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
 from ds_fsmoe.planning.phase_times import PhaseTimes
-from ds_fsmoe.planning.presets import BEST, Switches, late_choices, preset
+from ds_fsmoe.planning.presets import BEST, Switches, preset
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import MoEWork
@@ -35,9 +35,9 @@ Degree = int | None
 class SearchSpace:
     """The choices that are allowed."""
 
-    orders: Callable[[bool, bool], Sequence[Order]]
-    """(backward, whether weight gradients can be put off) -> ways to run a layer, smaller degrees first; of the same
-    degree, the first wins where others are not faster."""
+    orders: Callable[[bool], Sequence[Order]]
+    """Whether the phase is the backward -> ways to run a layer, smaller degrees first; of the same degree, the first
+    wins where others are not faster."""
     common_degree: bool = False
     """Whether both phases must have the same degree."""
     min_gain: float = 0.0
@@ -54,7 +54,7 @@ class SearchSpace:
     def of_switches(cls, switches: Switches, max_degree: int, micro_op_bytes: int = MICRO_OP_BYTES) -> SearchSpace:
         """Return the choices that a system allows."""
         return cls(
-            lambda backward, splits: switches.orders(max_degree, backward and splits),
+            lambda _: switches.orders(max_degree),
             switches.pipeline in ("common", "by_bytes"),
             micro_op_bytes=micro_op_bytes if switches.pipeline == "by_bytes" else None,
         )
@@ -67,7 +67,6 @@ class SearchSpace:
         *,
         shared_link: bool = False,
         min_gain: float = MIN_GAIN,
-        without: Sequence[str] = (),
         micro_op_bytes: int = MICRO_OP_BYTES,
     ) -> SearchSpace:
         """Return the choices that a schedule by name allows.
@@ -77,13 +76,12 @@ class SearchSpace:
             max_degree: the largest degree to be considered.
             shared_link: whether both links are one wire, so that ``best`` takes them for one lane.
             min_gain: what ``best`` has to gain by cutting.
-            without: of "reduce_first" and "late_dw", what ``best`` is not to use.
             micro_op_bytes: of an all-to-all's micro-op, where degrees follow from it.
 
         Raises:
             ValueError: an unknown schedule.
         """
-        return _space(schedule, max_degree, shared_link, min_gain, tuple(without), micro_op_bytes)
+        return _space(schedule, max_degree, shared_link, min_gain, micro_op_bytes)
 
     @classmethod
     def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
@@ -92,7 +90,7 @@ class SearchSpace:
 
     def orders_of(self, moe: MoEWork, backward: bool) -> Sequence[Order]:
         """Return the ways to run a layer in a phase that its slots, and its bytes where they count, leave open."""
-        orders = self.orders(backward, backward and moe.expert_dw is not None)
+        orders = self.orders(backward)
         if self.micro_op_bytes is not None:
             degree = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))
             return [each for each in orders if each.degree == degree]
@@ -119,41 +117,32 @@ class SearchSpace:
 
 # Spaces are kept, so that equal ones are one: planners remember choices by them.
 @lru_cache(maxsize=1024)
-def _space(
-    schedule: str, max_degree: int, shared_link: bool, min_gain: float, without: tuple[str, ...], micro_op_bytes: int
-) -> SearchSpace:
+def _space(schedule: str, max_degree: int, shared_link: bool, min_gain: float, micro_op_bytes: int) -> SearchSpace:
     if schedule != BEST:
         return SearchSpace.of_switches(preset(schedule), max_degree, micro_op_bytes)
-    links = ("shared",) if shared_link else tuple(each for each in ORDERS if each not in without)
-    late = "late_dw" not in without
-    return SearchSpace(
-        lambda backward, splits: _open_orders(max_degree, links, backward and splits and late), min_gain=min_gain
-    )
+    links = ("shared",) if shared_link else ORDERS
+    return SearchSpace(lambda _: _open_orders(max_degree, links), min_gain=min_gain)
 
 
 @lru_cache(maxsize=1024)
 def _uncut(space: SearchSpace, links: Links) -> SearchSpace:
-    def orders(backward: bool, splits: bool) -> Sequence[Order]:
-        # As they are run: in one chunk, whose weight gradients are not put off.
-        orders = space.orders(backward, splits)
-        return [each for each in orders if each.degree == 1 and not each.late_dw] or [Order(1, links)]
+    def orders(backward: bool) -> Sequence[Order]:
+        return [each for each in space.orders(backward) if each.degree == 1] or [Order(1, links)]
 
     return replace(space, orders=orders, asked=(None, None), micro_op_bytes=None)
 
 
 @lru_cache(maxsize=1024)
 def _fixed(forward: Order, backward: Order) -> SearchSpace:
-    return SearchSpace(lambda is_backward, splits: (backward if is_backward else forward,))
+    return SearchSpace(lambda is_backward: (backward if is_backward else forward,))
 
 
 @lru_cache(maxsize=1024)
-def _open_orders(max_degree: int, links: tuple[Links, ...], may_put_off: bool) -> tuple[Order, ...]:
+def _open_orders(max_degree: int, links: tuple[Links, ...]) -> tuple[Order, ...]:
     # The first is stock's schedule; on lanes of their own, its collectives leave the other link to gradients.
-    first = Order(1, links[-1])
-    found = [first]
+    found = [Order(1, links[-1])]
     for degree in range(1, max_degree + 1):
-        late = (0, *late_choices(degree)) if may_put_off else (0,)
-        found += [Order(degree, order, each) for each in late for order in links if degree > 1 or order != "paper"]
+        found += [Order(degree, order) for order in links if degree > 1 or order != "paper"]
     return tuple(dict.fromkeys(found))
 
 
@@ -192,13 +181,12 @@ class Choice:
     def explain(self) -> str:
         """Say in one sentence what was chosen and why."""
         case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
-        late = f", {delayed(self.order.late_dw)}" if self.order.late_dw else ""
         runner = "no other number was allowed"
         if self.runner_up is not None and self.runner_up_ms is not None:
             margin = self.runner_up_ms / self.time_ms - 1.0 if self.time_ms else 0.0
             runner = f"{chunks_text(self.runner_up)} {'take' if self.runner_up > 1 else 'takes'} {margin:+.1%}"
         return (
-            f"{chunks_text(self.order.degree)}{late}: the MoE part takes {self.time_ms:.3f} ms, bound by the "
+            f"{chunks_text(self.order.degree)}: the MoE part takes {self.time_ms:.3f} ms, bound by the "
             f"{self.bottleneck}{case}; {runner}"
         )
 
@@ -206,11 +194,6 @@ class Choice:
 def chunks_text(number: int) -> str:
     """Say a number of chunks."""
     return f"{number} chunk{'s' * (number > 1)}"
-
-
-def delayed(number: int) -> str:
-    """Say of how many chunks the weight gradients are delayed."""
-    return f"weight gradients of {chunks_text(number)} delayed"
 
 
 class _Phase:
@@ -363,7 +346,7 @@ def _best_pair(forward: _Phase, backward: _Phase, min_gain: float, must_match: b
 
 
 def _case(times: BlockTimes, order: Order, grad_ms: float) -> int | None:
-    if times.is_papers and order.links == "paper" and not order.late_dw:
+    if times.is_papers and order.links == "paper":
         return paper_case(times.phase(grad_ms=grad_ms), order.degree)
     return None
 

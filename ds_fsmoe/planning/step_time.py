@@ -12,12 +12,12 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.plan import ModelPlan, Planner
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, HOLD, REST
+from ds_fsmoe.planning.schedule import EXPERT, HOLD, REST
 from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer, kind_costs
 
-_COMPUTED = (HOLD, REST, EXPERT, EXPERT_DX, EXPERT_DW)
+_COMPUTED = (HOLD, REST, EXPERT)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
 from ds_fsmoe.planning.schedule import (
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     GRADIENT_TASKS,
     HOLD,
     REST,
@@ -33,7 +31,6 @@ from ds_fsmoe.planning.schedule import (
 from ds_fsmoe.planning.traced_tasks import Traced, TracedTask, read_tasks
 from ds_fsmoe.planning.workload import AllToAll, kind_costs
 
-_EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
 _SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _APART = 1.25
 """Sizes that differ by less than this factor count as one: a line through them would be chance."""
@@ -132,7 +129,7 @@ def _points(kind: RecordedKind, alltoall: AllToAll, traced: Traced) -> Points:
     """Return what was traced of these layers with an all-to-all, without empty chunks."""
     found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]
-    works = [{each.kind: each for each in (*moe.collectives, *moe.computations)} for moe in moes]
+    works = [{each.kind: each for each in (*moe.collectives, moe.expert)} for moe in moes]
     for piece, time_ms in traced.pieces_ms.items():
         if piece.label not in kind.labels or piece.alltoall != alltoall or piece.kind not in works[piece.backward]:
             continue
@@ -160,13 +157,13 @@ def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> Laye
         ratios = [time_ms / expected_ms for time_ms, expected_ms in expected if expected_ms]
         if ratios:
             factors[backward, name] = statistics.median(ratios)
-            (of_experts[backward] if name in _EXPERTS else on_links).append(factors[backward, name])
+            (of_experts[backward] if name == EXPERT else on_links).append(factors[backward, name])
 
     def phase(own: Mapping[str, Cost], backward: bool) -> dict[str, Cost]:
         found = {}
         for name, cost in own.items():
             key = _pooled(backward, name)
-            others = of_experts[backward] if name in _EXPERTS else on_links
+            others = of_experts[backward] if name == EXPERT else on_links
             factor = factors.get(key, statistics.median(others) if others else 1.0)
             line = lines.get(key)
             is_kept = name in (HOLD, REST, *GRADIENT_TASKS)
@@ -201,28 +198,16 @@ def _costs(
         costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
         for each in (*moe.collectives, moe.expert):
             found = fitted.get(_pooled(backward, each.kind))
-            if found is None and each.kind == EXPERT and backward:
-                found = _sum_of_halves(fitted)
             if found is None:
                 raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")
             costs[each.kind] = found
-        for half in (EXPERT_DX, EXPERT_DW):
-            if backward and (half_cost := fitted.get((True, half))) is not None:
-                costs[half] = half_cost
         phases.append(costs)
     return LayerCosts(phases[0], phases[1], is_per_launch=False)
 
 
 def _pooled(backward: bool, kind: str) -> tuple[bool, str]:
     """Return under which name the times of a task are put together with those of its like."""
-    return (backward, kind) if kind in _EXPERTS else (False, kind)
-
-
-def _sum_of_halves(fitted: Mapping[tuple[bool, str], LinearCost]) -> LinearCost | None:
-    halves = [fitted[True, each] for each in (EXPERT_DX, EXPERT_DW) if (True, each) in fitted]
-    if len(halves) < 2:
-        return None
-    return LinearCost(sum(each.alpha_ms for each in halves), sum(each.beta_ms for each in halves) / 2)
+    return (backward, kind) if kind == EXPERT else (False, kind)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> LinearCost | None:

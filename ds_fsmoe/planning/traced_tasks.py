@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ds_fsmoe.planning.schedule import A2A_IN_NODE, GRADIENT_TASKS, HOLD, SPREAD, Lane
+from ds_fsmoe.planning.schedule import A2A_IN_NODE, EXPERT, GRADIENT_TASKS, HOLD, SPREAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
@@ -109,10 +109,18 @@ def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, sett
         for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
             pieces[Piece(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
     return Traced(
-        {piece: statistics.median(each) for piece, each in pieces.items()},
+        _as_wholes({piece: statistics.median(each) for piece, each in pieces.items()}),
         {step: (each[0], each[1]) for step, each in sorted(runs_ms.items())},
         min(map(statistics.median, behind.values()), default=None),
     )
+
+
+def _as_wholes(pieces_ms: dict[Piece, float]) -> dict[Piece, float]:
+    """Return the same pieces with the experts' backward as one task: 0.2.0 could run it as two, the weights' later."""
+    for piece in [each for each in pieces_ms if each.kind == "EXPERT_DX"]:
+        whole_ms = pieces_ms.pop(piece) + pieces_ms.pop(piece._replace(kind="EXPERT_DW"), 0.0)
+        pieces_ms.setdefault(piece._replace(kind=EXPERT), whole_ms)
+    return pieces_ms
 
 
 def _alltoall_of(tasks: Iterable[TracedTask]) -> AllToAll:

@@ -77,7 +77,7 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
 
     Args:
         job: the job.
-        rows: the ``layers`` of the run's plans: layer, phase, degree, order, late_dw and all-to-all of each.
+        rows: the ``layers`` of the run's plans: layer, phase, degree, order and all-to-all of each.
 
     Raises:
         ValueError: a layer of the job is missing.
@@ -88,7 +88,7 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
         found = [of_phase.get((label, phase)) for phase in ("forward", "backward")]
         if None in found:
             raise ValueError(f"the run's plans do not say how {label} was run")
-        forward, backward = (Order(row["degree"], row["order"], row["late_dw"]) for row in found if row is not None)
+        forward, backward = (Order(row["degree"], row["order"]) for row in found if row is not None)
         orders.append((forward, backward))
         ways, planned = job.kind_of(label).ways, (found[0] or {}).get("alltoall")
         alltoalls.append(next((name for name, way in ways.items() if way.planned == planned), next(iter(ways))))

@@ -31,8 +31,6 @@ from ds_fsmoe.planning.schedule import (
     ATTENTION,
     COLLECT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     EXPERT_GRAD,
     GATHER,
     GRAD,
@@ -52,7 +50,6 @@ from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
 
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
-HALVES = (EXPERT_DX, EXPERT_DW)
 AllToAll = Literal["flat", "2dh", "once_per_node"]
 ONCE_PER_NODE: AllToAll = "once_per_node"
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", ONCE_PER_NODE)
@@ -147,16 +144,8 @@ class MoEWork:
     expert: Work
     reduce: tuple[Work, ...]
     leave: tuple[Work, ...]
-    expert_dx: Work | None = None
-    """In backward: the part of ``expert`` that the tokens' way back waits for; ``expert_dw`` is the rest."""
-    expert_dw: Work | None = None
     capacity: int | None = None
     """Slots per expert, C: chunks are whole slots. ``None``: rows can be cut anywhere."""
-
-    @property
-    def computations(self) -> tuple[Work, ...]:
-        """The work of the experts: whole, and in the backward in two parts as well."""
-        return tuple(each for each in (self.expert, self.expert_dx, self.expert_dw) if each is not None)
 
     @property
     def collectives(self) -> tuple[Work, ...]:
@@ -305,10 +294,9 @@ def moe_work(
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
-    expert_dx, expert_dw = (replace(expert, kind=each) for each in HALVES)
     return (
         MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),
-        MoEWork(enter, gather, twice, reduce, leave, expert_dx, expert_dw, capacity),
+        MoEWork(enter, gather, twice, reduce, leave, capacity=capacity),
     )
 
 
@@ -375,7 +363,7 @@ def kind_costs(
     """
     costs = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0), **computing_costs(cluster)}
     if shape is not None:
-        costs |= dict.fromkeys((EXPERT, *HALVES), experts_cost(cluster, shape, GEMMS[shape.ffn], groups))
+        costs[EXPERT] = experts_cost(cluster, shape, GEMMS[shape.ffn], groups)
     for kinds, group, collective in (
         ((A2A_IN, A2A_OUT), "ep", "all_to_all"),
         ((GATHER,), "esp", "all_gather"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.planning.palette import name_of
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, ORDER, RESTORE, ROUTE
+from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
 from ds_fsmoe.reporting.charts import draw_dots
 from ds_fsmoe.reporting.comparison import StepTimes, losses_of, pair, step_times_ms, times_of
 from ds_fsmoe.reporting.critical_path import BETWEEN
@@ -20,7 +20,7 @@ from ds_fsmoe.reporting.traced_steps import ShownStep
 from ds_fsmoe.reporting.turns import Turn, interval_of, middle
 from ds_fsmoe.reporting.verdict import BLOCK, FEWEST_BLOCKS, Interval, disturbance, ratio_interval, reasons, winner
 
-_COMPUTED = (EXPERT, EXPERT_DX, EXPERT_DW, ROUTE, ORDER, RESTORE)
+_COMPUTED = (EXPERT, ROUTE, ORDER, RESTORE)
 _LITTLE, _MOST = 0.05, 0.5
 """The shares from which something is said to limit a step, and to be most of it."""
 _UNEVEN = 1.5

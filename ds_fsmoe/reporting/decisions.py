@@ -62,7 +62,7 @@ _CHOICE_HEADS = (
 
 
 def _order(each: Mapping[str, Any]) -> str:
-    return order_words(each["degree"], each["order"], each.get("late_dw", 0))
+    return order_words(each["degree"], each["order"])
 
 
 def _choice_cells(each: Mapping[str, Any]) -> tuple[Any, ...]:

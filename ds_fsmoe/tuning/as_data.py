@@ -39,7 +39,6 @@ def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) 
             "phase": phase,
             "degree": plan.block.degree,
             "order": plan.block.links,
-            "late_dw": plan.block.late_dw,
             "alltoall": plan.alltoall,
             "tasks": len(plan.schedule.tasks),
         }
@@ -169,7 +168,6 @@ def _choices(row: Row) -> list[dict[str, Any]]:
             "phase": phase,
             "degree": choice.block.degree,
             "order": choice.block.links,
-            "late_dw": choice.block.late_dw,
             "predicted_ms": choice.time_ms,
             "isolated_ms": choice.isolated_ms,
             "runner_up": choice.runner_up,

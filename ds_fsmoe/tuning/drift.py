@@ -29,8 +29,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT_NODE,
     COLLECT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     GATHER,
     GRADIENT_TASKS,
     HOLD,
@@ -48,7 +46,7 @@ BEFORE_NEXT = 10
 REFERENCES = 3
 """The number of compared steps whose lower median is the rest of a step, as one may have been disturbed."""
 _KINDS = (
-    *(A2A_IN_NODE, A2A_IN, GATHER, SPREAD, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, COLLECT, A2A_OUT, A2A_OUT_NODE),
+    *(A2A_IN_NODE, A2A_IN, GATHER, SPREAD, EXPERT, REDUCE, COLLECT, A2A_OUT, A2A_OUT_NODE),
     *GRADIENT_TASKS,
 )
 _LANES = tuple(str(lane) for lane in Lane)
@@ -180,7 +178,7 @@ class PredictionWatch:
             totals.add(run.label, waits, predicted.makespan_ms, run.timeline.makespan_ms)
             expected = _busy_ms(predicted)
             for name, measured_ms in _busy_ms(run.timeline).items():
-                sent = name not in (EXPERT, EXPERT_DX, EXPERT_DW, Lane.COMPUTE)
+                sent = name not in (EXPERT, Lane.COMPUTE)
                 totals.add(name, sent, expected.get(name, 0.0), measured_ms)
 
     def _warn(self, step: int, problem: str) -> None:

@@ -187,12 +187,12 @@ def largest_of_each(kinds: list[LayerKind]) -> list[LayerKind]:
 def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
     pipeline = layer.pipeline
     assert pipeline is not None
-    splits = all(form is not None for form in call.forms)
+    is_written = all(form is not None for form in call.forms)
     modules = [type(each).__name__ for each in getattr(call.experts, "experts", ())]
     shapes = ["x".join(map(str, each)) for each in call.experts.shapes]
     places = _places(pipeline)
     kind = (
-        f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {splits}, width {call.sizes.width}, "
+        f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {is_written}, width {call.sizes.width}, "
         f"{call.sizes.dtype}, recompute {pipeline.recompute}, {places['ep']}, {places['esp']}"
         f"{', in one chunk' if layer.fsmoe.is_uncut else ''}"
     )
@@ -203,7 +203,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
         call.experts,
         call.experts.num_experts,
         max(1, sum(math.prod(each) for each in call.experts.shapes if len(each) > 1)),
-        splits,
+        is_written,
         pipeline.recompute,
         call.sizes,
         call.autocast.restored,

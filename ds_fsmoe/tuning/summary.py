@@ -239,7 +239,7 @@ def _layers(rows: Sequence[Row], is_tried: bool) -> list[str]:
     for row in rows:
         for phase, choice in zip(("forward", "backward"), row.choices, strict=True):
             block = choice.block
-            order = order_words(block.degree, block.links, block.late_dw)
+            order = order_words(block.degree, block.links)
             why = row.uncut and f"in one chunk: {row.uncut}"
             times = (f"{choice.time_ms:.4g}", f"{choice.uncut_ms:.4g}")
             named = (f"  {span(row.labels)}", phase, str(block.degree), order, row.alltoall)

@@ -111,7 +111,6 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
         words = [
             f"{forward.degree} and {backward.degree} chunks",
             *dict.fromkeys(_order_words(each) for each in (forward, backward) if each.degree > 1),
-            *([f"{backward.late_dw} late dW"] if backward.late_dw else []),
             *([] if alltoall == "flat" else [alltoall]),
             *(["two halves in turns"] if plan.in_halves else []),
             *([] if plan.sending == "placed" else [f"gradients {plan.sending.replace('_', ' ')}"]),
@@ -220,7 +219,7 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
             runner_up = ("-", "-")
             if choice.runner_up is not None and choice.runner_up_ms is not None:
                 runner_up = (str(choice.runner_up), f"{choice.runner_up_ms:.3f}")
-            order = order_words(block.degree, block.links, block.late_dw)
+            order = order_words(block.degree, block.links)
             times = (f"{choice.time_ms:.3f}", f"{choice.isolated_ms:.3f}", *runner_up, f"{choice.uncut_ms:.3f}")
             cells.append((layers, phase, str(block.degree), *times, order, row.alltoall))
             if asked is not None:

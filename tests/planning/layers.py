@@ -25,8 +25,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT_NODE,
     ATTENTION,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     EXPERT_GRAD,
     GATHER,
     GRAD,
@@ -46,7 +44,7 @@ from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, layer_work
 
 KINDS = (
-    *(A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, GATHER, REDUCE, EXPERT, EXPERT_DX, EXPERT_DW, GRAD, EXPERT_GRAD),
+    *(A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, GATHER, REDUCE, EXPERT, GRAD, EXPERT_GRAD),
     *(MP_GATHER, MP_REDUCE, ATTENTION, SOFTMAX, ROUTE, ORDER, RESTORE),
 )
 SHAPE = Shape(B=2, L=12, M=8, H=24, E=8, K=2, capacity_factor=1.5, heads=2)
@@ -92,7 +90,6 @@ def random_costs(rng: random.Random, alphas: float = 0.3) -> dict[str, LinearCos
         unit = 1e-4 if kind in (EXPERT, ATTENTION) else 3e-3
         slope = rng.choice([0.0, *[unit * rng.random()] * 7])
         costs[kind] = LinearCost(rng.choice([0.0, alphas * rng.random()]), slope)
-    costs[EXPERT_DX] = costs[EXPERT_DW] = costs[EXPERT]
     costs[A2A_OUT], costs[A2A_OUT_NODE] = costs[A2A_IN], costs[A2A_IN_NODE]
     costs[HOLD] = LinearCost(0.0, 0.0)
     return costs
@@ -116,7 +113,7 @@ def bare_block(phase: Phase) -> tuple[BlockWork, dict[str, LinearCost]]:
 def choice_of(times: BlockTimes, orders: list[Order], grad_ms: float = 0.0, solver: str = "exact") -> Choice:
     """What is chosen of these orders for one phase alone."""
     phase = PhaseTimes(times, grad_ms=grad_ms)
-    return choose(phase, phase, SearchSpace(lambda backward, splits: orders, solver=solver))[0]
+    return choose(phase, phase, SearchSpace(lambda _: orders, solver=solver))[0]
 
 
 def bare_schedule(phase: Phase, degree: int, with_gradient: bool = True) -> Schedule:

@@ -13,8 +13,6 @@ from ds_fsmoe.planning.measured import (
     ALL_TO_ALL,
     BACKWARD,
     BACKWARD_ANEW,
-    DW,
-    DX,
     FORWARD,
     REDUCE_SCATTER,
     LayerProfile,
@@ -36,14 +34,14 @@ def line(alpha_ms: float, whole_ms: float, size: float) -> Timing:
     return Timing("byte", tuple(size * each for each in shares), tuple(alpha_ms + whole_ms * each for each in shares))
 
 
-def made_up(seed: int = 0, splits: bool = True, uses_rng: bool = False, task_ms: float = 0.0, **wholes: float):
+def made_up(seed: int = 0, is_written: bool = True, uses_rng: bool = False, task_ms: float = 0.0, **wholes: float):
     """Costs of a layer; each is (alpha, all of it) in ms."""
     chance = random.Random(seed)
     work = {backward: moe_work(GROUPS, backward, SIZES) for backward in (False, True)}
     sent, gathered = work[False].enter[0].size, work[False].gather[0].size
     flops = work[False].expert.size
     sizes = {ALL_TO_ALL: sent, ALL_GATHER: gathered, REDUCE_SCATTER: gathered, FORWARD: flops, BACKWARD: 2 * flops}
-    sizes |= {DX: flops, DW: flops} if splits else {BACKWARD_ANEW: 2 * flops}
+    sizes |= {} if is_written else {BACKWARD_ANEW: 2 * flops}
     drawn = {name: (chance.uniform(0.01, 0.3), chance.uniform(0.5, 8)) for name in sizes}
     operations = {
         name: line(drawn[name][0], wholes.get(name.replace(" ", "_"), drawn[name][1]), size)

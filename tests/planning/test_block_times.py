@@ -15,7 +15,6 @@ from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.bounds import lower_bound_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
-from ds_fsmoe.planning.presets import late_choices
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork
@@ -30,12 +29,8 @@ CONTENTIONS = (
 )
 
 
-def all_orders(degrees: tuple[int, ...], backward: bool) -> list[Order]:
-    return [
-        Order(degree, links, late)
-        for degree, links in itertools.product(degrees, ORDERS)
-        for late in (0, *(late_choices(degree) if backward else ()))
-    ]
+def all_orders(degrees: tuple[int, ...]) -> list[Order]:
+    return [Order(degree, links) for degree, links in itertools.product(degrees, ORDERS)]
 
 
 def played_ms(
@@ -57,7 +52,7 @@ def played_ms(
 def test_times_are_those_of_the_schedules(layout: str, phase: str) -> None:
     rng = random.Random(layout + phase)
     work, lanes = getattr(layer_of(layout), phase), grad_lanes_of(layout)
-    orders = all_orders((1, 3, 4), phase == "backward")
+    orders = all_orders((1, 3, 4))
     grads_ms = [(0.0, 0.0), (0.7, 0.0), (0.0, 2.5), (40.0, 0.3)]
     for contention, host_ms in CONTENTIONS:
         costs = random_costs(rng)
@@ -78,7 +73,6 @@ def test_only_the_papers_own_layout_and_orders_have_a_closed_form() -> None:
         assert times.is_papers == is_papers, layout
         assert times.has_closed_form(Order(4)) == is_papers
         assert not times.has_closed_form(Order(4, "reduce_first"))
-        assert not times.has_closed_form(Order(4, "paper", 1))
     for contention, host_ms in CONTENTIONS[1:]:
         times = BlockTimes(layer_of("the paper's").forward, random_costs(rng), contention, host_ms)
         assert not times.has_closed_form(Order(2))
@@ -130,7 +124,7 @@ def test_no_order_is_faster_than_the_lower_bound(layout: str) -> None:
         work = getattr(layer, phase)
         costs = random_costs(rng)
         times = BlockTimes(work, costs, contention, host_ms, lanes)
-        orders = all_orders((1, 2, 7), phase == "backward")
+        orders = all_orders((1, 2, 7))
         assert times.times_ms(orders).min() >= lower_bound_ms(work, costs, 7) * (1 - 1e-9)
         for grad_ms in (1.0, 30.0) if Lane.INTER in lanes[:1] else ():
             found = times.times_ms(orders, np.array([grad_ms, 0.0]), np.array([0.0, grad_ms]))

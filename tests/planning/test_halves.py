@@ -25,8 +25,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT,
     ATTENTION,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     EXPERT_GRAD,
     GRAD,
     GRAD_GATHER,
@@ -51,10 +49,9 @@ OF_EXPERTS = Gradient(EXPERT_GRAD, BETWEEN, 50)
 def small(recompute: bool = False) -> Layer:
     """A layer of one operation of each kind, of which a half has a whole number."""
     enter, expert, leave = Work(A2A_IN, BETWEEN, 40), Work(EXPERT, AT, 60), Work(A2A_OUT, BETWEEN, 40)
-    split = replace(expert, kind=EXPERT_DX, size=60), replace(expert, kind=EXPERT_DW, size=60)
     attention, restore = Work(ATTENTION, AT, 20), Work(RESTORE, AT, 8)
     forward = BlockWork((attention,), MoEWork((enter,), (), expert, (), (leave,)), (restore,))
-    moe = MoEWork((enter,), (), replace(expert, size=120), (), (leave,), *split)
+    moe = MoEWork((enter,), (), replace(expert, size=120), (), (leave,))
     return Layer(forward, BlockWork((restore,), moe, (attention,)), (SENT, OF_EXPERTS), recompute)
 
 
@@ -83,15 +80,15 @@ def test_halves_enter_one_after_the_other_and_then_finish_one_after_the_other() 
 
 def test_gradients_travel_in_the_half_that_is_second_in_the_backward() -> None:
     old = Slice(GRAD, BETWEEN, 5.0), Slice(EXPERT_GRAD, BETWEEN, 7.0)
-    first = BlockPlan(1, "paper", 1, old[:1], old[1:])
+    first = BlockPlan(1, "paper", old[:1], old[1:])
     young = Slice(GRAD, BETWEEN, 30.0, newest_layer=0), Slice(EXPERT_GRAD, BETWEEN, 50.0, newest_layer=0)
-    second = BlockPlan(1, "paper", 0, young)
+    second = BlockPlan(1, "paper", young)
     tail = (Slice(GRAD, BETWEEN, 9.0),)
     found = halves_schedule([small()] * 2, [first, second], "backward", tail)
     assert names(found) == [
         *((RESTORE, 0, 0), (A2A_IN, 0, 0), (RESTORE, 0, 1), (A2A_IN, 0, 1)),
-        *((EXPERT_DX, 0, 0), (A2A_OUT, 0, 0), (EXPERT_DW, 0, 0)),
-        *((GRAD, 0, 0), (EXPERT_DX, 0, 1), (A2A_OUT, 0, 1), (EXPERT_DW, 0, 1)),
+        *((EXPERT, 0, 0), (A2A_OUT, 0, 0)),
+        *((GRAD, 0, 0), (EXPERT, 0, 1), (A2A_OUT, 0, 1)),
         *((ATTENTION, 0, 0), (RESTORE, 1, 0), (A2A_IN, 1, 0)),
         *((EXPERT_GRAD, 0, 1), (ATTENTION, 0, 1), (RESTORE, 1, 1), (A2A_IN, 1, 1)),
         *((EXPERT, 1, 0), (A2A_OUT, 1, 0)),
@@ -102,7 +99,7 @@ def test_gradients_travel_in_the_half_that_is_second_in_the_backward() -> None:
     at = {name: index for index, name in enumerate(names(found))}
     needs = {name: set(found.tasks[at[name]].after) for name in ((GRAD, 1, 0), (EXPERT_GRAD, 1, 1))}
     assert needs[GRAD, 1, 0] == {at[ATTENTION, 0, 0], at[ATTENTION, 0, 1]}
-    assert needs[EXPERT_GRAD, 1, 1] == {at[EXPERT_DW, 0, 0], at[EXPERT_DW, 0, 1]}
+    assert needs[EXPERT_GRAD, 1, 1] == {at[EXPERT, 0, 0], at[EXPERT, 0, 1]}
 
 
 def slices_of(groups: Groups, in_levels: bool) -> tuple[Slice, ...]:
@@ -115,7 +112,6 @@ PHASES = st.tuples(
     st.sampled_from(ALLTOALLS),
     st.integers(1, 5),
     st.sampled_from(("shared", "paper", "reduce_first")),
-    st.integers(0, 5),
     st.booleans(),
     st.sampled_from((None, False, True)),
 )
@@ -123,9 +119,9 @@ PHASES = st.tuples(
 
 @given(PHASES, st.booleans())
 def test_what_enters_first_keeps_what_each_task_needs(drawn, is_second) -> None:
-    layout, alltoall, degree, links, late, backward, in_levels = drawn
+    layout, alltoall, degree, links, backward, in_levels = drawn
     groups, _ = LAYOUTS[layout]
-    plan = BlockPlan(degree, links, min(late, degree) if backward else 0)
+    plan = BlockPlan(degree, links)
     is_alone = groups.placements["dp"].size == 1
     slices = () if in_levels is None or is_alone else ((GRAD_SCATTER, GRAD, GRAD_GATHER) if in_levels else (GRAD,),)
     phase = PhasePlan(plan, groups, backward, alltoall, in_halves=True)
@@ -156,17 +152,15 @@ def test_what_enters_first_keeps_what_each_task_needs(drawn, is_second) -> None:
 
 @given(PHASES)
 def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are_run(drawn) -> None:
-    layout, alltoall, degree, links, late, backward, in_levels = drawn
+    layout, alltoall, degree, links, backward, in_levels = drawn
     groups, _ = LAYOUTS[layout]
     layer = layer_work(SHAPE, groups, alltoall, whole_slots=True)
     work = layer.backward if backward else layer.forward
     slices = () if in_levels is None or not backward else slices_of(groups, in_levels)
-    plan = BlockPlan(degree, links, min(late, degree) if backward else 0, slices)
+    plan = BlockPlan(degree, links, slices)
     found = halves_schedule([layer], [plan], "backward" if backward else "forward")
     of_moe = [
-        task
-        for task in found.tasks
-        if task.kind in {each.kind for each in (*work.moe.collectives, *work.moe.computations)}
+        task for task in found.tasks if task.kind in {each.kind for each in (*work.moe.collectives, work.moe.expert)}
     ]
     half = half_moe(work.moe)
     for number in range(2):
@@ -182,26 +176,24 @@ def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are
         assert all(each.kind in entering for each in mine[: sum(task.kind in kinds for task in wanted.tasks[:pause])])
 
 
-def model(layer: Layer, degree: int, late: int, num_layers: int, in_halves: bool, turns: Turns = BY_BATCH) -> ModelPlan:
+def model(layer: Layer, degree: int, num_layers: int, in_halves: bool, turns: Turns = BY_BATCH) -> ModelPlan:
     grads = [Slice(each.kind, each.lanes, each.size_bytes, newest_layer=0) for each in layer.gradients]
-    backward = [BlockPlan(degree, "paper", late)] * num_layers
+    backward = [BlockPlan(degree, "paper")] * num_layers
     if num_layers > 1:
         backward[1] = replace(backward[1], moe_slices=tuple(grads))
     plans = (BlockPlan(degree, "paper"),) * num_layers, tuple(backward)
     return ModelPlan((layer,) * num_layers, *plans, (), (), (), in_halves=in_halves, turns=turns)
 
 
-CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (0, 1), (1, 3)))
+CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (1, 3)))
 
 
-@pytest.mark.parametrize(("layout", "degree", "late", "num_layers"), CASES)
-def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain(
-    layout, degree, late, num_layers
-) -> None:
-    rng = random.Random(f"{layout}{degree}{late}{num_layers}")
+@pytest.mark.parametrize(("layout", "degree", "num_layers"), CASES)
+def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain(layout, degree, num_layers) -> None:
+    rng = random.Random(f"{layout}{degree}{num_layers}")
     layer, costs = layer_of(layout), random_costs(rng)
     for turns in (Turns(), Turns(is_carried=False), Turns({ATTENTION: 0.3, SOFTMAX: 0.25})):
-        plans = [model(layer, degree, late, num_layers, each, turns) for each in (False, True)]
+        plans = [model(layer, degree, num_layers, each, turns) for each in (False, True)]
         for whole, halves in zip(*(each.schedules() for each in plans), strict=True):
             assert sizes(halves) == pytest.approx(sizes(whole))
             contention = Contention(0.3, 0.1, 0.1) if rng.random() < 0.5 else Contention()
@@ -210,9 +202,11 @@ def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain
             for lane in Lane:
                 assert line.makespan_ms >= alone.busy_ms(lane) * (1 - 1e-9)
             assert line.makespan_ms >= longest_chain_ms(halves, costs) * (1 - 1e-9)
-        bounds_ms = busiest_ms(plans[1].layers, costs)
-        for bound_ms, line in zip(bounds_ms, plans[1].timelines(costs), strict=True):
-            assert line.makespan_ms >= (bound_ms - 1e-9) * (0.0 if num_layers == 1 else 1.0)
+        # The gradients of one layer are sent, where there are several.
+        silent = replace(layer, gradients=())
+        sending = (silent,) * (num_layers - 1) + (layer if num_layers > 1 else silent,)
+        for bound_ms, line in zip(busiest_ms(sending, costs), plans[1].timelines(costs), strict=True):
+            assert line.makespan_ms >= bound_ms * (1 - 1e-9)
 
 
 def sizes(schedule: Schedule) -> dict[str, float]:
@@ -251,7 +245,7 @@ def test_attention_that_hides_all_traffic_makes_a_step_of_computation() -> None:
         backward=replace(layer.backward, after=tuple(of_attention[1:])),
         gradients=(),
     )
-    whole, halves = (model(layer, 1, 0, 20, each).timelines(costs) for each in (False, True))
+    whole, halves = (model(layer, 1, 20, each).timelines(costs) for each in (False, True))
     for of_whole, of_halves, bound_ms in zip(whole, halves, busiest_ms((layer,) * 20, costs), strict=True):
         assert bound_ms == of_halves.busy_ms(Lane.COMPUTE)
         # What cannot be hidden is at the first layer's and the last one's end.
@@ -300,11 +294,3 @@ def test_the_first_half_of_a_sequence_has_less_of_causal_attention_and_goes_seco
         found = halves_schedule(layers, [BlockPlan()], phase, turns=turns)
         first, second = (task.size for task in found.tasks if task.kind == SOFTMAX)
         assert (second == 3 * first) if is_second else (first == 3 * second)
-
-
-def test_weight_gradients_may_come_in_the_next_layer() -> None:
-    layer = replace(small(), gradients=())
-    found = halves_schedule([layer] * 2, [BlockPlan(1, "paper", 1)] * 2, "backward", turns=Turns(late_in_next=True))
-    order = names(found)
-    assert order.index((A2A_IN, 1, 1)) < order.index((EXPERT_DW, 0, 0)) < order.index((EXPERT_DX, 1, 0))
-    assert order[-2:] == [(EXPERT_DW, 1, 0), (EXPERT_DW, 1, 1)]

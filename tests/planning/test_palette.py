@@ -26,7 +26,7 @@ from ds_fsmoe.planning.palette import (
 
 IN_ONE_LANE = {
     "compute": (
-        *(kinds.EXPERT, kinds.EXPERT_DX, kinds.EXPERT_DW, kinds.ATTENTION, kinds.SOFTMAX, kinds.ELEMENTWISE),
+        *(kinds.EXPERT, kinds.ATTENTION, kinds.SOFTMAX, kinds.ELEMENTWISE),
         *(kinds.ROUTE, kinds.ORDER, kinds.RESTORE, kinds.REST),
     ),
     "intra": (

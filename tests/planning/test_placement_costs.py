@@ -30,7 +30,6 @@ from ds_fsmoe.planning.placement_costs import (
     moves_ms,
     once_per_node_pressure,
     pressure_of,
-    under,
 )
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -39,8 +38,6 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT_NODE,
     COLLECT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     GATHER,
     HOLD,
     REDUCE,
@@ -50,7 +47,7 @@ from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import AllToAll
 from tests.planning.placements import load, placements
 
-KINDS = (A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, COLLECT, EXPERT, EXPERT_DW, EXPERT_DX, GATHER, REDUCE, SPREAD)
+KINDS = (A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, COLLECT, EXPERT, GATHER, REDUCE, SPREAD)
 COSTS = LayerCosts.written(
     {kind: LinearCost(0.1 + 0.01 * index, 1e-3 * (1 + index)) for index, kind in enumerate(KINDS)}
     | {HOLD: LinearCost(0.0, 0.0)}
@@ -128,10 +125,10 @@ def test_what_was_not_measured_so_is_refused(rows, nodes: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("degrees", "late"), [((1, 1), 0), ((2, 3), 0), ((3, 3), 1)])
-def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str, degrees, late: int) -> None:
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 3), (3, 3)])
+def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str, degrees) -> None:
     groups, alltoall = WAYS[way]
-    plan = LayerPlan(BlockPlan(degrees[0], "paper"), BlockPlan(degrees[1], "paper", late), alltoall)
+    plan = LayerPlan(BlockPlan(degrees[0], "paper"), BlockPlan(degrees[1], "paper"), alltoall)
     shape, contention = shape_for(alltoall), Contention(0.3, 0.1, 0.2)
     expected = []
     for backward, block in enumerate((plan.forward, plan.backward)):
@@ -166,20 +163,6 @@ def test_one_after_another_tasks_take_their_sizes_times_the_pressure(way: str) -
         way == "once per node",
         way == "sharded experts",
     )
-
-
-def test_late_weight_gradients_grow_with_the_rows_too() -> None:
-    groups, alltoall = WAYS["flat over both links"]
-    phase = PhasePlan(BlockPlan(2, late_dw=1), groups, True, alltoall)
-    kinds = {task.kind: task.size for task in phase.schedule.tasks}
-    grown = {task.kind: task.size for task in under(phase.schedule, PRESSURE, groups).tasks}
-    assert {kind: grown[kind] / size for kind, size in kinds.items() if size} == {
-        A2A_IN: 3.0,
-        EXPERT: 2.0,
-        EXPERT_DX: 2.0,
-        EXPERT_DW: 2.0,
-        A2A_OUT: 3.0,
-    }
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 3), (0, 0, 0, 0), (0, 1), (0, 0, 0, 1, 1)])

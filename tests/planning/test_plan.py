@@ -18,7 +18,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.paper_models import MODELS, model
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import Layer, Shape, Work, kind_costs, layer_work
 from tests.planning.layers import SHAPE, layer_of, plan_by_switches, random_costs
@@ -74,12 +74,7 @@ def check_expert_gradients(plan: ModelPlan, backward: Schedule) -> None:
             continue
         sent += task.size
         newest = int(np.searchsorted(np.cumsum(sizes), sent))
-        needed = {
-            i
-            for i, each in enumerate(backward.tasks)
-            if each.layer == newest
-            and (each.kind == EXPERT_DW or (each.kind == EXPERT and i in whole(backward, layers)))
-        }
+        needed = {i for i, each in enumerate(backward.tasks) if each.layer == newest and i in whole(backward, layers)}
         assert needed <= ancestors(backward, index), "an expert gradient travels before it exists"
 
 
@@ -102,9 +97,7 @@ def test_a_model_of_four_layers_keeps_all_bytes_and_all_laws(name: str, recomput
 
 
 @pytest.mark.parametrize("layout", ["2dh", "one node", "no expert parallelism", "model parallelism over nodes"])
-@pytest.mark.parametrize(
-    "switches", [preset("fsmoe"), Switches("per_phase", "reduce_first", "adaptive", True)], ids=str
-)
+@pytest.mark.parametrize("switches", [preset("fsmoe"), Switches("per_phase", "reduce_first", "adaptive")], ids=str)
 def test_laws_hold_wherever_the_groups_lie(layout: str, switches: Switches) -> None:
     rng = random.Random(layout)
     costs = random_costs(rng)
@@ -153,7 +146,7 @@ def test_one_degree_for_both_phases_is_the_one_with_the_smallest_sum() -> None:
     layer = layer_work(Shape(2, 1024, 2048, 4096, 6), TESTBEDS["a"])
     plan = plan_by_name(Planner(costs), "tutel", [layer])
     assert plan.forward[0].degree == plan.backward[0].degree
-    orders = preset("tutel").orders(16, splits=False)
+    orders = preset("tutel").orders(16)
     sums = sum(BlockTimes(work, costs).times_ms(orders)[:, 0] for work in (layer.forward, layer.backward))
     assert plan.forward[0].degree == 1 + int(np.argmin(sums))
 
@@ -196,13 +189,12 @@ def test_recompute_runs_the_forward_again_ahead_of_the_backward() -> None:
 def test_every_switch_goes_with_every_other(links: str, pipeline: str, solver: str) -> None:
     costs, layers = random_costs(random.Random(1)), [layer_of("the paper's")] * 2
     for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
-        for split_dw in (False, True):
-            planner = Planner(costs, Settings(max_degree=4, solver=solver))
-            plan = plan_by_switches(planner, Switches(pipeline, links, mode, split_dw), layers)
-            check_laws(plan, costs)
-            degrees = {each.degree for each in (*plan.forward, *plan.backward)}
-            assert degrees == {1} if pipeline == "off" else len(degrees) == 1 or pipeline == "per_phase"
-            assert max(degrees) <= 4
+        planner = Planner(costs, Settings(max_degree=4, solver=solver))
+        plan = plan_by_switches(planner, Switches(pipeline, links, mode), layers)
+        check_laws(plan, costs)
+        degrees = {each.degree for each in (*plan.forward, *plan.backward)}
+        assert degrees == {1} if pipeline == "off" else len(degrees) == 1 or pipeline == "per_phase"
+        assert max(degrees) <= 4
 
 
 def test_a_plan_is_the_same_every_time_and_does_not_depend_on_what_was_planned_before() -> None:

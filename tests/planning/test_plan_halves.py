@@ -125,7 +125,6 @@ def test_refinements_of_a_plan_in_halves_stay_in_halves_and_those_of_others_do_n
     assert all(each.in_halves for each in near)
     # Forwards and backwards of the other kind are not mixed with it.
     assert all(orders_of(each)[0] == orders_of(halves)[0] for each in near)
-    assert {orders_of(each)[1].late_dw for each in near} == {0, 1, 2}
     assert not any(each.in_halves for each in search.refinements(whole, halves, whole))
 
 
@@ -170,7 +169,7 @@ def test_degrees_that_are_asked_for_are_those_of_a_half_and_both_are_alike_where
     assert orders_of(rng)[0].degree == orders_of(rng)[1].degree
     uncut = search_of(*busy(), uncut=True).in_halves()
     assert uncut is not None
-    assert {(each.degree, each.late_dw) for each in orders_of(uncut)} == {(1, 0)}
+    assert {each.degree for each in orders_of(uncut)} == {1}
 
 
 def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> None:
@@ -178,9 +177,8 @@ def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> 
     moe = half_moe(replace(layer_of("no sharding").backward.moe, capacity=5))
     ways = halves_orders(space, moe, True)
     assert max(each.degree for each in ways) == 3
-    assert ways[0] == Order(1, "paper", 0)
+    assert ways[0] == Order(1, "paper")
     assert {each.links for each in ways} == {"shared", "paper"}
-    assert any(each.late_dw for each in ways)
 
 
 def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_tokens() -> None:
@@ -191,7 +189,7 @@ def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_t
     # Tokens are on their way between nodes most of the time, and gathers of the second half wait for them: on the link
     # that the first half's results need before they can set out.
     ms_of = {A2A_IN: 8.0, GATHER: 3.0, EXPERT: 1.0, REDUCE: 3.0, A2A_OUT: 8.0}
-    sizes = {each.kind: each.size for each in (*moe.collectives, *moe.computations)}
+    sizes = {each.kind: each.size for each in (*moe.collectives, moe.expert)}
     costs = {kind: LinearCost(0.0, ms / sizes[kind]) for kind, ms in ms_of.items()}
     layers = [replace(layer, forward=replace(layer.forward, before=(), after=()))] * 4
     took_ms = {}

@@ -10,13 +10,11 @@ import pytest
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, late_choices, preset
+from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     GATHER,
     GRAD,
     REDUCE,
@@ -27,11 +25,8 @@ from ds_fsmoe.planning.timeline import Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 
 INTER, INTRA, COMPUTE = (Lane.INTER,), (Lane.INTRA,), (Lane.COMPUTE,)
-COSTS = dict.fromkeys(
-    [A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, EXPERT_DX, EXPERT_DW, GRAD, "NEXT"], LinearCost(0.1, 1.0)
-)
-LETTERS = {A2A_IN: "D", A2A_OUT: "C", GATHER: "G", REDUCE: "R", EXPERT: "E", GRAD: "A"}
-LETTERS |= {EXPERT_DX: "X", EXPERT_DW: "W", "NEXT": "N"}
+COSTS = dict.fromkeys([A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, GRAD, "NEXT"], LinearCost(0.1, 1.0))
+LETTERS = {A2A_IN: "D", A2A_OUT: "C", GATHER: "G", REDUCE: "R", EXPERT: "E", GRAD: "A", "NEXT": "N"}
 
 
 def layer(a2a: float = 4.0, gather: float = 3.0, expert: float = 6.0, reduce: float = 3.0) -> BlockWork:
@@ -42,15 +37,13 @@ def layer(a2a: float = 4.0, gather: float = 3.0, expert: float = 6.0, reduce: fl
         Work(EXPERT, COMPUTE, expert),
         (Work(REDUCE, INTRA, reduce),),
         (Work(A2A_OUT, INTER, a2a),),
-        Work(EXPERT_DX, COMPUTE, expert / 2),
-        Work(EXPERT_DW, COMPUTE, expert / 2),
     )
     return BlockWork((), moe, (Work("NEXT", COMPUTE, 2.0),))
 
 
-def schedule_of(links: str, degree: int, grads: int = 0, dense: int = 0, late: int = 0) -> Schedule:
+def schedule_of(links: str, degree: int, grads: int = 0, dense: int = 0) -> Schedule:
     slices = [tuple(Slice(GRAD, INTER, 2.0) for _ in range(each)) for each in (grads, dense)]
-    return block_schedule(layer(), BlockPlan(degree, links, late, *slices))
+    return block_schedule(layer(), BlockPlan(degree, links, *slices))
 
 
 def rows(schedule: Schedule) -> dict[str, str]:
@@ -64,7 +57,7 @@ def rows(schedule: Schedule) -> dict[str, str]:
 
 
 def by_name(name: str, degree: int, grads: int = 0, dense: int = 0) -> dict[str, str]:
-    orders = {order.degree: order for order in preset(name).orders(16, splits=True)}
+    orders = {order.degree: order for order in preset(name).orders(16)}
     return rows(schedule_of(orders[degree].links, degree, grads, dense))
 
 
@@ -111,11 +104,6 @@ def test_reduce_first_sends_a_reduce_ahead_of_later_gathers() -> None:
     assert rows(schedule_of("reduce_first", 1)) == rows(schedule_of("paper", 1))
 
 
-def test_split_weight_gradients_fill_the_end() -> None:
-    assert rows(schedule_of("paper", 3, late=3))["compute"] == "X1 X2 X3 W1 W2 W3 N1"
-    assert rows(schedule_of("paper", 3, late=2))["compute"] == "E1 X2 X3 W2 W3 N1"
-
-
 def test_the_dense_part_waits_for_every_chunk_to_come_back() -> None:
     for links in ("shared", "paper", "reduce_first"):
         schedule = schedule_of(links, 3)
@@ -127,13 +115,13 @@ def test_the_dense_part_waits_for_every_chunk_to_come_back() -> None:
 def test_the_presets_are_the_papers_systems() -> None:
     assert NAMES == ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best")
     assert {name: dataclasses.astuple(make()) for name, make in PRESETS.items()} == {
-        "deepspeed": ("off", "shared", "off", False),
-        "tutel": ("common", "shared", "off", False),
-        "tutel_improved": ("common", "shared", "dense_only", False),
-        "pipemoe_lina": ("common", "shared", "fixed_chunk", False),
-        "lina": ("by_bytes", "shared", "micro_ops", False),
-        "fsmoe_no_iio": ("per_phase", "shared", "adaptive", False),
-        "fsmoe": ("per_phase", "paper", "adaptive", False),
+        "deepspeed": ("off", "shared", "off"),
+        "tutel": ("common", "shared", "off"),
+        "tutel_improved": ("common", "shared", "dense_only"),
+        "pipemoe_lina": ("common", "shared", "fixed_chunk"),
+        "lina": ("by_bytes", "shared", "micro_ops"),
+        "fsmoe_no_iio": ("per_phase", "shared", "adaptive"),
+        "fsmoe": ("per_phase", "paper", "adaptive"),
     }
     with pytest.raises(ValueError, match=r"no preset is called 'fastmoe': the choices are deepspeed, tutel.*best"):
         preset("fastmoe")
@@ -141,27 +129,14 @@ def test_the_presets_are_the_papers_systems() -> None:
 
 def test_every_switch_alone_changes_only_what_it_says() -> None:
     plain = Switches()
-    assert plain.orders(8, splits=True) == (Order(1, "shared"),)
+    assert plain.orders(8) == (Order(1, "shared"),)
     for links in ("shared", "paper", "reduce_first"):
-        assert Switches(links=links).orders(8, splits=True) == (Order(1, links),)
+        assert Switches(links=links).orders(8) == (Order(1, links),)
     for pipeline in ("common", "per_phase", "by_bytes"):
-        for backward in (False, True):
-            orders = Switches(pipeline=pipeline).orders(8, backward)
-            assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
+        orders = Switches(pipeline=pipeline).orders(8)
+        assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
     for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
-        assert Switches(gradients=mode).orders(8, splits=True) == plain.orders(8, splits=True)
-    split = Switches(split_dw=True)
-    assert split.orders(8, splits=False) == plain.orders(8, splits=False)
-    assert {order.links for order in split.orders(8, splits=True)} == {"shared"}
-    assert {order.degree for order in split.orders(8, splits=True)} == {1}
-    assert all(order.late_dw == 1 for order in split.orders(8, splits=True))
-
-
-@pytest.mark.parametrize("degree", [1, 2, 3, 8, 64])
-def test_what_is_put_off_is_within_what_there_is(degree: int) -> None:
-    found = late_choices(degree)
-    assert found == tuple(sorted(set(found)))
-    assert (found[0], found[-1]) == (1, degree)
+        assert Switches(gradients=mode).orders(8) == plain.orders(8)
 
 
 def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:

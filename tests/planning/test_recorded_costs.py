@@ -49,7 +49,7 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
     placed += (("dp", Placement(4, 3, (Lane.INTER, Lane.INTRA), 2)),)
     uneven = RecordedGroups(4, 2, ep=2, esp=2, placed=placed)
     shape = replace(SIZES, num_tokens=11, crossings=Crossings(0.75, 1.5), wires=(0.3, 1.0))
-    ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, splits=False))}
+    ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, is_written=False))}
     kinds = RecordedKind(("L00", "L02"), uneven, shape, ways, True), RecordedKind(("L01",), GROUPS, SIZES, ways)
     job = RecordedJob(
         kinds,
@@ -213,10 +213,32 @@ def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
     for backward in (False, True):
         expected = {kind: 0.7 * each for kind, each in times_of(before, backward).items()}
         assert times_of(costs, backward) == pytest.approx(expected)
-    # Weight gradients that were not put off are corrected as whole experts are, and gradients not at all.
-    for kind in ("EXPERT_DX", "EXPERT_DW"):
-        assert costs.backward[kind].ms(5e5) == pytest.approx(0.7 * before.backward[kind].ms(5e5))
     assert not after.is_measured
+
+
+def test_weight_gradients_that_0_2_0_put_off_are_read_as_part_of_the_backward() -> None:
+    def in_two(task: TracedTask) -> list[TracedTask]:
+        if not task.backward or task.kind != EXPERT:
+            return [task]
+        middle_ms = (task.begin_ms + task.end_ms) / 2
+        return [replace(task, kind="EXPERT_DX", end_ms=middle_ms), replace(task, kind="EXPERT_DW", begin_ms=middle_ms)]
+
+    whole = traced(job_of(), (3, 4))
+    split = [part for task in whole for part in in_two(task)]
+    assert len(split) > len(whole)
+    assert read_tasks(split).pieces_ms == pytest.approx(read_tasks(whole).pieces_ms)
+
+
+def test_the_two_parts_of_a_backward_that_0_2_0_measured_change_no_cost() -> None:
+    def measured_apart(data: dict[str, Any]) -> None:
+        operations = data["kinds"][0]["ways"]["flat"]["measured"]["operations"]
+        operations |= dict.fromkeys(("experts dX", "experts dW"), operations["experts forward"])
+
+    job, recorded = job_of(), job_from_data(damaged(measured_apart))
+    for name in ("forward", "backward"):
+        assert getattr(recorded.costs_of(recorded.kinds[0], "flat"), name) == getattr(
+            job.costs_of(job.kinds[0], "flat"), name
+        )
 
 
 def test_slowdown_is_taken_out_of_the_spans() -> None:

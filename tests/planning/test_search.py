@@ -15,7 +15,7 @@ from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
 from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
+from ds_fsmoe.planning.workload import BlockWork
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, choose_degrees, made_up
 
 MAX_DEGREE = 8
@@ -23,14 +23,8 @@ MAX_DEGREE = 8
 
 def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order]) -> list[float]:
     """Times by the planner's own price of a block, which knows nothing of calls and slots."""
-
-    def once(work: Work | None) -> Work | None:
-        return work and replace(work, launches=1)
-
     moe = moe_work(GROUPS, backward, SIZES)
-    once_launched = MoEWork(
-        moe.enter, moe.gather, once(moe.expert), moe.reduce, moe.leave, once(moe.expert_dx), once(moe.expert_dw)
-    )
+    once_launched = replace(moe, expert=replace(moe.expert, launches=1), capacity=None)
     costs = profile.costs().of(backward)[0]
     return BlockTimes(BlockWork((), once_launched, ()), costs).times_ms(orders)[:, 0].tolist()
 
@@ -41,7 +35,7 @@ def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, se
     profile = made_up(seed, task_ms=0.02)
     space = SearchSpace.of(schedule, MAX_DEGREE)
     for backward, choice in enumerate(choose_degrees(profile, Machine(), space)):
-        orders = list(space.orders(bool(backward), True))
+        orders = list(space.orders(bool(backward)))
         times_ms = by_brute_force(profile, bool(backward), orders)
         best = min(range(len(orders)), key=times_ms.__getitem__)
         assert len(orders) == MAX_DEGREE
@@ -53,37 +47,24 @@ def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, se
         assert (choice.runner_up_ms, choice.runner_up) == (pytest.approx(runner_up[0]), runner_up[1])
 
 
-def test_putting_weight_gradients_off_gains_nothing_by_the_noise_of_three_clocks() -> None:
-    # Experts alone: whatever the whole backward was measured to be, cutting it cannot help.
-    nothing = {"all-to-all": 0.0, "all-gather": 0.0, "reduce-scatter": 0.0}
-    profile = made_up(0, experts_backward=50.0, experts_dX=16.0, experts_dW=16.0, **nothing)
-    _, backward = choose_degrees(profile, Machine(), SearchSpace.of("best", MAX_DEGREE))
-    assert backward.block.degree == 1
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_best_searches_every_order_and_late_weight_gradients_too(seed: int) -> None:
+def test_best_searches_every_order(seed: int) -> None:
     profile = made_up(seed)
     space = SearchSpace.of("best", MAX_DEGREE)
     forward, backward = choose_degrees(profile, Machine(), space)
     every = [Order(1, "reduce_first")] + [
-        Order(degree, links, late)
-        for degree in range(2, MAX_DEGREE + 1)
-        for links in ORDERS
-        for late in sorted({0, 1, 2, degree})
+        Order(degree, links) for degree in range(2, MAX_DEGREE + 1) for links in ORDERS
     ]
-    found_ms = by_brute_force(profile, True, every)
-    gains = min(found_ms) < (1 - MIN_GAIN) * found_ms[0]
-    assert backward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
-    found_ms = by_brute_force(profile, False, [each for each in every if not each.late_dw])
-    gains = min(found_ms) < (1 - MIN_GAIN) * found_ms[0]
-    assert forward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
+    for is_backward, choice in enumerate((forward, backward)):
+        found_ms = by_brute_force(profile, bool(is_backward), every)
+        gains = min(found_ms) < (1 - MIN_GAIN) * found_ms[0]
+        assert choice.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
 
 
 def free_to_cut(all_gather_ms: float) -> LayerProfile:
     """Two chunks hide half of the all-gather beside other traffic, and nothing else; a launch costs nothing."""
     big = {"all-to-all": 50.0, "all-gather": all_gather_ms, "reduce-scatter": all_gather_ms}
-    small = {"experts_forward": 0.1, "experts_backward": 0.1, "experts_dX": 0.1, "experts_dW": 0.1}
+    small = {"experts_forward": 0.1, "experts_backward": 0.1}
     base = made_up(0, **big, **small)
     free = {
         name: Timing("byte", each.sizes, tuple(ms - each.fit.cost.alpha_ms for ms in each.times_ms))
@@ -114,7 +95,7 @@ def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str,
     profile = made_up(seed)
     space = SearchSpace.of(schedule, MAX_DEGREE)
     forward, backward = choose_degrees(profile, Machine(), space)
-    orders = list(space.orders(False, True))
+    orders = list(space.orders(False))
     sums_ms = [
         sum(pair)
         for pair in zip(by_brute_force(profile, False, orders), by_brute_force(profile, True, orders), strict=True)
@@ -132,9 +113,9 @@ def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None
     space = SearchSpace.of("fsmoe", MAX_DEGREE)
     apart = 0
     for seed in range(12):
-        free = choose_degrees(made_up(seed, splits=False), Machine(), space)
+        free = choose_degrees(made_up(seed, is_written=False), Machine(), space)
         apart += free[0].block.degree != free[1].block.degree
-        pair = choose_degrees(made_up(seed, splits=False, uses_rng=True), Machine(), space)
+        pair = choose_degrees(made_up(seed, is_written=False, uses_rng=True), Machine(), space)
         assert pair[0].block.degree == pair[1].block.degree
     assert apart > 0
 
@@ -147,7 +128,7 @@ def test_a_runner_up_is_what_could_be_run_instead_and_both_phases_take_no_less_w
     space = SearchSpace.of("fsmoe", MAX_DEGREE)
     faster_alone = 0
     for seed in range(12):
-        profile = made_up(seed, splits=False, uses_rng=uses_rng)
+        profile = made_up(seed, is_written=False, uses_rng=uses_rng)
         if anew:
             at = profile.operations[BACKWARD]
             dearer = replace(at, times_ms=tuple(anew * each for each in at.times_ms))
@@ -169,7 +150,7 @@ def test_a_runner_up_is_what_could_be_run_instead_and_both_phases_take_no_less_w
 def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> None:
     space = SearchSpace.of("fsmoe", MAX_DEGREE)
     for seed in range(6):
-        dear = made_up(seed, splits=False)
+        dear = made_up(seed, is_written=False)
         operations = dict(dear.operations) | {
             BACKWARD_ANEW: replace(
                 dear.operations[BACKWARD], times_ms=tuple(100 * each for each in dear.operations[BACKWARD].times_ms)
@@ -304,11 +285,10 @@ def test_a_degree_above_the_capacity_that_is_asked_for_is_kept(schedule: str, as
 
 
 def test_an_uncut_layer_is_planned_as_it_is_run() -> None:
-    """In one chunk, and without weight gradients that are put off."""
     space = SearchSpace.of("best", MAX_DEGREE).uncut("reduce_first")
     for seed in range(6):
         for choice in choose_degrees(made_up(seed), Machine(), space):
-            assert (choice.order.degree, choice.order.late_dw) == (1, 0)
+            assert choice.order.degree == 1
 
 
 def test_what_issuing_takes_counts_where_tasks_run_one_after_another_too() -> None:

@@ -37,9 +37,8 @@ def random_schedule(rng: random.Random, layout: str) -> Schedule:
     work = rng.choice([layer_of(layout).forward, layer_of(layout).backward])
     degree, lanes = rng.randint(1, 9), grad_lanes_of(layout)
     grads = [tuple(Slice(GRAD, lanes, 400 * rng.random()) for _ in range(rng.randint(0, 2))) for _ in range(2)]
-    late = rng.randint(0, degree) if work.moe.expert_dw else 0
     links = rng.choice(["shared", "paper", "reduce_first"])
-    plan = BlockPlan(degree, links, late, *grads)
+    plan = BlockPlan(degree, links, *grads)
     return block_schedule(work, plan)
 
 

@@ -16,8 +16,6 @@ from ds_fsmoe.planning.schedule import (
     ATTENTION,
     DENSE,
     EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
     EXPERT_GRAD,
     GATHER,
     GRAD,
@@ -108,11 +106,6 @@ def test_the_backward_does_twice_the_computation_and_the_same_traffic() -> None:
         assert backward[kind].size == work.size * (2 if twice else 1), kind
         assert backward[kind].launches == work.launches * (2 if twice else 1), kind
         assert backward[kind].lanes == work.lanes
-    split = layer.backward.moe.expert_dx, layer.backward.moe.expert_dw
-    assert [each.kind for each in split] == [EXPERT_DX, EXPERT_DW]
-    assert sum(each.size for each in split) == backward[EXPERT].size
-    assert sum(each.launches for each in split) == backward[EXPERT].launches
-    assert layer.forward.moe.expert_dx is layer.forward.moe.expert_dw is None
 
 
 def test_the_backward_meets_the_operations_in_the_opposite_order() -> None:
@@ -178,7 +171,7 @@ def test_the_fullest_rank_sends_and_computes_more_and_orders_no_more() -> None:
     for half in ("forward", "backward"):
         before, after = sizes(getattr(one, half)), sizes(getattr(other, half))
         grown = {kind for kind in before if after[kind] != before[kind]}
-        assert grown <= {A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, EXPERT_DX, EXPERT_DW}
+        assert grown <= {A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT}
         assert {A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT} <= grown
         for kind in grown:
             assert after[kind] == pytest.approx(1.5 * before[kind]), kind

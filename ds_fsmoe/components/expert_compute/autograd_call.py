@@ -64,8 +64,6 @@ class GraphCall:
         where: the beginning of messages about the module.
     """
 
-    splits = False
-
     def __init__(
         self,
         expert: nn.Module,
@@ -149,15 +147,6 @@ class GraphCall:
             if gradient is not None:
                 self._sums.add(parameter, gradient)
         return torch.zeros_like(dy_NcM, dtype=run.leaf.dtype) if dx_NcM is None else dx_NcM
-
-    def backward_dx(
-        self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None
-    ) -> torch.Tensor:
-        """:meth:`backward`: a graph is walked once, for rows and weights."""
-        return self.backward(start, stop, dy_NcM, weights)
-
-    def backward_dw(self, start: int, stop: int) -> None:
-        """Nothing is left to do."""
 
     def _record(self, x_NcM: torch.Tensor) -> tuple[_Run, torch.Tensor]:
         """Return the recorded call and the result."""

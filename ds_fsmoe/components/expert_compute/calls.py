@@ -28,13 +28,12 @@ from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 class ExpertCall:
     """Made by :meth:`ExpertSet.call`; keeps what its backward needs until it is dropped.
 
-    ``forward`` is called for cuts that together hold each slot once, then ``backward`` (or ``backward_dx`` and later
-    ``backward_dw``) for cuts that do the same, equal or not, in any order, and last ``gradients``. A cut may be empty.
-    Experts are row-wise by law, which makes cutting anew legal. After ``gradients`` the backward may be walked again.
+    ``forward`` is called for cuts that together hold each slot once, then ``backward`` for cuts that do the same, equal
+    or not, in any order, and last ``gradients``. A cut may be empty. Experts are row-wise by law, which makes cutting
+    anew legal. After ``gradients`` the backward may be walked again.
 
     Nothing is recorded on the caller's graph, whatever its grad mode. Results are new memory. The rows given to
-    ``forward`` are kept without copying, and the gradients given to ``backward_dx`` until ``backward_dw``: neither
-    may be overwritten meanwhile.
+    ``forward`` are kept without copying, and may not be overwritten meanwhile.
     """
 
     def __init__(
@@ -46,22 +45,11 @@ class ExpertCall:
     ) -> None:
         self._runs = tuple(runs)
         self._num_experts = self._runs[-1].last
-        self._splits = False not in [run.call.splits for run in self._runs]
         self._sums = sums
         self._autocast = autocast
         self._needs_backward = needs_backward
         self._slots_forward = 0
         self._returned: list[tuple[int, int]] = []
-        self._without_dw: list[tuple[int, int]] = []
-
-    @property
-    def splits(self) -> bool:
-        """Whether :meth:`backward_dx` leaves the weight gradients of every expert to :meth:`backward_dw`.
-
-        The two may be called in either case, so that a schedule need not know: an expert that autograd differentiates
-        has its weight gradients computed in ``backward_dx`` and nothing done in ``backward_dw``.
-        """
-        return self._splits
 
     @torch.no_grad()
     def forward(self, start: int, stop: int, x_NeCM: torch.Tensor) -> torch.Tensor:
@@ -90,30 +78,6 @@ class ExpertCall:
             result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward(start, stop, part))
         self._returned.append((start, stop))
         return result_NeCM
-
-    @torch.no_grad()
-    def backward_dx(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
-        """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same cut."""
-        self._check_backward(start, stop, dy_NeCM)
-        with self._autocast.restored():
-            result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward_dx(start, stop, part))
-        self._without_dw.append((start, stop))
-        self._returned.append((start, stop))
-        return result_NeCM
-
-    @torch.no_grad()
-    def backward_dw(self, start: int, stop: int) -> None:
-        """Add to the weights' gradients what :meth:`backward_dx` of this cut has left.
-
-        Raises:
-            RuntimeError: it has left nothing.
-        """
-        if (start, stop) not in self._without_dw:
-            raise RuntimeError(f"backward_dw of slots [{start}, {stop}) without a backward_dx of the same cut before")
-        self._without_dw.remove((start, stop))
-        with self._autocast.restored():
-            for run in self._runs:
-                run.call.backward_dw(start, stop)
 
     def release(self) -> list[torch.Tensor | None]:
         """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
@@ -145,8 +109,6 @@ class ExpertCall:
         Raises:
             RuntimeError: not every slot has come back.
         """
-        if self._without_dw:
-            raise RuntimeError(f"gradients are incomplete: backward_dw of {self._without_dw} is missing")
         if (slots_backward := sum(stop - start for start, stop in self._returned)) != self._slots_forward:
             raise RuntimeError(
                 f"gradients are incomplete: {self._slots_forward} slots went through the forward and {slots_backward} "
@@ -173,7 +135,7 @@ class ExpertCall:
 
     def _through(self, tensor_NeCM: torch.Tensor, way: Callable[..., torch.Tensor]) -> torch.Tensor:
         """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
-        if len(self._runs) == 1 and self._splits:  # written out, and so new memory
+        if len(self._runs) == 1 and not isinstance(self._runs[0].call, GraphCall):  # written out, and so new memory
             return self._runs[0].through(tensor_NeCM, way).contiguous()
         return joined((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
 
@@ -223,11 +185,6 @@ class ExpertSet:
     def num_experts(self) -> int:
         """The number of experts of this rank."""
         return len(self.experts)
-
-    @property
-    def splits(self) -> bool:
-        """Whether a call made now would split (:attr:`ExpertCall.splits`)."""
-        return all(form is not None for form in self.written_now())
 
     def written_now(self) -> tuple[ManualExpert | None, ...]:
         """Of each expert the written-out form by which a call made now would compute it, if it would."""

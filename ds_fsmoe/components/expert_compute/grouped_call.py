@@ -20,7 +20,6 @@ from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.linears import StackedLinear, add_stacked_gradients, apply_linear
 from ds_fsmoe.components.expert_compute.manual_call import (
     ManualCall,
-    Pending,
     back_to_rows,
     check_versions,
     rows_of,
@@ -81,8 +80,6 @@ class GroupedCall:
         always: do so wherever it can be done, whether it pays or not.
     """
 
-    splits = True
-
     def __init__(
         self,
         experts: Sequence[PlannedExpert],
@@ -111,7 +108,6 @@ class GroupedCall:
         """Of what went at once."""
         self._cuts_at_once: list[tuple[int, int]] = []
         """Of the forward."""
-        self._pending: dict[tuple[int, int], Pending] = {}
         self._form: ManualExpert | None = None
         self._form_of: tuple[int, list[int]] | None = None
 
@@ -144,42 +140,20 @@ class GroupedCall:
         """As :meth:`forward`; adds to the weights' gradients."""
         form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
         if form is None:
-            return self._back_one_by_one(start, stop, dy_NkcM, with_dw=True)
-        dx_NkcM = self._dx_at_once(form, start, stop, dy_NkcM)
-        self.backward_dw(start, stop)
-        return dx_NkcM
-
-    def backward_dx(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
-        """:meth:`backward` without weights; keeps ``dy_NkcM`` and what else :meth:`backward_dw` needs."""
-        form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
-        if form is None:
-            return self._back_one_by_one(start, stop, dy_NkcM, with_dw=False)
-        return self._dx_at_once(form, start, stop, dy_NkcM)
-
-    def backward_dw(self, start: int, stop: int) -> None:
-        """Adds to the weights' gradients what :meth:`backward_dx` of the same cut left."""
-        pending = self._pending.pop((start, stop), None)
-        if pending is None:  # one by one, or no weight wants a gradient
-            for call in self._calls:
-                call.backward_dw(start, stop)
-            return
-        first = self._first.form
-        h_kRH = pending.hidden_rows(first) if self._sums.wants(first.down.weight) else None
-        add_stacked_gradients(self._sums, self._down, pending.dy_RM, h_kRH)
-        pending.h_NcH = h_kRH = None
-        x_kRM = None if pending.x is None else rows_of(pending.x)
-        for up, delta_kRH in zip(self._up, pending.deltas_RH, strict=True):
-            add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
-
-    def _dx_at_once(self, form: ManualExpert, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
+            return self._back_one_by_one(start, stop, dy_NkcM)
         check_versions(self._weights, self._versions)
         x_NkcM, *read = self._cuts.take(start, stop)
         kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
         del read
-        dx_kRM, pending = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
+        dx_kRM, left = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
+        del kept
         if self._first.wants_any:
-            pending.x = x_NkcM.transpose(0, 1) if self._first.wants_up else None
-            self._pending[start, stop] = pending
+            h_kRH = left.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
+            add_stacked_gradients(self._sums, self._down, left.dy_RM, h_kRH)
+            left.h_NcH = h_kRH = None
+            x_kRM = rows_of(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
+            for up, delta_kRH in zip(self._up, left.deltas_RH, strict=True):
+                add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> ManualExpert | None:
@@ -218,7 +192,7 @@ class GroupedCall:
             self._calls = tuple(ManualCall(each, self._sums, **options) for each in self._experts)
         return self._calls
 
-    def _back_one_by_one(self, start: int, stop: int, dy_NkcM: torch.Tensor, with_dw: bool) -> torch.Tensor:
+    def _back_one_by_one(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
         check_versions(self._weights, self._versions)
         calls = self._alone
         went_at_once = any(first < stop and start < last for first, last in self._cuts_at_once)
@@ -226,12 +200,10 @@ class GroupedCall:
 
         def back(i: int, dy_NcM: torch.Tensor) -> torch.Tensor:
             if read is None:
-                dx_NcM = calls[i].backward_dx(start, stop, dy_NcM)
-            else:
-                (x_NcM, *kept), read[i] = read[i], ()
-                dx_NcM = calls[i].dx_of(start, stop, x_NcM, tuple(kept), dy_NcM)
-            if with_dw:
-                calls[i].backward_dw(start, stop)
+                return calls[i].backward(start, stop, dy_NcM)
+            (x_NcM, *kept), read[i] = read[i], ()
+            dx_NcM, left = calls[i].gradient_of_rows(x_NcM, tuple(kept), dy_NcM)
+            calls[i].add_gradients(left)
             return dx_NcM
 
         return self._one_by_one(dy_NkcM, back)

@@ -20,7 +20,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 @dataclass
-class Pending:
+class Left:
     """What the weight gradients of a cut need. Shapes are those of one expert; of k at once all begin with k."""
 
     kept: tuple[torch.Tensor, ...]
@@ -29,8 +29,8 @@ class Pending:
     dy_RM: torch.Tensor
     deltas_RH: tuple[torch.Tensor, ...]
     """The gradient of the results of each layer of ``up``."""
-    x: torch.Tensor | None = None
-    """These are the rows, where a weight of ``up`` wants a gradient: [R, M], or [k, N, c, M]."""
+    x_RM: torch.Tensor | None = None
+    """These are the rows, where a weight of ``up`` wants a gradient."""
 
     def hidden_rows(self, form: ManualExpert) -> torch.Tensor:
         """Return the rows of the last layer, [R, H]."""
@@ -39,7 +39,7 @@ class Pending:
 
 def back_to_rows(
     form: ManualExpert, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor, weights: RowWeights | None = None
-) -> tuple[torch.Tensor, Pending]:
+) -> tuple[torch.Tensor, Left]:
     """Go back through an expert, or through k that are stacked, as autograd would.
 
     Args:
@@ -68,7 +68,7 @@ def back_to_rows(
     dx_RM = rows_gradient(form.up[0], deltas_RH[0])
     for linear, delta_RH in zip(form.up[1:], deltas_RH[1:], strict=True):
         dx_RM += rows_gradient(linear, delta_RH)
-    return dx_RM, Pending(kept if h_NcH is None else (), h_NcH, dy_RM, deltas_RH)
+    return dx_RM, Left(kept if h_NcH is None else (), h_NcH, dy_RM, deltas_RH)
 
 
 class ManualCall:
@@ -85,8 +85,6 @@ class ManualCall:
         contiguous: make the expert's rows contiguous first, on a copy that is not kept.
     """
 
-    splits = True
-
     def __init__(
         self, planned: PlannedExpert, sums: GradientSums, *, needs_backward: bool, recompute: bool, contiguous: bool
     ) -> None:
@@ -99,7 +97,6 @@ class ManualCall:
         self.wants_up = planned.wants_up
         self.wants_any = planned.wants_any
         self.cuts = SavedActivations()
-        self._pending: dict[tuple[int, int], Pending] = {}
         # Autograd would refuse a weight that changed between forward and backward, and so do we.
         self._versions = versions_of(planned.weights) if needs_backward else []
 
@@ -128,45 +125,35 @@ class ManualCall:
 
     def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape; adds to the weights' gradients."""
-        dx_NcM = self.backward_dx(start, stop, dy_NcM, weights)
-        self.backward_dw(start, stop)
+        dx_NcM, left = self.gradient_of_rows(*self.read(start, stop), dy_NcM, weights)
+        self.add_gradients(left)
         return dx_NcM
 
-    def backward_dx(
-        self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None
-    ) -> torch.Tensor:
-        """[N, c, M] to the same shape; keeps ``dy_NcM`` and a hidden layer's gradient for :meth:`backward_dw`."""
-        return self.dx_of(start, stop, *self.read(start, stop), dy_NcM, weights)
-
-    def dx_of(
+    def gradient_of_rows(
         self,
-        start: int,
-        stop: int,
         x_NcM: torch.Tensor | None,
         kept: tuple[torch.Tensor, ...],
         dy_NcM: torch.Tensor,
         weights: RowWeights | None = None,
-    ) -> torch.Tensor:
-        """:meth:`backward_dx` of what has been read already."""
+    ) -> tuple[torch.Tensor, Left]:
+        """:meth:`backward` of what :meth:`read` has returned, and what is left for :meth:`add_gradients`."""
         kept = self._kept(x_NcM) if self._recompute else kept
-        dx_RM, pending = back_to_rows(self.written, kept, dy_NcM, weights)
-        if self.wants_any:
+        dx_RM, left = back_to_rows(self.written, kept, dy_NcM, weights)
+        if self.wants_up:
             # A copy where they are strided, so that the memory of those that came is free.
-            pending.x = rows_of(x_NcM) if self.wants_up else None
-            self._pending[start, stop] = pending
-        return dx_RM.view(dy_NcM.shape)
+            left.x_RM = rows_of(x_NcM)
+        return dx_RM.view(dy_NcM.shape), left
 
-    def backward_dw(self, start: int, stop: int) -> None:
-        """Adds to the weights' gradients what :meth:`backward_dx` of the same cut left."""
-        pending = self._pending.pop((start, stop), None)
-        if pending is None:  # no weight wants a gradient
+    def add_gradients(self, left: Left) -> None:
+        """Add to the weights' gradients."""
+        if not self.wants_any:
             return
         down = self.written.down
-        h_RH = pending.hidden_rows(self.written) if self._sums.wants(down.weight) else None
-        add_gradients(self._sums, down, pending.dy_RM, h_RH)
-        pending.h_NcH = h_RH = None
-        for up, delta_RH in zip(self.written.up, pending.deltas_RH, strict=True):
-            add_gradients(self._sums, up, delta_RH, pending.x)
+        h_RH = left.hidden_rows(self.written) if self._sums.wants(down.weight) else None
+        add_gradients(self._sums, down, left.dy_RM, h_RH)
+        left.h_NcH = h_RH = None
+        for up, delta_RH in zip(self.written.up, left.deltas_RH, strict=True):
+            add_gradients(self._sums, up, delta_RH, left.x_RM)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)

@@ -115,12 +115,6 @@ class GroupsCall(Protocol):
         self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
     ) -> torch.Tensor: ...
 
-    def backward_dx(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
-    ) -> torch.Tensor: ...
-
-    def backward_dw(self, chunk: int) -> None: ...
-
     def forget(self) -> None: ...
 
 
@@ -139,8 +133,8 @@ class RowCall:
     """Made by :meth:`ExpertSet.call_rows`; keeps what its backward needs until it is dropped.
 
     As :class:`~ds_fsmoe.components.expert_compute.calls.ExpertCall`, with chunks by their number: ``forward`` is called
-    for every chunk of the forward, then ``backward`` (or ``backward_dx`` and later ``backward_dw``) for every chunk of
-    the backward, and last ``gradients``.
+    for every chunk of the forward, then ``backward`` for every chunk of the backward, and last
+    ``gradients``.
     """
 
     def __init__(
@@ -160,7 +154,6 @@ class RowCall:
         if any(run.is_single for run in self._runs):
             self._ranges = {id(each): _ranges(each) for each in (rows.forward, rows.backward)}
         self._returned: set[int] = set()
-        self._without_dw: set[int] = set()
 
     @torch.no_grad()
     def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
@@ -186,37 +179,6 @@ class RowCall:
         self._check_backward(chunk)
         weights = _row_weights(weights_R, gradients_R)
         return self._through("backward", self._rows.backward, chunk, dy_RM, weights)
-
-    @torch.no_grad()
-    def backward_dx(
-        self,
-        chunk: int,
-        dy_RM: torch.Tensor,
-        weights_R: torch.Tensor | None = None,
-        gradients_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same chunk."""
-        self._check_backward(chunk)
-        self._without_dw.add(chunk)
-        weights = _row_weights(weights_R, gradients_R)
-        return self._through("backward_dx", self._rows.backward, chunk, dy_RM, weights)
-
-    @torch.no_grad()
-    def backward_dw(self, chunk: int) -> None:
-        """Add to the weights' gradients what :meth:`backward_dx` of this chunk has left.
-
-        Raises:
-            RuntimeError: it has left nothing.
-        """
-        if chunk not in self._without_dw:
-            raise RuntimeError(f"backward_dw of chunk {chunk} without a backward_dx of it before")
-        self._without_dw.remove(chunk)
-        with self._autocast.restored():
-            for run in self._runs:
-                if run.is_single:
-                    run.call.backward_dw(*self._ranges[id(self._rows.backward)][chunk][run.first])
-                else:
-                    run.call.backward_dw(chunk)
 
     def release(self) -> list[torch.Tensor | None]:
         """Give away the tensors that are kept for the backward, so that autograd can keep them."""
@@ -247,8 +209,6 @@ class RowCall:
         Raises:
             RuntimeError: not every chunk has come back.
         """
-        if self._without_dw:
-            raise RuntimeError(f"gradients are incomplete: backward_dw of {sorted(self._without_dw)} is missing")
         missing = set(range(len(self._rows.backward.chunks))) - self._returned
         if missing:
             raise RuntimeError(f"gradients are incomplete: chunks {sorted(missing)} have not come back")

@@ -15,7 +15,7 @@ import torch
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups, takes_grouped
 from ds_fsmoe.components.expert_compute.linears import GroupedLinear, StackedLinear, add_grouped_gradients
-from ds_fsmoe.components.expert_compute.manual_call import Pending, back_to_rows, check_versions, versions_of
+from ds_fsmoe.components.expert_compute.manual_call import back_to_rows, check_versions, versions_of
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
 from ds_fsmoe.components.expert_compute.row_weights import RowWeights
@@ -39,7 +39,6 @@ class GroupedRowsCall:
         saved: where to keep it.
     """
 
-    splits = True
     is_grouped = True
 
     def __init__(
@@ -60,7 +59,6 @@ class GroupedRowsCall:
         self._down = [each.form.down for each in experts]
         self._weights = [each.weight for each in itertools.chain(*self._up, self._down)]
         self._versions = versions_of(self._weights) if needs_backward else []
-        self._pending: dict[int, tuple[Pending, Groups]] = {}
         self._stacks: list[StackedLinear] | None = None
 
     @property
@@ -98,35 +96,21 @@ class GroupedRowsCall:
         self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM, groups, weights)
-        self.backward_dw(chunk)
-        return dx_RM
-
-    def backward_dx(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
-    ) -> torch.Tensor:
-        """:meth:`backward` without weights; keeps ``dy_RM`` and what else :meth:`backward_dw` needs."""
         check_versions(self._weights, self._versions)
         form = self._form(groups)
         x_1RM, *read = self._saved.take(chunk)
         kept = tuple(each.unsqueeze(0) for each in form.kept(x_1RM[0])) if self._recompute else tuple(read)
         del read
-        dx_RM, pending = back_to_rows(form, kept, dy_RM.unsqueeze(0), weights)
+        dx_RM, left = back_to_rows(form, kept, dy_RM.unsqueeze(0), weights)
+        del kept
         if self._first.wants_any:
-            pending.x = x_1RM[0] if self._first.wants_up else None
-            self._pending[chunk] = pending, groups
+            h_RH = left.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
+            add_grouped_gradients(self._sums, self._down, left.dy_RM, h_RH, groups)
+            left.h_NcH = h_RH = None
+            x_RM = x_1RM[0] if self._first.wants_up else None
+            for up, delta_RH in zip(self._up, left.deltas_RH, strict=True):
+                add_grouped_gradients(self._sums, up, delta_RH, x_RM, groups)
         return dx_RM
-
-    def backward_dw(self, chunk: int) -> None:
-        """Add to the weights' gradients what :meth:`backward_dx` of the same chunk left."""
-        pending, groups = self._pending.pop(chunk, (None, None))
-        if pending is None:  # no weight wants a gradient
-            return
-        h_RH = pending.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
-        add_grouped_gradients(self._sums, self._down, pending.dy_RM, h_RH, groups)
-        pending.h_NcH = h_RH = None
-        for up, delta_RH in zip(self._up, pending.deltas_RH, strict=True):
-            add_grouped_gradients(self._sums, up, delta_RH, pending.x, groups)
 
     def _stacked(self) -> list[StackedLinear] | None:
         """The weights of each layer as one tensor, without a copy; ``None`` where that cannot be."""

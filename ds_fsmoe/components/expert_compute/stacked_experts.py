@@ -93,11 +93,6 @@ class StackedExperts:
         """The number of experts of this rank."""
         return int(self._module.num_experts)
 
-    @property
-    def splits(self) -> bool:
-        """Return whether a call leaves the weights' gradients to ``backward_dw``."""
-        return self._own_forward is None
-
     def written_now(self) -> tuple[Any, ...]:
         """Return the contract where the experts are computed by the written form, ``None`` where by autograd."""
         return (self._contract if self._own_forward is None else None,)
@@ -153,11 +148,6 @@ class SlotsCall:
         self._experts, self._needs_backward, self._recompute = experts, needs_backward, recompute
         self._call: RowCall | None = None
 
-    @property
-    def splits(self) -> bool:
-        """Whether :meth:`backward_dx` leaves the weights' gradients to :meth:`backward_dw`."""
-        return self._experts.splits
-
     def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor:
         """[N, e, c, M] to the same."""
         ranks, num_experts, slots, _ = x_NecM.shape
@@ -170,14 +160,6 @@ class SlotsCall:
     def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor:
         """The gradient of the results to that of the slots."""
         return _as_slots(self._made().backward(0, _as_rows(dy_NecM)), dy_NecM.shape)
-
-    def backward_dx(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor:
-        """As :meth:`backward`, without the weights."""
-        return _as_slots(self._made().backward_dx(0, _as_rows(dy_NecM)), dy_NecM.shape)
-
-    def backward_dw(self, start: int, stop: int) -> None:
-        """What :meth:`backward_dx` has left."""
-        self._made().backward_dw(0)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """See :meth:`RowCall.gradients`."""

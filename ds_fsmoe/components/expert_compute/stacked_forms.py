@@ -29,14 +29,13 @@ OwnForward = Callable[..., torch.Tensor]
 
 
 @dataclass
-class _Pending:
+class _Left:
     """What the weights' gradients of a chunk still need."""
 
     x_RM: torch.Tensor | None
     dup_RF: torch.Tensor
     h_RH: torch.Tensor | None
     dy_RM: torch.Tensor | None
-    groups: Groups
 
 
 class Written:
@@ -84,7 +83,6 @@ class Written:
         self._weights = [each for each in every if not hasattr(each, "ds_id")] if needs_backward else []
         self._versions = versions_of(self._weights)
         self._row_dtype: torch.dtype | None = None
-        self._pending: dict[int, _Pending] = {}
 
     @property
     def stores(self) -> tuple[SavedRows, ...]:
@@ -121,20 +119,7 @@ class Written:
         left.x_RM = None
         return self._gradient_of_rows(left.dup_RF, groups)
 
-    def backward_dx(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
-    ) -> torch.Tensor:
-        """[R, M] to the same; leaves the weights."""
-        self._pending[chunk] = self._through_gate(chunk, dy_RM, groups, weights)
-        return self._gradient_of_rows(self._pending[chunk].dup_RF, groups)
-
-    def backward_dw(self, chunk: int) -> None:
-        """Add to the weights' gradients what :meth:`backward_dx` of the same chunk left."""
-        left = self._pending.pop(chunk)
-        self._add_gradients(self._contract.down, left.h_RH, left.dy_RM, left.groups)
-        self._add_gradients(self._contract.up, left.x_RM, left.dup_RF, left.groups)
-
-    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None) -> _Pending:
+    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None) -> _Left:
         """Return what the gradients of the weights and of the rows are made of."""
         with torch._C.DisableTorchFunctionSubclass():
             check_versions(self._weights, self._versions)
@@ -154,7 +139,7 @@ class Written:
                 weights.add_products(dy_RM, groups.rows_of_each(bias_k))
             dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
         dup_RF, h_RH = self._gate.backward(up_RF, dh_RH)
-        return _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
+        return _Left(x_RM, dup_RF, h_RH, dy_RM)
 
     def _gradient_of_rows(self, dup_RF: torch.Tensor, groups: Groups) -> torch.Tensor:
         dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
@@ -298,14 +283,6 @@ class Called:
         self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM, groups, weights)
-        self.backward_dw(chunk)
-        return dx_RM
-
-    def backward_dx(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
-    ) -> torch.Tensor:
-        """[R, M] to the same; adds to the weights' gradients, as a graph is walked once."""
         (x_1RM,) = self._saved.take(chunk)
         leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
         inputs = leaf_RM, *(alias for _, alias in aliases.values())
@@ -319,9 +296,6 @@ class Called:
         for (parameter, alias), gradient in zip(aliases.values(), gradients, strict=True):
             self._sums.add(parameter, torch.zeros_like(alias) if gradient is None else gradient)
         return torch.zeros_like(leaf_RM) if dx_RM is None else dx_RM
-
-    def backward_dw(self, chunk: int) -> None:
-        """Nothing is left to do."""
 
     def _recorded(self, x_RM: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
         # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
