@@ -94,11 +94,6 @@ class PlannedRounds:
             self._new_windows = self._seen_windows
             self._new_plan = self._planned(make_plan)
 
-    def forget_plan(self) -> None:
-        """Send all at the end from the next round on, until there is another plan."""
-        self.plan, self._new_plan, self._parts, self._windows, self._passed = None, None, (), (), []
-        self._is_new = True
-
     @property
     def coming_plan(self) -> GradientPlan | None:
         """The plan of the next round: the one in force, unless another waits for that round to begin."""
