@@ -3,7 +3,8 @@
 
 ``python benchmarks/cases/bench_split_plan.py`` (numpy and scipy are enough; ten minutes). Nothing is run: every step
 is simulated with the numbers of a cluster's file, eight like layers of a model's middle, without embedding and head,
-and compared with ``best`` of the all-to-all that is faster with whole micro-batches. Rows go to ``split_plan.csv``.
+and compared with ``best`` of the all-to-all that is faster with whole micro-batches. Rows go to ``halves_plan.csv``;
+``split_plan.csv`` has those of an earlier version, which also simulated what no engine runs.
 
 ``--quick`` simulates one model on one cluster, says so in the rows, and is no result to quote.
 """
@@ -34,7 +35,7 @@ from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
 
-FILE = "split_plan.csv"
+FILE = "halves_plan.csv"
 NUM_LAYERS = 8
 SAMPLES = 2
 LENGTH = 4096
