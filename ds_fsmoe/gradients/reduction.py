@@ -151,14 +151,10 @@ class Reduction:
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
         """Send from now on as much in each window as a plan of layers has foreseen.
 
-        Until it is known what there is before which window, one more round is observed.
-
         Args:
             windows: the windows in the order of the backward.
         """
-        is_first, self.foreseen = self.foreseen is None, tuple(windows)
-        if is_first:
-            self.reducer.look_again(1)
+        self.foreseen = tuple(windows)
         self.reducer.try_plan(self._planned)
 
     def plans_are_kept(self) -> None:
