@@ -120,8 +120,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
-            beside = state.running.one_link is None
-            state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
+            state.reduction = Reduction(self, layers, mode, state.block, groups, state.running.one_link is None)
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
