@@ -150,9 +150,7 @@ def test_the_fastest_phases_are_found_though_a_step_was_disturbed_and_another_fa
         assert phases_of(rounds)[1] == (1, 2)
 
 
-def train(
-    rank: int, world_size: int, block: dict[str, Any] | None, accumulation: int, steps: int = STEPS
-) -> dict[str, Any]:
+def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation: int) -> dict[str, Any]:
     import deepspeed
 
     import ds_fsmoe
@@ -165,7 +163,7 @@ def train(
     initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
     engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
     losses, degrees, windows, settled = [], [], [], []
-    for step in range(steps * accumulation):
+    for step in range(STEPS * accumulation):
         torch.manual_seed(100 * step + rank)
         loss, _ = engine(*batch(step, rank, torch.float32))
         engine.backward(loss)
@@ -178,9 +176,6 @@ def train(
             settled.append(engine.fsmoe.autotune.is_settled)
     found = {"losses": losses, "degrees": degrees, "windows": windows, "settled": settled}
     if block is not None:
-        reducer = engine.fsmoe.reduction.reducer
-        supplies = reducer._supplies(reducer.plan.num_windows)
-        found["is_by_rule"] = reducer.plan.parts == plan_by_rule(supplies, "adaptive", 1).parts
         found["open"] = engine.fsmoe.autotune.trials is not None
         found["is_stock"] = engine.fsmoe.autotune.outcome.is_stock
     engine.destroy()
@@ -242,16 +237,32 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
         assert len(set(found["degrees"][accumulation * (settled + 1) - 1 :])) == 1
 
 
-def untried(rank: int, world_size: int) -> list[tuple[dict[str, Any], list[str]]]:
-    """Without the autotuner, and with one that tries no plan: what was found, and what was said of the solver."""
+def untried(rank: int, world_size: int) -> list[tuple[list[Any], bool, list[str]]]:
+    """Without the autotuner, and with one that tries no plan: the windows of each step, whether the last ones are by
+    rule, and what was said of the solver."""
+    import ds_fsmoe
+
+    hurry()
     found, said = [], []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ds_fsmoe").addHandler(handler)
     for autotune in (False, {"enabled": True, "trials": 0}):
-        block = {"autotune": autotune, "gradient_partition": {"mode": "adaptive", "solver": "de"}}
-        found.append((train(rank, world_size, block, 1, steps=6), [each for each in said if "solver" in each]))
+        torch.manual_seed(0)
+        model = SmallModel(CASE, rank)
+        block = {"enabled": True, "autotune": autotune, "gradient_partition": {"mode": "adaptive", "solver": "de"}}
+        config = CASE.ds_config(fsmoe=block)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        reduction, windows = engine.fsmoe.reduction, []
+        for step in range(6):
+            engine.backward(engine(*batch(step, rank, torch.float32))[0])
+            engine.step()
+            windows.append(foreseen_and_sent(reduction))
+        plan = reduction.reducer.plan
+        by_rule = plan_by_rule(reduction.reducer._supplies(plan.num_windows), "adaptive", 1)
+        found.append((windows, plan.parts == by_rule.parts, [each for each in said if "solver" in each]))
         said.clear()
+        engine.destroy()
     return found
 
 
@@ -260,17 +271,17 @@ def test_adaptive_slices_by_rule_without_the_autotuner_and_as_it_has_planned_whe
     tmp_path: Path,
 ) -> None:
     for rank, (by_rule, planned) in enumerate(run_on_ranks(untried, 2, tmp_path)):
-        found, said = by_rule
-        assert found["is_by_rule"]
-        assert all(foreseen is None for foreseen, _ in found["windows"])
-        assert sum(found["windows"][-1][1]) > 0
+        windows, is_by_rule, said = by_rule
+        assert is_by_rule
+        assert [foreseen for foreseen, _ in windows] == [None] * 6
+        assert sum(windows[-1][1]) > 0
         assert ['fsmoe.gradient_partition.solver = "de": not used' in each for each in said] == [True] * (rank == 0)
-        found, said = planned
+        windows, _, said = planned
         assert not said
         # Measured ahead of the third forward.
-        assert [foreseen is None for foreseen, _ in found["windows"]] == [True, True, False, False, False, False]
-        foreseen, sent = found["windows"][-1]
-        assert len({str(each) for each in found["windows"][3:]}) == 1
+        assert [foreseen is None for foreseen, _ in windows] == [True, True, False, False, False, False]
+        foreseen, sent = windows[-1]
+        assert len({str(each) for each in windows[3:]}) == 1
         assert all(b <= a for a, b in zip(foreseen, sent, strict=True))
 
 
