@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, plan_by_bytes
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, plan_by_bytes, plan_by_rule
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.workload import Gradient
@@ -215,10 +216,10 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
         assert len({tuple(each) for each in found["degrees"]}) >= 3
         assert all(len(set(each[:-1])) <= 1 for each in steps)
         assert len(set(found["degrees"][-5:])) == 1
-        # Each was tried with windows of its own; the first step of all was observed for them.
+        # Each was tried with windows of its own; where two steps were not over, the first of all was observed for them.
         windows = found["windows"][accumulation - 1 :: accumulation]
         tried = [each for each in windows if each[0] is not None]
-        assert tried[0][1] is None
+        assert (tried[0][1] is None) == (accumulation > 1)
         # At the end of a step the next plan is foreseen already, and the one of this step is still what was sent by.
         for (foreseen, _), (_, sent) in itertools.pairwise(tried):
             assert sent is not None
@@ -234,6 +235,54 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
             assert all(sum(sent) == 0 for _, sent in windows[settled + 1 :])
         # The step that decides has run its earlier micro batches with what was tried last.
         assert len(set(found["degrees"][accumulation * (settled + 1) - 1 :])) == 1
+
+
+def untried(rank: int, world_size: int) -> list[tuple[list[Any], bool, list[str]]]:
+    """Without the autotuner, and with one that tries no plan: the windows of each step, whether the last ones are by
+    rule, and what was said of the solver."""
+    import ds_fsmoe
+
+    hurry()
+    found, said = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_fsmoe").addHandler(handler)
+    for autotune in (False, {"enabled": True, "trials": 0}):
+        torch.manual_seed(0)
+        model = SmallModel(CASE, rank)
+        block = {"enabled": True, "autotune": autotune, "gradient_partition": {"mode": "adaptive", "solver": "de"}}
+        config = CASE.ds_config(fsmoe=block)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        reduction, windows = engine.fsmoe.reduction, []
+        for step in range(6):
+            engine.backward(engine(*batch(step, rank, torch.float32))[0])
+            engine.step()
+            windows.append(foreseen_and_sent(reduction))
+        plan = reduction.reducer.plan
+        by_rule = plan_by_rule(reduction.reducer._supplies(plan.num_windows), "adaptive", 1)
+        found.append((windows, plan.parts == by_rule.parts, [each for each in said if "solver" in each]))
+        said.clear()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.long
+def test_adaptive_slices_by_rule_without_the_autotuner_and_as_it_has_planned_where_it_tries_nothing(
+    tmp_path: Path,
+) -> None:
+    for rank, (by_rule, planned) in enumerate(run_on_ranks(untried, 2, tmp_path)):
+        windows, is_by_rule, said = by_rule
+        assert is_by_rule
+        assert [foreseen for foreseen, _ in windows] == [None] * 6
+        assert sum(windows[-1][1]) > 0
+        assert ['fsmoe.gradient_partition.solver = "de": not used' in each for each in said] == [True] * (rank == 0)
+        windows, _, said = planned
+        assert not said
+        # Measured ahead of the third forward.
+        assert [foreseen is None for foreseen, _ in windows] == [True, True, False, False, False, False]
+        foreseen, sent = windows[-1]
+        assert len({str(each) for each in windows[3:]}) == 1
+        assert all(b <= a for a, b in zip(foreseen, sent, strict=True))
 
 
 def test_gradients_at_once_are_all_that_there_are_whatever_layers_were_thought_to_have() -> None:

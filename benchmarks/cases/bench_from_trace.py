@@ -137,8 +137,6 @@ class TrainingStep:
         if ran is not None:
             for layer, pair, alltoall in zip(state.inner_layers.values(), ran.orders, ran.alltoalls, strict=True):
                 layer.fsmoe.apply(LayerPlan(pair[0].plan(), pair[1].plan(), alltoall))
-            if state.reduction is not None:
-                state.reduction.look_at_plans()
             for _ in range(LOOKS + 1):
                 self()
 

@@ -3,10 +3,8 @@
 
 ``python benchmarks/cases/bench_split_plan.py`` (numpy and scipy are enough; ten minutes). Nothing is run: every step
 is simulated with the numbers of a cluster's file, eight like layers of a model's middle, without embedding and head,
-and compared with ``best`` of the all-to-all that is faster with whole micro-batches. Rows go to ``split_plan.csv``:
-
-- ``carried``: a half goes straight on from one layer to the next, which is what is run;
-- ``within``: both halves are waited for at every layer's end.
+and compared with ``best`` of the all-to-all that is faster with whole micro-batches. Rows go to ``halves_plan.csv``;
+``split_plan.csv`` has those of an earlier version, which also simulated what no engine runs.
 
 ``--quick`` simulates one model on one cluster, says so in the rows, and is no result to quote.
 """
@@ -18,7 +16,6 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 # Run as a file, Python looks for modules beside it only.
@@ -30,7 +27,6 @@ from benchmarks.simulations.layouts import cluster_of, crossings_of, dtype_bytes
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.crossings import crosses_once
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves_schedule import BY_BATCH, by_sequence
 from ds_fsmoe.planning.model_layers import model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.paper_models import MODELS
@@ -39,8 +35,9 @@ from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
 
-FILE = "split_plan.csv"
+FILE = "halves_plan.csv"
 NUM_LAYERS = 8
+SAMPLES = 2
 LENGTH = 4096
 """The positions of a sample, as far as a model is made for as many; the paper's models have its own length."""
 REAL = ("qwen3-30b-a3b", "olmoe", "deepseek-v3", "gpt-oss-20b", "mixtral-8x7b")
@@ -57,13 +54,6 @@ class Case:
     nodes: int
     ranks_per_node: int
     gradients: bool
-    halves: str
-    """Of the ``batch`` (B = 2), or of the ``sequence`` (B = 1)."""
-
-    @property
-    def samples(self) -> int:
-        """Return B."""
-        return 2 if self.halves == "batch" else 1
 
     def groups(self) -> Groups:
         """Return the paper's layout for its models (attention and experts split inside nodes), and for the others
@@ -73,18 +63,15 @@ class Case:
             return Groups(world, inside, mp=inside, esp=inside, ep=self.nodes)
         return Groups(world, inside, ep=min(world, model_of(self.model).num_experts))
 
-    def layers(self, groups: Groups, alltoall: AllToAll, share_of_length: float = 1.0) -> tuple[Layer, ...]:
+    def layers(self, groups: Groups, alltoall: AllToAll) -> tuple[Layer, ...]:
         """Return layers of the model's middle."""
         cluster = cluster_of(self.cluster)
         if self.model in PAPERS:
-            shape = MODELS[self.model].shape
-            length = round(shape.L * share_of_length)
-            shape = replace(shape, B=self.samples, L=length, dtype_bytes=dtype_bytes_of(cluster))
+            shape = replace(MODELS[self.model].shape, B=SAMPLES, dtype_bytes=dtype_bytes_of(cluster))
             found = (layer_work(shape, groups, alltoall, whole_slots=True),) * NUM_LAYERS
         else:
             model = model_of(self.model)
-            length = round(min(LENGTH, model.max_length) * share_of_length)
-            step = self.samples, length, dtype_bytes_of(cluster)
+            step = SAMPLES, min(LENGTH, model.max_length), dtype_bytes_of(cluster)
             crossings = crossings_of(model, groups) if alltoall == ONCE_PER_NODE else None
             # The first has the embedding, and sometimes blocks without experts; the last has the head.
             found = model_layers(model, groups, *step, alltoall, crossings=crossings)[1 : 1 + NUM_LAYERS]
@@ -104,19 +91,17 @@ class Row:
     esp: int
     mp: int
     gradients: bool
-    halves: str
     alltoall: str
     best_ms: float
     """Of ``best`` with this all-to-all; all times are of a forward and a backward of eight layers."""
     baseline_ms: float
     """Of ``best`` with the faster all-to-all, with which all are compared."""
     carried_ms: float
-    within_ms: float
+    """Of halves, each of which goes straight on from one layer to the next."""
     carried: float
-    """How many times as fast as the baseline; above 1 is a gain. So are the next."""
-    within: float
+    """How many times as fast as the baseline; above 1 is a gain."""
     forward_chunks: int
-    """Of a half, carried."""
+    """Of a half."""
     backward_chunks: int
 
 
@@ -127,43 +112,34 @@ def cases(quick: bool) -> Iterator[Case]:
         of_nodes, inside = nodes if isinstance(nodes, tuple) else (nodes, whole)
         if quick and (model, cluster, of_nodes) not in (("olmoe", "testbed_b", 2), ("gpt2-xl", "testbed_b", 2)):
             continue
-        for gradients, halves in itertools.product((True, False), ("batch", "sequence")):
-            yield Case(model, cluster, of_nodes, inside, gradients, halves)
+        for gradients in (True, False):
+            yield Case(model, cluster, of_nodes, inside, gradients)
 
 
 def rows_of(case: Case) -> list[Row]:
     """Simulate a case with every all-to-all."""
     groups, cluster = case.groups(), cluster_of(case.cluster)
     alltoalls: tuple[AllToAll, ...] = ("flat", ONCE_PER_NODE) if crosses_once(groups) else ("flat",)
-    found = [(each, *_times(case, cluster, groups, each)) for each in alltoalls]
-    baseline_ms = min(times["best"] for _, times, _ in found)
-    rows = []
-    for alltoall, times, plan in found:
-        rows.append(
-            Row(
-                *(case.model, case.cluster, case.nodes, case.ranks_per_node, groups.ep, groups.esp, groups.mp),
-                *(case.gradients, case.halves, alltoall, times["best"], baseline_ms),
-                *(times[name] for name in ("carried", "within")),
-                *(baseline_ms / times["carried"], baseline_ms / times["within"]),
-                *(plan.forward[0].degree, plan.backward[0].degree),
-            )
+    found = [(each, *_simulated(case, cluster, groups, each)) for each in alltoalls]
+    baseline_ms = min(best_ms for _, best_ms, *_ in found)
+    return [
+        Row(
+            *(case.model, case.cluster, case.nodes, case.ranks_per_node, groups.ep, groups.esp, groups.mp),
+            *(case.gradients, alltoall, best_ms, baseline_ms, carried_ms, baseline_ms / carried_ms),
+            *(plan.forward[0].degree, plan.backward[0].degree),
         )
-    return rows
+        for alltoall, best_ms, carried_ms, plan in found
+    ]
 
 
-def _times(case: Case, cluster: Cluster, groups: Groups, alltoall: AllToAll) -> tuple[dict[str, float], ModelPlan]:
+def _simulated(case: Case, cluster: Cluster, groups: Groups, alltoall: AllToAll) -> tuple[float, float, ModelPlan]:
+    """Return the times of ``best`` and of halves, and the plan of these."""
     layers, costs = case.layers(groups, alltoall), kind_costs(cluster, groups, alltoall)
     planner = Planner(costs, Settings(cluster.contention, cluster.host_ms))
-    turns = BY_BATCH if case.halves == "batch" else by_sequence(layers, case.layers(groups, alltoall, 0.5))
     options, space = [{alltoall: each} for each in layers], planner.settings.space(BEST)
-    mode = mode_of(BEST) if case.gradients else "off"
-    planned = partial(plan_in_halves, planner, options, space, mode)
-    carried, within = planned(turns=turns), planned(turns=replace(turns, is_carried=False))
+    carried = plan_in_halves(planner, options, space, mode_of(BEST) if case.gradients else "off")
     assert carried is not None
-    assert within is not None
-    times = {"best": planner.step_ms(plan_by_name(planner, BEST, layers))}
-    times |= {"carried": planner.step_ms(carried), "within": planner.step_ms(within)}
-    return times, carried
+    return planner.step_ms(plan_by_name(planner, BEST, layers)), planner.step_ms(carried), carried
 
 
 def main() -> int:
@@ -183,10 +159,9 @@ def main() -> int:
         for case in of_model:
             for row in rows_of(case):
                 rows.append(row)
-                gains = f"carried {row.carried:.3f}, within {row.within:.3f}, next {row.next_over_carried:.3f}"
-                where = f"{row.model} on {row.nodes} x {row.ranks_per_node} of {row.cluster}, {row.halves}"
+                where = f"{row.model} on {row.nodes} x {row.ranks_per_node} of {row.cluster}"
                 sent = "with gradients" if row.gradients else "without"
-                print(f"{where}, {sent}, {row.alltoall}: {gains}", flush=True)
+                print(f"{where}, {sent}, {row.alltoall}: {row.carried:.3f}", flush=True)
         written = [
             {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in vars(row).items()}
             for row in rows

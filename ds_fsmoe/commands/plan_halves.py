@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
-    from ds_fsmoe.planning.halves_schedule import Turns
     from ds_fsmoe.planning.model_plan import ModelPlan
     from ds_fsmoe.planning.report import Report
 
@@ -42,6 +41,10 @@ def print_halves(args: argparse.Namespace, result: Report, job: dict[str, Any]) 
     """Print what halves give over ``best`` with each all-to-all, where they are asked for; return it in plain types."""
     if not args.halves:
         return {}
+    samples = job["shape"].B
+    if samples == 1:
+        print("\n--halves: the batch is halved, and one sample has no halves; --samples 2 or more shows them")
+        return {}
     from ds_fsmoe.planning.bounds import busiest_ms
     from ds_fsmoe.planning.report import report
 
@@ -51,8 +54,9 @@ def print_halves(args: argparse.Namespace, result: Report, job: dict[str, Any]) 
         result = report(**job, preset_name="best")
         scatters = " and the reduce-scatters of gradients" if job["zero"].stage == 3 else ""
         print(f"  both without the gathers of parameters{scatters} of ZeRO {job['zero'].stage}")
-    kind = _kind(job)
-    rows = [row for name in _alltoalls(job) for row in _rows(result, job, name, kind)]
+    if samples % 2:
+        print(f"--samples {samples}: taken as if both halves had {samples / 2:g}")
+    rows = [row for name in _alltoalls(job) for row in _rows(result, job, name)]
     best_ms = min(row.step_ms for row in rows if not row.plan.in_halves)
     cells = [
         (
@@ -90,21 +94,7 @@ def print_halves(args: argparse.Namespace, result: Report, job: dict[str, Any]) 
 
 def halves_to_draw(args: argparse.Namespace, drawn: Report, job: dict[str, Any]) -> ModelPlan | None:
     """Return the plan in halves that is drawn with the others, if it is asked for."""
-    return drawn.in_halves(_turns(drawn, job, _kind(job))) if args.halves else None
-
-
-def _kind(job: dict[str, Any]) -> str:
-    """Return what is halved, and say it where it is not the batch, or not evenly."""
-    samples = job["shape"].B
-    if samples == 1:
-        print(
-            "--samples 1 cannot be split by the batch. Halves of the sequence, of which the first has less of causal "
-            "attention, would give as much; training does not do that"
-        )
-        return "sequence"
-    if samples % 2:
-        print(f"--samples {samples}: taken as if both halves had {samples / 2:g}")
-    return "batch"
+    return drawn.in_halves() if args.halves and job["shape"].B > 1 else None
 
 
 def _alltoalls(job: dict[str, Any]) -> tuple[str, ...]:
@@ -114,29 +104,16 @@ def _alltoalls(job: dict[str, Any]) -> tuple[str, ...]:
     return ALLTOALLS if crosses_once(job["groups"]) else (job["alltoall"],)
 
 
-def _rows(result: Report, job: dict[str, Any], alltoall: str, kind: str) -> list[_Row]:
+def _rows(result: Report, job: dict[str, Any], alltoall: str) -> list[_Row]:
     from ds_fsmoe.planning.report import report
 
     found = result if alltoall == job["alltoall"] else report(**(job | {"alltoall": alltoall}), preset_name="best")
-    halves = found.in_halves(_turns(found, job | {"alltoall": alltoall}, kind))
+    halves = found.in_halves()
     best = found.plans["best"]
     rows = [_Row(alltoall, "best", best, found.times_ms["best"])]
     if halves is not None:
-        name = "best, in halves" if kind == "batch" else "best, halves of the sequence"
-        rows.append(_Row(alltoall, name, halves, found.phases_ms(halves)))
+        rows.append(_Row(alltoall, "best, in halves", halves, found.phases_ms(halves)))
     return rows
-
-
-def _turns(found: Report, job: dict[str, Any], kind: str) -> Turns:
-    from ds_fsmoe.planning.halves_schedule import BY_BATCH, by_sequence
-    from ds_fsmoe.planning.report import planned_layers
-
-    if kind == "batch":
-        return BY_BATCH
-    names = ("groups", "num_layers", "alltoall", "recompute", "crossings", "architecture")
-    shape = replace(job["shape"], L=max(1, job["shape"].L // 2))
-    of_half = planned_layers(shape=shape, **{name: job[name] for name in names})
-    return by_sequence(found.layers, of_half[: len(found.layers)])
 
 
 def _chunks(plan: ModelPlan) -> tuple[str, str]:

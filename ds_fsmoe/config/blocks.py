@@ -86,7 +86,9 @@ class GradientPartitionBlock(Block):
     mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
         "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
     )
-    solver: Literal["dp", "de"] = Field("dp", description="adaptive slices by a dynamic program or by evolution")
+    solver: Literal["dp", "de"] = Field(
+        "dp", description="with autotune, adaptive slices by a dynamic program or by evolution"
+    )
     chunk_bytes: int = Field(
         31457280,
         ge=1,

@@ -74,7 +74,7 @@ class Config(Written):
             """
             Args:
                 mode: when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction
-                solver: adaptive slices by a dynamic program or by evolution
+                solver: with autotune, adaptive slices by a dynamic program or by evolution
                 chunk_bytes: slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which
                     is 30000000 where this is left out
                 collective: who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and

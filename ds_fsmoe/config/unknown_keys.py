@@ -32,7 +32,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("degree", "chunks", "a2a_ffn_overlap_degree"), f"write it as {BLOCK}.num_chunks"),
     "autotuning": f"write it as {BLOCK}.autotune; DeepSpeed's own autotuning stands beside {BLOCK}, not in it, and "
     f"looks for batch sizes and ZeRO settings in jobs of its own, while {BLOCK}.autotune chooses how layers are run",
-    "solver": "leave it out: numbers of chunks are chosen by simulating all of them",
 }
 
 

@@ -58,12 +58,8 @@ def words_of(written: Any) -> Words:
 
 
 def without_gone(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block without ``solver``, which could only have one value in an enabled block, and says nothing."""
-    return {
-        name: value
-        for name, value in written.items()
-        if name != "solver" or (value != "exact" and written.get("enabled", False) is True)
-    }
+    """Return a block without ``solver``: numbers of chunks are chosen by simulating all of them."""
+    return {name: value for name, value in written.items() if name != "solver"}
 
 
 def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> None:

@@ -54,7 +54,7 @@ from ds_fsmoe.engine.way_back import refuse_while_shared_out
 from ds_fsmoe.engine.whole_models import keep_whole
 from ds_fsmoe.engine.whole_states import show_whole_experts
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
-from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
+from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
 from ds_fsmoe.layer.expert_checks import uncompiled
@@ -65,6 +65,7 @@ from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.layer.unsharded import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
+from ds_fsmoe.planning.plan import mode_of
 from ds_fsmoe.tuning.step_comparison import StepComparison
 from ds_fsmoe.tuning.when import needs_numbers, settled
 from ds_fsmoe.versions import VERSION
@@ -99,7 +100,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     def _take_over_reduction(self) -> None:
         state = self.fsmoe
-        mode = wanted_mode(state.block)
+        mode = mode_of(state.block.schedule, state.block.gradient_partition.mode)
         if dist.get_world_size() == 1:
             state.gradients = "one rank has none to reduce"
             return
@@ -119,8 +120,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
-            beside = state.running.one_link is None
-            state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
+            state.reduction = Reduction(self, layers, mode, state.block, groups, state.running.one_link is None)
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(

@@ -181,8 +181,6 @@ class FSMoEState:
             # Plans are compared on all stages at once, also on those where nothing is cut.
             is_cut = any(on_every_rank(is_cut))
         if is_cut:
-            if self.reduction is not None:
-                self.reduction.look_at_plans()
             self.plans_changed()
 
     def replay(self, indices: Any) -> None:
@@ -218,7 +216,7 @@ class FSMoEState:
         if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, self.micro_batches()):
             return
         if self.reduction is not None and self.autotune.trials is None:
-            self.reduction.plan_anew()
+            self.reduction.plans_are_kept()
         self.plans_changed()
 
     def _forwards_before(self) -> int:
@@ -274,8 +272,6 @@ class FSMoEState:
     def _layers_uncut(self) -> None:
         """Take note that some layers are not cut any more, on this rank for now."""
         self._facts = {}
-        if self.reduction is not None:
-            self.reduction.look_at_plans()
         if self.telemetry is not None:
             self.telemetry.plans_changed()
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from ds_fsmoe.execution.pipeline import CallSizes
-from ds_fsmoe.gradients.reduction import wanted_mode
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import sizes_of
@@ -19,6 +18,7 @@ from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.events import Event, as_rows
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
+from ds_fsmoe.planning.plan import mode_of
 from ds_fsmoe.planning.recorded_data import job_as_data
 from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.record import Record
@@ -105,7 +105,7 @@ class Telemetry:
                 record.measured(job_as_data(measured_job(measured, tuner.search, *of_run)), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
-            layers, mode = state.inner_layers, wanted_mode(state.block)
+            layers, mode = state.inner_layers, mode_of(state.block.schedule, state.block.gradient_partition.mode)
             of_layers = self._shapes, layers, state.block, state.running.links, mode, micro_batches, choices
             record.measured(called_as_data(*of_layers))
             self._recorded = self._shapes

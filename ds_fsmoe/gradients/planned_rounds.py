@@ -84,20 +84,12 @@ class PlannedRounds:
         """The number of layers whose backward has begun; by name, if that is known."""
         return len(self._layers) if self.plan is None else self._opened
 
-    def look_again(self, rounds: int) -> None:
-        """Observe so many more rounds from now on."""
-        self._looks_left = rounds
-
     def try_plan(self, make_plan: MakePlan) -> None:
-        """Send by another plan from the next round on, if enough has been observed to make one; not a settled one."""
+        """Send by another plan from the next round on, if a round was observed to make one; else observe one more."""
+        self._looks_left = min(self._looks_left, 1)
         if self._seen_windows:
             self._new_windows = self._seen_windows
             self._new_plan = self._planned(make_plan)
-
-    def forget_plan(self) -> None:
-        """Send all at the end from the next round on, until there is another plan."""
-        self.plan, self._new_plan, self._parts, self._windows, self._passed = None, None, (), (), []
-        self._is_new = True
 
     @property
     def coming_plan(self) -> GradientPlan | None:

@@ -65,8 +65,6 @@ class GradientReducer(PlannedRounds):
         num_extra = 0 if all_used else 2 * len(self._numbers)
         if len(self.flats[-1].extra) != num_extra:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
-        self.on_finish: Callable[[], None] | None = None
-        """Called at the end of each backward, before the rest is sent."""
         self.rounds, self.sent_again = 0, 0
         """The number of finished rounds, and of gradients that had to travel twice in all of them."""
         self._backwards: set[int] = set()
@@ -202,8 +200,6 @@ class GradientReducer(PlannedRounds):
             RuntimeError: a gradient came too late although none was expected to; all messages have been sent.
         """
         self.begin_if_over()
-        if self.on_finish is not None:
-            self.on_finish()
         self._wait()
         last = self.flats[-1]
         marks = self._marks()

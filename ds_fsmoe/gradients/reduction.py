@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients.adding_up import words_of_stage_2
 from ds_fsmoe.gradients.beside import Beside, end_gathers, make_beside
-from ds_fsmoe.gradients.flat_buffers import FlatGradients
-from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
+from ds_fsmoe.gradients.flat_buffers import MOST_PIECES, PIECE_NUMEL, FlatGradients
 from ds_fsmoe.gradients.reducer import GradientReducer
 from ds_fsmoe.gradients.stage_0 import Stage0
 from ds_fsmoe.gradients.waiting_gradients import waiting_gradients
@@ -36,8 +36,8 @@ from ds_fsmoe.gradients.zero_stages import Stages1And2, partitions_are_ours
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.observing.instruments import LayerCall
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.gradient_plan import (
     BufferReadiness,
     GradientPlan,
@@ -48,20 +48,13 @@ from ds_fsmoe.planning.gradient_plan import (
     plan_micro_ops,
 )
 from ds_fsmoe.planning.gradients import Mode, slice_bytes
-from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
-LOOKS = 3
-"""The backwards that are observed before gradients travel in them: the first of all is slow, two are measured."""
-
-
-def wanted_mode(block: FSMoEBlock) -> Mode:
-    """Return the mode of the block, or else of its schedule: "off" is DeepSpeed's own reduction."""
-    asked = block.gradient_partition.mode
-    if asked != "auto":
-        return asked
-    of_schedule = "adaptive" if block.schedule == BEST else preset(block.schedule).gradients
-    return "off" if of_schedule == "exposed" else of_schedule
+LOOKS = 2
+"""The backwards before gradients travel in them, with the autotuner: it takes the time of the model's dense parts from
+the second one, in which nothing may be hidden."""
+MEASURED_NUMEL = 1 << 20
+"""The largest message that is timed, in elements."""
 
 
 def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
@@ -138,66 +131,59 @@ class Reduction:
             self._door.is_sending,
             self._plan,
             self._door.replace,
-            looks=1 if self._by_rule else LOOKS,
+            looks=LOOKS if block.autotune.enabled else 1,
             all_used=block.gradient_partition.all_used,
             waiting=waiting_gradients(engine, self._door.most_waiting, layers),
         )
         self.foreseen: tuple[WindowBytes, ...] | None = None
-        """The bytes that are sent in each window, as the plan of layers has it; ``None``: idle times say how many."""
-        self._two_levels: tuple[bool, ...] | None = None
-        """The buffers that are then added up in two levels."""
-        self._idle = IdleTimes(engine.device)
-        self.reducer.on_finish = self._idle.next_round
-        if mode == "micro_ops" and self._layers[0].fsmoe.running is not None:
-            self._layers[0].fsmoe.running.instruments.append(self._end_dense_part)
-        self.look_at_plans()
+        """The bytes that are sent in each window, as the plan of layers has it; ``None``: by rule."""
+        for layer in self._layers:
+            layer.fsmoe.attach(self.reducer)
         self._door.take(self.reducer)
+        if "solver" in self._asked.model_fields_set and not block.autotune.enabled:
+            log_on_rank_0(
+                f'fsmoe.gradient_partition.solver = "{self._asked.solver}": not used, as the autotuner is off and '
+                "gradients are sliced by rule"
+            )
         if engine.zero_optimization_partition_gradients() and engine.gradient_accumulation_steps() > 1:
             size = sum(each.numel * each.element_bytes for each in self.reducer.flats) / 1e6
             log_on_rank_0(words_of_stage_2(size, self.sums_each, accumulate))
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
-        """Send from now on as much in each window as a plan of layers has foreseen. What was tried with those is kept
-        with them: windows that are planned anew, from the times that are left, were slower in whole steps.
-
-        Until it is known what there is before which window, one more round is observed.
+        """Send from now on as much in each window as a plan of layers has foreseen.
 
         Args:
             windows: the windows in the order of the backward.
         """
-        is_first, self.foreseen = self.foreseen is None, tuple(windows)
-        self.reducer.on_finish = None
-        self._watch_no_more()
-        if is_first:
-            self.reducer.look_again(1)
-        self.reducer.try_plan(self._plan_foreseen)
+        self.foreseen = tuple(windows)
+        self.reducer.try_plan(self._planned)
 
     def plans_are_kept(self) -> None:
         """Say what is sent in the windows of the plan of layers that stays."""
         plan = self.reducer.coming_plan
         if self.foreseen is not None and plan is not None:
-            self._tell(plan, "as in the steps in which that was tried")
+            self._tell(plan)
 
     def go_on(self) -> None:
         """Take note that plans are not tried any more, and none of them stays."""
-        if self.foreseen is not None:
-            self.plan_anew()
-
-    def plan_anew(self) -> None:
-        """Measure the idle times of the layers' plans in the next backwards, and plan gradients from them."""
         self.foreseen = None
-        self.reducer.forget_plan()
-        self._idle = IdleTimes(self._idle.device)
-        self.reducer.on_finish = self._idle.next_round
-        self.reducer.look_again(LOOKS)
-        self.look_at_plans()
+        self.reducer.try_plan(self._planned)
 
-    def _plan_foreseen(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
-        assert self.foreseen is not None
-        # Which way is faster depends on the links alone.
-        if self._two_levels is None:
-            self._two_levels = self._costs()[1]
-        if self.mode == "micro_ops":
+    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
+        """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
+        self.foreseen = None
+        self.reducer.go_on_with(plan, windows, ready_at)
+
+    def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
+        plan = self._planned(supplies)
+        self._tell(plan)
+        return plan
+
+    def _planned(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
+        """Return the plan, the same on every rank."""
+        if self.foreseen is None:
+            plan = plan_by_rule(supplies, self.mode, self._chunk_bytes)
+        elif self.mode == "micro_ops":
             # As many bytes as were foreseen, in slices of the tensors that there are.
             room = [(_total(each.moe), _total(each.dense)) for each in self.foreseen]
             plan = plan_micro_ops(supplies, room, lambda each: _bytes_in(each, supplies), self._chunk_bytes)
@@ -205,63 +191,11 @@ class Reduction:
             plan = plan_by_bytes(supplies, self.foreseen)
         return replace(plan, two_levels=self._two_levels)
 
-    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
-        """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
-        self.foreseen = None
-        self.reducer.go_on_with(plan, windows, ready_at)
-        self.reducer.on_finish = None
-        self._watch_no_more()
-
-    def _watch_no_more(self) -> None:
-        for layer in self._layers:
-            layer.fsmoe.attach(self.reducer)
-
-    def look_at_plans(self) -> None:
-        """Measure in the backwards of the layers' changed plans, until gradients are planned, unless by rule."""
-        if self.reducer.on_finish is None:
-            return  # there is a plan, or one that the next round begins with
-        if self._by_rule:
-            self._watch_no_more()
-            return
-        for layer in self._layers:
-            # A graph that is older keeps the window of its own plan.
-            window = TimedWindow(self.reducer, layer.pipeline.backward, self._idle)
-            layer.fsmoe.attach(window, window.observer)
-
-    def _end_dense_part(self, call: LayerCall) -> None:
-        """End the measured part behind a layer where another is computed again: its all-to-alls come before slices."""
-        if torch._C._current_graph_task_id() >= 0:
-            self._idle.over()
-
-    def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
-        """Return the plan, the same on every rank: rank 0 of those that share dense gradients decides."""
-        if self.foreseen is not None:
-            return self._plan_foreseen(supplies)
-        self.reducer.on_finish = None
-        self._watch_no_more()
-        num_windows = len(supplies[-1].ready)
-        group = self.reducer.flats[-1].group
-        if self._by_rule:
-            # In two levels wherever that can be, unless it was asked for otherwise.
-            two_levels = [each.nodes is not None and self._asked.levels != 1 for each in self.reducer.flats]
-            plan = plan_by_rule(supplies, self.mode, self._chunk_bytes)
-            return replace(plan, two_levels=tuple(two_levels))
-        costs, two_levels = self._costs()
-        if not num_windows:
-            plan = plan_by_rule(supplies, self.mode, self._chunk_bytes)
-            return from_first_rank(replace(plan, two_levels=two_levels), group)
-        idle = self._idle.typical(num_windows, group)
-        plan = self._plan_by_time(supplies, costs, idle)
-        plan = from_first_rank(replace(plan, two_levels=two_levels), group)
-        windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
-        self._tell(plan, f"idle there were, inside and behind each MoE layer, {windows} ms")
-        return plan
-
-    def _tell(self, plan: GradientPlan, how: str) -> None:
-        """Log how much is sent during the backward; with details also by which way, and how that was found."""
+    def _tell(self, plan: GradientPlan) -> None:
+        """Log how much is sent during the backward; with details also by which way."""
         flats = self.reducer.flats
         ways = ", ".join(dict.fromkeys(str(each.way_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
-        details = f" ({self.mode}); {how}; they travel by {ways}" if self._has_details else ""
+        details = f" ({self.mode}); they travel by {ways}" if self._has_details else ""
         log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
 
     def describe(self) -> str:
@@ -270,48 +204,17 @@ class Reduction:
         when = "after the backward until planned" if plan is None else _describe(plan, self.reducer.flats)
         return f"{self.mode}: {when}"
 
-    def _plan_by_time(
-        self, supplies: Sequence[BufferReadiness], costs: Sequence[LinearCost], idle: Sequence[Idle]
-    ) -> GradientPlan:
-        """Return a plan for the time that was measured to be left, and what sending costs."""
-        if self.mode == "micro_ops":
-            # Inside a layer there is room where no all-to-all comes that could have to wait.
-            has_alltoalls = any(each.pipeline.backward.groups.ep > 1 for each in self._layers)
-            room = [(0.0 if has_alltoalls else each.moe_ms, each.dense_ms) for each in idle]
-
-            def took_ms(each: GradientSlice) -> float:
-                return costs[each.flat].ms(_bytes_in(each, supplies))
-
-            return plan_micro_ops(supplies, room, took_ms, self._chunk_bytes)
-        placements = self._layers[0].pipeline.backward.groups.placements
-        # Experts of the first layer may have nobody to be summed with, and those of another with another ep_size do.
-        lanes_of = {GRAD: placements["dp"].lanes, EXPERT_GRAD: placements["edp"].lanes or placements["dp"].lanes}
-        lanes = [lanes_of[each.kind] for each in supplies]
-        solver, chunk_bytes = self._asked.solver, self._chunk_bytes
-        return plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
-
-    def _costs(self) -> tuple[list[LinearCost], tuple[bool, ...]]:
-        """Return what sending costs, and which buffers are added up in two levels. Collective.
-
-        Of the two ways the faster one is taken, as rank 0 has measured it.
-        """
+    @cached_property
+    def _two_levels(self) -> tuple[bool, ...]:
+        """Whether each buffer is added up in two levels: as asked, or as rank 0 has measured it. Collective."""
+        flats, asked = self.reducer.flats, self._asked.levels
+        if asked != "auto" or self._by_rule:
+            return tuple(each.nodes is not None and asked != 1 for each in flats)
         # It may be asked between a step and the next forward, while parameters are on their way.
         end_gathers()
-        found: list[tuple[LinearCost, bool]] = []
-        for flat in self.reducer.flats:
-            asked = self._asked.levels
-            allowed = (False, True) if asked == "auto" else (asked == 2,)
-            measured = {each: cost_of(flat, each) for each in allowed if flat.nodes is not None or not each}
-            if not measured:
-                measured = {False: cost_of(flat, False)}
-            # Ranks of other groups of experts may have measured otherwise; each task's place is the same on all.
-            best = from_first_rank(min(measured, key=lambda each: measured[each].alone_ms), self._everyone)
-            found.append((measured[best].on_lane, best))
-        return [cost for cost, _ in found], tuple(best for _, best in found)
-
-    @property
-    def _everyone(self) -> dist.ProcessGroup:
-        return self.reducer.flats[-1].group
+        # Ranks of other groups of experts may have measured otherwise; each task's place is the same on all.
+        measured = tuple(each.nodes is not None and is_faster_in_levels(each) for each in flats)
+        return from_first_rank(measured, flats[-1].group)
 
     @property
     def sums_each(self) -> bool:
@@ -330,6 +233,26 @@ class Reduction:
             self.beside.close()
         for layer in self._layers:
             layer.fsmoe.attach(None)
+
+
+def is_faster_in_levels(flat: FlatGradients, host: Clock = HOST) -> bool:
+    """Measure whether a large message of a buffer takes less time in two levels than in one. Collective among its
+    ranks."""
+    numel = max(8, min(flat.numel, MEASURED_NUMEL))
+    watch = Stopwatch(flat.device, flat.group, host)
+
+    def alone_ms(in_levels: bool) -> float:
+        way = flat.way_in(in_levels)
+        of_tasks = {
+            task: watch.times_ms(f"gradients, {way}", [numel], flat.reducing(task, way), flat.group)[0]
+            for task in way.most_kinds
+        }
+        inside_ms, between_ms = sum(of_tasks.values()) - of_tasks[GRAD], of_tasks[GRAD]
+        # In pieces that follow each other over the links, the shorter of the two is hidden but for that of one.
+        pieces = max(1, min(MOST_PIECES, numel // PIECE_NUMEL))
+        return max(inside_ms, between_ms) + min(inside_ms, between_ms) / pieces
+
+    return alone_ms(True) < alone_ms(False)
 
 
 def _total(slices: Sequence[tuple[str, float]]) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from ds_fsmoe.execution.lanes import Observer
 from ds_fsmoe.observing.clock import HOST, Clock
-from ds_fsmoe.planning.schedule import Lane, Schedule, Task
+from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.timeline import Span, Timeline
 
 
@@ -45,13 +45,6 @@ class Recorder(Observer):
 
     def end(self, index: int, task: Task) -> None:
         self._ends[index] = self._stamp()
-
-    def ended_ms(self, lane: Lane, since: Recorder) -> float:
-        """Return when the last task of a lane has ended, in milliseconds from the start of another recorder's run; 0 if
-        there was none, or that was before. On CUDA this waits for it."""
-        tasks = () if self.schedule is None else self.schedule.tasks
-        ends = [end for task, end in zip(tasks, self._ends, strict=True) if task.lane is lane and end is not None]
-        return max((self._elapsed_ms(since._start, end) for end in ends), default=0.0)
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Return the last run, in milliseconds from its start. On CUDA this waits until its tasks are done.

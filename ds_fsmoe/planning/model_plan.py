@@ -10,7 +10,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, halves_schedule
+from ds_fsmoe.planning.halves_schedule import halves_schedule
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import EXPERT_PARAMETERS, GRADIENT_TASKS, PARAMETERS, Schedule, Task
 from ds_fsmoe.planning.search import Choice
@@ -38,8 +38,6 @@ class ModelPlan:
     """All-to-all -> the time of both phases of the layer with it."""
     in_halves: bool = False
     """Whether the two halves of a micro-batch take turns; the plans of layers are then those of one half."""
-    turns: Turns = field(default=BY_BATCH, compare=False)
-    """How they do."""
     sending: Sending = "placed"
     """How gradients got into windows: placed where they cost least; all that there are when one opens; or none, so that
     they follow the backward."""
@@ -117,8 +115,8 @@ class ModelPlan:
         backward, recomputed = (self.layers[::-1], self.backward), self.forward[::-1]
         if self.in_halves:
             return (
-                halves_schedule(self.layers, self.forward, "forward", turns=self.turns),
-                halves_schedule(*backward, "backward", self.tail, recomputed, self.turns),
+                halves_schedule(self.layers, self.forward, "forward"),
+                halves_schedule(*backward, "backward", self.tail, recomputed),
             )
         return (
             model_schedule(self.layers, self.forward, "forward"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -378,6 +379,8 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     return min((found, beside), key=planner.batch_ms)
 
 
-def mode_of(schedule: str) -> Mode:
-    """Return when gradients are sent in a schedule by name."""
+def mode_of(schedule: str, asked: Mode | Literal["auto"] = "auto") -> Mode:
+    """Return when gradients are sent: as asked for, or else as a schedule by name has it."""
+    if asked != "auto":
+        return asked
     return "adaptive" if schedule == BEST else preset(schedule).gradients

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradients import Mode
-from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, half_layer
+from ds_fsmoe.planning.halves_schedule import half_layer
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner
 from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
@@ -58,7 +58,6 @@ def plan_in_halves(
     names: Sequence[str] | None = None,
     *,
     degree: int | None = None,
-    turns: Turns = BY_BATCH,
 ) -> ModelPlan | None:
     """Plan a step in halves; see :meth:`~ds_fsmoe.planning.plan.Planner.plan_options` for the first arguments.
 
@@ -71,7 +70,6 @@ def plan_in_halves(
             what lies between layers, and each layer's in the next one.
         names: the all-to-all of each layer, if these are given.
         degree: the chunks of each half, if they are given.
-        turns: how halves take turns.
 
     Returns:
         The plan; ``None`` where there are no layers.
@@ -86,7 +84,7 @@ def plan_in_halves(
         ways = [_ways(layer, space, degree) for layer, space in zip(layers, of_layers, strict=True)]
         must_match = any(space.common_degree for space in of_layers) or any(map(_uses_rng, layers))
         min_gain = max((each.min_gain for each in of_layers), default=0.0)
-        found.append(_Halves(planner, _sendings(unsplit, mode), ways, must_match, min_gain, turns).best())
+        found.append(_Halves(planner, _sendings(unsplit, mode), ways, must_match, min_gain).best())
     first, best = found[0], min(found, key=planner.step_ms)
     return best if planner.step_ms(best) < (1 - MIN_GAIN) * planner.step_ms(first) else first
 
@@ -156,7 +154,6 @@ class _Halves:
     """Layer by layer, the ways to run a half forward and backward."""
     must_match: bool
     min_gain: float
-    turns: Turns
 
     def best(self) -> ModelPlan:
         """Return the fastest: when gradients are sent first, then degrees, then once more when gradients are sent."""
@@ -185,7 +182,7 @@ class _Halves:
 
     def _plan(self, base: ModelPlan, forward: Order, backward: Order) -> ModelPlan:
         pairs = [(_nearest(forward, ways[0]), _nearest(backward, ways[1])) for ways in self.open_orders]
-        return assembled(self.planner, base, pairs, self.turns)
+        return assembled(self.planner, base, pairs)
 
 
 def _nearest(wanted: Order, ways: Sequence[Order]) -> Order:
@@ -196,16 +193,13 @@ def _nearest(wanted: Order, ways: Sequence[Order]) -> Order:
     return max(fewer, key=lambda each: (each.degree, each.links == wanted.links), default=ways[0])
 
 
-def assembled(
-    planner: Planner, base: ModelPlan, orders: Sequence[tuple[Order, Order]], turns: Turns = BY_BATCH
-) -> ModelPlan:
+def assembled(planner: Planner, base: ModelPlan, orders: Sequence[tuple[Order, Order]]) -> ModelPlan:
     """Return the plan in halves with the all-to-alls and the gradients of a plan that is not.
 
     Args:
         planner: with the costs.
         base: the other plan.
         orders: the ways to run a half of each layer, forward and backward.
-        turns: how halves take turns.
     """
     ways = zip(base.layers, orders, strict=True)
     pairs = [planner.choose(half_layer(layer), SearchSpace.fixed(*order)) for layer, order in ways]
@@ -220,5 +214,4 @@ def assembled(
         forward_choices=choices[0],
         backward_choices=choices[1],
         in_halves=True,
-        turns=turns,
     )

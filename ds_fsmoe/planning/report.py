@@ -17,7 +17,6 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns
 from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers
 from ds_fsmoe.planning.model_text import describe
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
@@ -138,12 +137,12 @@ class Report:
         schedule = block_schedule(work, block.without_ages())
         return simulate(schedule, self.costs, self.settings.contention, self.settings.host_ms)
 
-    def in_halves(self, turns: Turns = BY_BATCH) -> ModelPlan | None:
+    def in_halves(self) -> ModelPlan | None:
         """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
         planner, space = Planner(self.costs, self.settings), self.settings.space(BEST)
         options = [{"": each} for each in self.zero.layers(BEST, self.layers)]
         mode = mode_of(BEST) if self.zero.has_windows_of(BEST) else "off"
-        return plan_in_halves(planner, options, space, mode, turns=turns)
+        return plan_in_halves(planner, options, space, mode)
 
     def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
         """Predict the times of forward and backward with a plan of these layers."""

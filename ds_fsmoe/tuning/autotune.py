@@ -40,7 +40,7 @@ from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, sum
 from ds_fsmoe.tuning.table import Row, Told, describe, rows_of
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Tried
-from ds_fsmoe.tuning.tuned_model import TunedModel
+from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
 from ds_fsmoe.tuning.when import STEPS_BEFORE, needs_numbers
 
 if TYPE_CHECKING:
@@ -295,6 +295,8 @@ class Autotune:
         in_stages = self._group is not None
         has_layers = any(on_every_rank(bool(model.labels))) if in_stages else bool(model.labels)
         if not block.autotune.trials or clock is None or not has_layers or len(plans) < 2:
+            if self._reduction is not None:
+                self._reduction.try_windows(windows_of(plans[0].plan))
             return None
         is_open = model.search.space.asked == (None, None)
         return TrialRounds(

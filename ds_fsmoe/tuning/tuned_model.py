@@ -114,8 +114,7 @@ class TunedModel:
         asked = block.pipeline_degree
         forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
         space = settings.space(block.schedule)
-        asked_mode = block.gradient_partition.mode
-        mode = mode_of(block.schedule) if asked_mode == "auto" else asked_mode
+        mode = mode_of(block.schedule, block.gradient_partition.mode)
         self.search = Search(
             Planner({}, settings),
             measured.options(self.labels, rest_ms, totals, tensors_bytes if mode == "micro_ops" else None),

@@ -17,7 +17,7 @@ from ds_fsmoe.planning.bounds import busiest_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import ENTERING, SETTING_OUT, entering_first
-from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, by_sequence, half_layer, half_moe, halves_schedule
+from ds_fsmoe.planning.halves_schedule import half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
@@ -33,12 +33,11 @@ from ds_fsmoe.planning.schedule import (
     HOLD,
     MP_GATHER,
     RESTORE,
-    SOFTMAX,
     Lane,
     Schedule,
 )
 from ds_fsmoe.planning.timeline import Contention, simulate
-from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Shape, Work, layer_work
+from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Work, layer_work
 from tests.planning.layers import KINDS, LAYOUTS, SHAPE, layer_of, random_costs
 
 BETWEEN, AT = (Lane.INTER,), (Lane.COMPUTE,)
@@ -176,13 +175,13 @@ def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are
         assert all(each.kind in entering for each in mine[: sum(task.kind in kinds for task in wanted.tasks[:pause])])
 
 
-def model(layer: Layer, degree: int, num_layers: int, in_halves: bool, turns: Turns = BY_BATCH) -> ModelPlan:
+def model(layer: Layer, degree: int, num_layers: int, in_halves: bool) -> ModelPlan:
     grads = [Slice(each.kind, each.lanes, each.size_bytes, newest_layer=0) for each in layer.gradients]
     backward = [BlockPlan(degree, "paper")] * num_layers
     if num_layers > 1:
         backward[1] = replace(backward[1], moe_slices=tuple(grads))
     plans = (BlockPlan(degree, "paper"),) * num_layers, tuple(backward)
-    return ModelPlan((layer,) * num_layers, *plans, (), (), (), in_halves=in_halves, turns=turns)
+    return ModelPlan((layer,) * num_layers, *plans, (), (), (), in_halves=in_halves)
 
 
 CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (1, 3)))
@@ -192,21 +191,18 @@ CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (1, 3)))
 def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain(layout, degree, num_layers) -> None:
     rng = random.Random(f"{layout}{degree}{num_layers}")
     layer, costs = layer_of(layout), random_costs(rng)
-    for turns in (Turns(), Turns(is_carried=False), Turns({ATTENTION: 0.3, SOFTMAX: 0.25})):
-        plans = [model(layer, degree, num_layers, each, turns) for each in (False, True)]
-        for whole, halves in zip(*(each.schedules() for each in plans), strict=True):
-            assert sizes(halves) == pytest.approx(sizes(whole))
-            contention = Contention(0.3, 0.1, 0.1) if rng.random() < 0.5 else Contention()
-            line = simulate(halves, costs, contention)
-            alone = simulate(halves, costs)
-            for lane in Lane:
-                assert line.makespan_ms >= alone.busy_ms(lane) * (1 - 1e-9)
-            assert line.makespan_ms >= longest_chain_ms(halves, costs) * (1 - 1e-9)
-        # The gradients of one layer are sent, where there are several.
-        silent = replace(layer, gradients=())
-        sending = (silent,) * (num_layers - 1) + (layer if num_layers > 1 else silent,)
-        for bound_ms, line in zip(busiest_ms(sending, costs), plans[1].timelines(costs), strict=True):
-            assert line.makespan_ms >= bound_ms * (1 - 1e-9)
+    plans = [model(layer, degree, num_layers, each) for each in (False, True)]
+    for whole, halves in zip(*(each.schedules() for each in plans), strict=True):
+        assert sizes(halves) == pytest.approx(sizes(whole))
+        contention = Contention(0.3, 0.1, 0.1) if rng.random() < 0.5 else Contention()
+        line = simulate(halves, costs, contention)
+        alone = simulate(halves, costs)
+        for lane in Lane:
+            assert line.makespan_ms >= alone.busy_ms(lane) * (1 - 1e-9)
+        assert line.makespan_ms >= longest_chain_ms(halves, costs) * (1 - 1e-9)
+    bounds_ms = busiest_ms(plans[1].layers, costs)
+    for bound_ms, line in zip(bounds_ms, plans[1].timelines(costs), strict=True):
+        assert line.makespan_ms >= (bound_ms - 1e-9) * (0.0 if num_layers == 1 else 1.0)
 
 
 def sizes(schedule: Schedule) -> dict[str, float]:
@@ -281,16 +277,3 @@ def test_a_layer_that_recomputes_runs_again_in_turns_when_the_first_half_has_com
     assert done == {0}
     whole = replace(plan, in_halves=False).schedules()
     assert [sizes(each) for each in (forward, backward)] == [sizes(each) for each in whole]
-
-
-def test_the_first_half_of_a_sequence_has_less_of_causal_attention_and_goes_second_in_the_backward() -> None:
-    groups = Groups(4, 2, ep=4)
-    shape = Shape(B=1, L=512, M=64, H=32, E=4, heads=4)
-    layers, of_half = ([layer_work(each, groups)] for each in (shape, replace(shape, L=256)))
-    turns = by_sequence(layers, of_half)
-    assert turns.first_share[SOFTMAX] == 0.25
-    assert 0.25 < turns.first_share[ATTENTION] < 0.5
-    for phase, is_second in (("forward", True), ("backward", False)):
-        found = halves_schedule(layers, [BlockPlan()], phase, turns=turns)
-        first, second = (task.size for task in found.tasks if task.kind == SOFTMAX)
-        assert (second == 3 * first) if is_second else (first == 3 * second)

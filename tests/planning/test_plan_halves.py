@@ -227,11 +227,11 @@ def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
     assert "(lower bound, batches whole)" in text
 
 
-def test_one_sample_is_said_not_to_be_split_by_the_batch_and_layers_that_recompute_are(capsys) -> None:
+def test_one_sample_is_said_to_have_no_halves_and_layers_that_recompute_have(capsys) -> None:
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "1"]) == 0
     text = capsys.readouterr().out
-    assert "--samples 1 cannot be split by the batch" in text
-    assert "best, halves of the sequence" in text
+    assert "--halves: the batch is halved, and one sample has no halves" in text
+    assert "in halves" not in text
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3", "--recompute"]) == 0
     assert "in halves" in capsys.readouterr().out
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3"]) == 0
