@@ -119,4 +119,4 @@ format: $(READY)
 	@$(VENV)/bin/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(PLANNING) $(DOCS) $(LLAMAFACTORY) site build dist runs *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PLANNING) .venv-newest* .venv-oldest* $(DOCS) $(LLAMAFACTORY) site build dist runs *.egg-info .pytest_cache .ruff_cache
