@@ -30,7 +30,7 @@ FOUR = Layout(4, 2, 2, 2)
 EIGHT = Layout(8, 4, 2, 4, "2dh")
 ALL = layouts((2, 3, 4))
 ONCE = [Layout(4, 4, 1, 2, "once_per_node"), Layout(8, 4, 1, 2, "once_per_node"), Layout(6, 6, 1, 2, "once_per_node")]
-WINDOW = Way("paper", 3, True, 1, (GRAD,))
+WINDOW = Way("paper", 3, True, (GRAD,))
 
 
 # ---- layers
@@ -74,7 +74,7 @@ def test_four_ranks_and_three_chunks_are_no_different(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", [EIGHT, Layout(8, 2, 2, 4), Layout(8, 8, 1, 4, "2dh")], ids=str)
 def test_eight_ranks_have_one_order_in_common_and_get_stuck_in_none(layout: Layout) -> None:
-    for each in programs(layout, [WINDOW, Way("reduce_first", 3, True, 3, (GRAD,))]).values():
+    for each in programs(layout, [WINDOW, Way("reduce_first", 3, True, (GRAD,))]).values():
         assert difference(each) is None
         assert common_order(each) is not None
         assert search(Devices(each, 1, implicit=True)).is_free
@@ -90,9 +90,9 @@ def test_links_that_take_turns_need_one_slot_in_any_order(layout: Layout) -> Non
 def test_a_link_of_its_own_for_gradients_needs_a_second_slot_even_where_tokens_are_in_one_stream() -> None:
     """Tokens inside a node, gradients between nodes: ``shared`` has two streams all the same."""
     within = Layout(4, 2, 1, 2)
-    (recorded,) = programs(within, [Way("shared", 2, True, 0, (GRAD,))]).values()
+    (recorded,) = programs(within, [Way("shared", 2, True, (GRAD,))]).values()
     assert slots_needed(recorded) == 2
-    (turns,) = programs(within, [Way("shared", 2, True, 0, (GRAD,))], one_link=True).values()
+    (turns,) = programs(within, [Way("shared", 2, True, (GRAD,))], one_link=True).values()
     assert slots_needed(turns) == 1
 
 

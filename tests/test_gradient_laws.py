@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.gradients import updated_parameters
+from ds_fsmoe.gradients import reducer, updated_parameters
 from ds_fsmoe.gradients.arriving import ArrivingParameter
 from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
@@ -111,7 +111,13 @@ def steps_and_messages(rank: int, world_size: int) -> list[str]:
         log.append("a message has come")
         return result
 
-    updated_parameters.exchange_sized = held
+    ended = reducer.end_gathers
+
+    def ending() -> None:
+        may_travel.set()
+        ended()
+
+    updated_parameters.exchange_sized, reducer.end_gathers = held, ending
     try:
         with training(Run(1, block=BY_RULE), rank) as script:
             updated = script.engine.fsmoe.updated
@@ -136,7 +142,7 @@ def steps_and_messages(rank: int, world_size: int) -> list[str]:
                 script.engine.backward(loss)
                 script.engine.step()
     finally:
-        updated_parameters.exchange_sized = exchange
+        updated_parameters.exchange_sized, reducer.end_gathers = exchange, ended
     return log
 
 

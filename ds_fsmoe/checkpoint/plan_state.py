@@ -216,7 +216,7 @@ def _block(facts: Mapping[str, Any]) -> BlockPlan:
         raise ValueError("slices of gradients in the plan of a layer that is run")
     degree = _degree(facts)
     if type(degree) is not int:
-        raise ValueError(f"degree = {degree!r}: must be a number of chunks")
+        raise ValueError(f"num_chunks = {degree!r}: must be a number of chunks")
     return BlockPlan(degree, facts["links"])  # 0.2.0 also wrote late_dw, weight gradients that were put off
 
 
