@@ -49,7 +49,7 @@ def test_two_runs_are_shown_beside_each_other(both: Path) -> None:
         "19.5",
         "decided 2 times, once with a change: 1 exchange(s)",
         "Last decision: stays &lt;so&gt;.",
-        "<td>1 of 2</td><td>1</td><td>1</td><td>L01</td><td>1.70</td><td>1.15</td><td>1.35</td><td>2.75</td>",
+        "<td>1 of 2</td><td>1</td><td>L01</td><td>1.70</td><td>1.15</td><td>1.35</td><td>2.75</td>",
     ):
         assert words in page, words
     assert set(charts_of(page)) == {
@@ -238,6 +238,6 @@ def test_places_that_contradict_each_other_are_said_to(both: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(both)]) == 0
     page = (both / "report.html").read_text()
-    assert "ds_fsmoe, best: what was recorded cannot be shown (placement): ValueError: experts at home" in page
+    assert "ds_fsmoe, best: what was recorded cannot be shown (placement): ValueError: " in page
     assert "Placement of experts" not in page
     assert "Load of experts" in page
