@@ -82,9 +82,13 @@ test-planning: $(PLANNING_READY)
 	@echo "== test: the planner, where there is no torch (about a minute)"
 	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest $(SIDE_BY_SIDE) --durations=5 tests/planning
 
-test-newest test-oldest: test-%:
-	@echo "== test-$*: make test on the $* Python and torch that are supported (downloads 3 GB, with CUDA libraries; 6 GB on disk)"
-	@$(MAKE) --no-print-directory VENV=.venv-$* test
+test-newest:
+	@echo "== test-newest: make test on the newest Python and torch that are supported (downloads 3 GB, with CUDA libraries; 6 GB on disk)"
+	@$(MAKE) --no-print-directory VENV=.venv-newest test
+
+test-oldest:
+	@echo "== test-oldest: make test on the oldest Python and torch that are supported (downloads 3 GB, with CUDA libraries; 6 GB on disk)"
+	@$(MAKE) --no-print-directory VENV=.venv-oldest test
 
 nightly: $(READY) test-planning
 	@echo "== nightly: all tests, every case of every matrix, file by file (hours; it goes on where it stopped)"
