@@ -159,7 +159,10 @@ MEASURE_FOR_MINUTES = tuple(
         "recording",
     )
 )
-NOT_IN_CI = ("make soak", "make bench", "make cluster-demo", "make docs", "make try-llamafactory")
+NOT_IN_CI = (
+    *("make soak", "make bench", "make cluster-demo", "make docs", "make try-llamafactory"),
+    "make test-newest",  # downloads 3 GB
+)
 """Half an hour, minutes of a bed, or another environment to install: what they call has tests of its own."""
 
 
