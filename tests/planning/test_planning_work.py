@@ -68,9 +68,9 @@ def test_a_way_to_run_a_layer_is_simulated_once_for_all_plans_that_are_tried() -
 
 @pytest.mark.parametrize("gradients", [(), GRADIENTS], ids=["without gradients", "with gradients"])
 def test_twice_the_layers_and_twice_the_kinds_take_twice_the_work_at_the_most(gradients: tuple[Gradient, ...]) -> None:
-    few = simulated(search(4, 1, gradients))
-    assert simulated(search(8, 1, gradients)) <= 2.25 * few
-    assert simulated(search(8, 2, gradients)) <= 2.25 * few
+    few = simulated(search(8, 1, gradients))
+    assert simulated(search(16, 1, gradients)) <= 2.2 * few
+    assert simulated(search(16, 2, gradients)) <= 2.2 * few
 
 
 def test_layers_of_all_kinds_are_simulated_together() -> None:
