@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -232,7 +234,7 @@ def kept_by_a_block(case: Case) -> float:
 
     import ds_fsmoe
 
-    kept: dict[int, int] = {}
+    kept: dict[int, int] = {1: sys.maxsize, 3: sys.maxsize}
     for num_blocks in (1, 3):
         with LiveMemory() as memory:
             model = AutoModelForCausalLM.from_config(config_of(case.family, num_hidden_layers=num_blocks))
@@ -241,13 +243,14 @@ def kept_by_a_block(case: Case) -> float:
             for each in engine.fsmoe.layers.values():
                 each.deepspeed_moe.register_forward_pre_hook(spread(case.load))
             x = torch.randint(3, 900, (case.samples, case.length))
-            for _ in range(3):  # what the first calls make stays
+            for _ in range(4):  # what the first calls make stays: it is in no later call
                 for _ in range(2 * num_blocks):  # see peak_of
                     gc.collect()
                 before = memory.live
                 loss = engine(input_ids=x, labels=x).loss
                 gc.collect()
-                kept[num_blocks] = memory.live - before
+                time.sleep(0.05)  # gloo's thread holds its last message for a moment after that has been waited for
+                kept[num_blocks] = min(kept[num_blocks], memory.live - before)
                 engine.backward(loss)
                 del loss
                 engine.step()
