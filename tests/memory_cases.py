@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from tests.hf_lora import lora_config
 from tests.live_memory import LiveMemory
+from tests.waiting import linger
 
 COMMON: dict[str, Any] = {
     "vocab_size": 1000,
@@ -249,7 +249,7 @@ def kept_by_a_block(case: Case) -> float:
                 before = memory.live
                 loss = engine(input_ids=x, labels=x).loss
                 gc.collect()
-                time.sleep(0.05)  # gloo's thread holds its last message for a moment after that has been waited for
+                linger()  # gloo's thread holds its last message for a moment after that has been waited for
                 kept[num_blocks] = min(kept[num_blocks], memory.live - before)
                 engine.backward(loss)
                 del loss
