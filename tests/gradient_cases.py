@@ -208,6 +208,8 @@ class Seen:
     numbers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     rounds: int = 0
     sent_again: int = 0
+    num_gradients: int = 0
+    """Those of one round."""
     hidden: int = 0
     """Elements that the last plan sends in windows."""
     numel: int = 0
@@ -396,6 +398,7 @@ def training(run: Run, rank: int, stock: bool = False) -> Iterator[Script]:
         if reduction is not None:
             reducer = reduction.reducer
             seen.rounds, seen.sent_again = reducer.rounds, reducer.sent_again
+            seen.num_gradients = len(list(reducer.parameters))
             seen.hidden = reducer.plan.hidden() if reducer.plan else 0
             seen.ways = [str(each.way) for each in reducer.flats]
             seen.numel = sum(each.numel for each in reducer.flats)
