@@ -182,6 +182,41 @@ def test_grouped_products_are_used_and_have_the_numbers_of_a_loop(
         assert off_by(one, other) < tolerance
 
 
+@pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "one by one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flags", FLAGS[::5], ids=str)
+def test_of_large_weights_only_the_first_chunk_writes_the_whole_gradient(
+    flags: Contract, dtype: torch.dtype, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later ones add to it. Five of them: in half precision four are added up at a time."""
+    from ds_fsmoe.components.expert_compute import grouped_products
+
+    if not is_grouped:
+        monkeypatch.setattr(grouped_products, "takes_grouped", lambda *_: False)
+    written, weight_gradient = [], grouped_products.weight_gradient
+    monkeypatch.setattr(
+        grouped_products, "weight_gradient", lambda *args: (written.append(args), weight_gradient(*args))[1]
+    )
+    sizes, results = [[2, 0, 3], [0, 0, 0], [1, 4, 0], [0, 1, 1], [3, 0, 0], [1, 1, 1]], {}
+    for limit in (2**60, 0):
+        monkeypatch.setattr(grouped_products, "_WORTH_A_LAUNCH_BYTES", limit)
+        written.clear()
+        torch.manual_seed(0)
+        module = Experts(flags, 16, 24).to(dtype)
+        rows = Rows(phase := Phase.of(sizes), phase, None)
+        call = StackedExperts(module, contract_of(module)).call_rows(True, rows, torch.empty(0, 16, dtype=dtype))
+        for chunk, of_experts in enumerate(sizes):
+            call.forward(chunk, torch.randn(sum(of_experts), 16).to(dtype))
+        for chunk, of_experts in enumerate(sizes):
+            call.backward(chunk, torch.randn(sum(of_experts), 16).to(dtype))
+        results[limit] = call.gradients()
+        whole = 2 * len(sizes) if is_grouped and limit else 2 if dtype == torch.float32 else 4
+        assert len(written) == whole
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
+    for one, other in zip(*results.values(), strict=True):
+        assert off_by(one, other) < tolerance
+
+
 def test_a_rank_without_rows_has_gradients_of_zeros_for_all_weights() -> None:
     """ZeRO 3 counts the gradients that come."""
     module = Experts(FLAGS[-1], 8, 12)

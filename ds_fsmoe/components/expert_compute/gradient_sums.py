@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,31 @@ class GradientSums:
             return
         for parameter, gradient_X in zip(parameters, gradient_kX.unbind(), strict=True):
             self.add(parameter, gradient_X)
+
+    def add_made(
+        self,
+        parameters: nn.Parameter | Sequence[nn.Parameter],
+        make: Callable[[], torch.Tensor],
+        add_to: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Add a gradient, in place where there is a sum already and that pays.
+
+        Args:
+            parameters: one, or k different ones of one shape and type, whose gradients are then one tensor.
+            make: returns the gradient in memory of its own.
+            add_to: adds the gradient to a tensor, or returns ``False``.
+        """
+        if isinstance(parameters, torch.Tensor):
+            total = self._sum_of(parameters)
+        elif (group := self._group_of(parameters)) is not None:
+            total = group.sum
+        else:
+            self.add_each(parameters, make(), is_own=True)
+            return
+        if total.own_recent is not None and add_to(total.own_recent):
+            total.close_row()
+        else:
+            total.add(make(), is_own=True)
 
     def add_product(self, parameter: nn.Parameter, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
         """Add ``left @ right`` [O, I], from the second on within the matrix product and in place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -197,8 +198,10 @@ def add_grouped_gradients(
         groups: where the rows of each lie.
     """
     if x_RI is not None and sums.wants(linears[0].weight):
-        gradient_kOI = grouped_products.weight_gradient(x_RI, dy_RO, False, groups)
-        sums.add_each([linear.weight for linear in linears], gradient_kOI, is_own=True)
+        rows = x_RI, dy_RO, False, groups
+        make = partial(grouped_products.weight_gradient, *rows)
+        add_to = partial(grouped_products.add_weight_gradient, *rows)
+        sums.add_made([linear.weight for linear in linears], make, add_to)
     if sums.wants(linears[0].bias):
         if not _adds_bias(linears[0]):
             gradient_kO = dy_RO.new_zeros(len(linears), dy_RO.shape[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -156,7 +157,9 @@ class Written:
         """
         assert dy_RO is not None
         if x_RI is not None and self._wants(name):
-            self._add(name, products.weight_gradient(x_RI, dy_RO, self._contract.is_transposed, groups))
+            rows = x_RI, dy_RO, self._contract.is_transposed, groups
+            add_to = partial(products.add_weight_gradient, *rows)
+            self._sums.add_made(self._parameter(name), lambda: self._as(name, products.weight_gradient(*rows)), add_to)
         for each in self._adapters.get(name, ()) if x_RI is not None else ():
             each.add_gradients(x_RI, dy_RO, groups, self._sums)
         if self._contract.has_bias and self._wants(f"{name}_bias"):
@@ -218,10 +221,13 @@ class Written:
         return self._sums.wants(self._parameter(name))
 
     def _add(self, name: str, gradient: torch.Tensor) -> None:
+        self._sums.add(self._parameter(name), self._as(name, gradient), is_own=True)
+
+    def _as(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in its parameter's type."""
         parameter = self._parameter(name)
         with torch._C.DisableTorchFunctionSubclass():
-            gradient = gradient.to(parameter.dtype)
-        self._sums.add(parameter, gradient, is_own=True)
+            return gradient.to(parameter.dtype)
 
     def _parameter(self, name: str) -> nn.Parameter:
         # Python would look for it in vain elsewhere first.
