@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ds_fsmoe import cli  # noqa: E402
-from ds_fsmoe.commands import plan_model  # noqa: E402
-from ds_fsmoe.planning.architecture import Architecture  # noqa: E402
-from ds_fsmoe.planning.hf_config import read_hf_config  # noqa: E402
-from ds_fsmoe.planning.hf_families import FAMILIES  # noqa: E402
-from ds_fsmoe.planning.models import PAPER, load_model, names  # noqa: E402
+from ds_fsmoe.offline.models.architecture import Architecture  # noqa: E402
+from ds_fsmoe.offline.models.hf_config import read_hf_config  # noqa: E402
+from ds_fsmoe.offline.models.hf_families import FAMILIES  # noqa: E402
+from ds_fsmoe.offline.models.known import PAPER, load_model, names  # noqa: E402
+from ds_fsmoe.offline.plan import model as plan_model  # noqa: E402
 
 TINY: dict[str, Any] = {
     "hidden_size": 40,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.commands.compare import tell
-from ds_fsmoe.commands.training_command import OURS, STOCK, PlannedRun, config_of, find_config
 from ds_fsmoe.engine.compat import load_ds_config
+from ds_fsmoe.offline.commands.compare import tell
+from ds_fsmoe.offline.commands.training_command import OURS, STOCK, PlannedRun, config_of, find_config
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.scripts import ROOT, free_port

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
-from ds_fsmoe.planning.models import PAPER, load_model, names
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.known import PAPER, load_model, names
 
 M = 7
 FULL = Attention(heads=6, kv_heads=2, head_dim=5, value_dim=5, num_other=3)

@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.memory import (
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.memory import (
     COMMUNICATOR_BYTES,
     COMMUNICATORS,
     CONTEXT_BYTES,
@@ -22,9 +22,9 @@ from ds_fsmoe.planning.memory import (
     largest_batch,
     memory_of,
 )
-from ds_fsmoe.planning.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
-from ds_fsmoe.planning.memory_parameters import Parameters
-from ds_fsmoe.planning.memory_states import (
+from ds_fsmoe.offline.models.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
+from ds_fsmoe.offline.models.memory_parameters import Parameters
+from ds_fsmoe.offline.models.memory_states import (
     FROZEN,
     GATHERED,
     GRADIENTS,
@@ -35,8 +35,8 @@ from ds_fsmoe.planning.memory_states import (
     most_in_partition,
     states_of,
 )
-from ds_fsmoe.planning.models import load_model
-from ds_fsmoe.planning.training import Training
+from ds_fsmoe.offline.models.training import Training
+from ds_fsmoe.planning.groups import Groups
 
 MODELS = ("mixtral-8x7b", "olmoe", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "gpt-oss-20b", "phi-3.5-moe")
 ATTENTION = Attention(heads=5, kv_heads=5, head_dim=7, value_dim=7)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.known import load_model, names
+from ds_fsmoe.offline.models.model_layers import Stage, busiest_stage, model_layers, moe_shape, stage_flops, stages
 from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers, moe_shape, stage_flops, stages
-from ds_fsmoe.planning.models import load_model, names
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import (

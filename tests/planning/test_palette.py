@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ds_fsmoe.planning import schedule as kinds
-from ds_fsmoe.planning.palette import (
+from ds_fsmoe.offline.report.palette import (
     DARK,
     LANE_NAMES,
     LANES,
@@ -23,6 +22,7 @@ from ds_fsmoe.planning.palette import (
     name_of,
     text_on,
 )
+from ds_fsmoe.planning import schedule as kinds
 
 IN_ONE_LANE = {
     "compute": (

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models.hf_config import read_hf_config
+from ds_fsmoe.offline.models.hf_families import FAMILIES
+from ds_fsmoe.offline.models.known import PAPER, load_model, names
+from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
+from ds_fsmoe.offline.plan.report import report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.hf_config import read_hf_config
-from ds_fsmoe.planning.hf_families import FAMILIES
-from ds_fsmoe.planning.model_layers import commonest_moe, moe_shape
-from ds_fsmoe.planning.models import PAPER, load_model, names
 from ds_fsmoe.planning.plan import Settings
-from ds_fsmoe.planning.report import report
 
 TINY: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40},

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say in ``ds_fsmoe plan`` what a rank needs of memory, item by item, and what changes with ZeRO and ep."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.terminal.tables import print_table
+
+if TYPE_CHECKING:
+    from ds_fsmoe.offline.models.architecture import Architecture
+    from ds_fsmoe.offline.models.memory import Choice, Memory
+    from ds_fsmoe.offline.models.training import Training
+    from ds_fsmoe.planning.groups import Groups
+    from ds_fsmoe.planning.workload import Shape
+
+GB = 1e9
+
+
+def add_memory(parser: Any) -> None:
+    """Add the arguments about memory."""
+    memory = parser.add_argument_group(
+        "the memory of a rank (of real models; the micro-batch is --samples of --length)"
+    )
+    memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="the stage of ZeRO (the lowest that fits)")
+    memory.add_argument(
+        "--optimizer",
+        choices=("adam", "torch_adam", "adam8bit", "momentum", "sgd"),
+        default="adam",
+        help="adam: DeepSpeed's fused; adam8bit: bitsandbytes'",
+    )
+    memory.add_argument("--offload-optimizer", choices=("cpu",), help="the optimizer's states are on the host")
+    memory.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters alone are trained")
+    memory.add_argument(
+        "--lora-targets",
+        choices=("attention", "all"),
+        default="attention",
+        help="what has adapters: attention's projections, or experts as well (attention)",
+    )
+    memory.add_argument("--grad-accum-fp32", action="store_true", help="data_types.grad_accum_dtype is fp32")
+    memory.add_argument("--activation-checkpointing", action="store_true", help="every block is checkpointed")
+    memory.add_argument("--memory-gb", type=float, metavar="GB", help="of a GPU, in 10^9 bytes (the cluster's)")
+    memory.add_argument("--reduce-bucket-size", type=float, metavar="N", help="DeepSpeed's, in elements (5e8)")
+
+
+def print_memory(
+    args: argparse.Namespace, architecture: Architecture | None, groups: Groups, shape: Shape | None
+) -> dict[str, Any]:
+    """Print what a rank needs of memory; return it as plain data.
+
+    Raises:
+        ValueError: something that DeepSpeed or ds_fsmoe refuses, or the memory of a GPU for layers in numbers.
+    """
+    from ds_fsmoe.offline.models.memory import choices_of, largest_batch, memory_of, on_cards
+
+    if architecture is None or shape is None or groups.mp > 1:
+        if args.memory_gb is not None:
+            raise ValueError(f"--memory-gb = {args.memory_gb:g}: goes with a real model and mp = 1 only")
+        return {}
+    training = _training(args, architecture, shape)
+    memory_gb = _memory_gb(args)
+    memory = memory_of(architecture, groups, training)
+    most = None if memory_gb is None else largest_batch(architecture, groups, training, memory_gb)
+    _print_items(memory, training)
+    if most is not None:
+        print(f"largest micro-batch in {memory_gb:g} GB: {most or 'not even one sample fits'}")
+    halves = None
+    if args.halves and training.samples > 1:
+        halves = memory_of(architecture, groups, replace(training, in_halves=True))
+        print(f"two halves that take turns: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
+    choices = choices_of(architecture, groups, training, memory_gb)
+    _print_choices(choices, training, groups)
+    cards = on_cards(architecture, training, memory_gb)
+    _print_cards(cards)
+    return {
+        "memory": {
+            "peak_bytes": round(memory.total),
+            "host_bytes": round(sum(memory.host.values())),
+            "moment": memory.peak.name,
+            "items_bytes": {item: round(size) for item, size in memory.peak.items.items()},
+            "largest_samples": most,
+            "peak_bytes_in_halves": None if halves is None else round(halves.total),
+            "choices": [
+                {
+                    "zero": each.zero,
+                    "ep": each.ep,
+                    "esp": each.esp,
+                    "peak_bytes": round(each.memory.total),
+                    "largest_samples": each.largest_batch,
+                }
+                for each in choices
+            ],
+            "cards": [
+                {"gpus": gpus, "zero": each.zero, "ep": each.ep, "peak_bytes": round(each.memory.total)}
+                | {"host_bytes": round(sum(each.memory.host.values())), "largest_samples": each.largest_batch}
+                for gpus, each in cards
+            ],
+        }
+    }
+
+
+def _training(args: argparse.Namespace, architecture: Architecture, shape: Shape) -> Training:
+    from ds_fsmoe.offline.models.training import Training
+
+    asked = Training(
+        samples=shape.B,
+        length=shape.L,
+        zero=args.zero,
+        dtype=args.dtype or architecture.dtype,
+        accumulation="fp32" if args.grad_accum_fp32 else None,
+        optimizer=args.optimizer,
+        checkpointing=args.activation_checkpointing,
+        recompute=args.recompute,
+        load=args.imbalance or 1.0,
+        lora=args.lora,
+        lora_targets=args.lora_targets,
+        offload=args.offload_optimizer is not None,
+    )
+    bucket = args.reduce_bucket_size
+    return asked if bucket is None else replace(asked, reduce_bucket=int(bucket))
+
+
+def _memory_gb(args: argparse.Namespace) -> float | None:
+    from ds_fsmoe.planning.cluster import load_cluster
+
+    if args.memory_gb is not None:
+        if args.memory_gb <= 0:
+            raise ValueError(f"--memory-gb = {args.memory_gb:g}: must be above 0")
+        return args.memory_gb
+    return load_cluster(args.cluster).memory_gb
+
+
+def _print_items(memory: Memory, training: Training) -> None:
+    words = [f"ZeRO {training.zero}", training.dtype, training.optimizer]
+    words += ["checkpointed"] * training.checkpointing + ["recompute"] * training.recompute
+    words += [f"LoRA {training.lora} on {training.lora_targets}"] * bool(training.lora)
+    words += ["states on the host"] * training.offload
+    print(f"\nmemory of a rank: {', '.join(words)}; B = {training.samples}, L = {training.length}")
+    rows = sorted(memory.peak.items.items(), key=lambda each: -each[1])
+    table = [(item, f"{size / GB:.2f}", f"{100 * size / memory.total:.0f}%") for item, size in rows]
+    table.append(("all", f"{memory.total / GB:.2f}", ""))
+    print_table((f"at its fullest: {memory.peak.name}", "GB", "of all"), table)
+    fullest: dict[str, float] = {}
+    for moment in memory.moments:
+        name = "backward of a block" if moment.name.startswith("backward of block") else moment.name
+        fullest[name] = max(fullest.get(name, 0.0), moment.total)
+    if memory.host:
+        print(f"on the host: {sum(memory.host.values()) / GB:.2f} GB a rank")
+    if training.lora:
+        print("times above are those of training all weights")
+    print("moments: " + ", ".join(f"{name} {size / GB:.2f}" for name, size in fullest.items()))
+
+
+def _print_choices(choices: list[Choice], training: Training, groups: Groups) -> None:
+    print(f"\non the same {groups.world} ranks, GB of a rank (<: as asked)")
+    asked = training.zero, groups.ep, groups.esp
+    heads = ("ZeRO", "ep_size", "expert tensor parallel", "GB", "largest B", "fullest", "")
+    rows = [
+        (
+            each.zero,
+            each.ep,
+            each.esp,
+            f"{each.memory.total / GB:.1f}",
+            "" if each.largest_batch is None else each.largest_batch or "0",
+            each.memory.peak.name,
+            "<" * ((each.zero, each.ep, each.esp) == asked),
+        )
+        for each in choices
+    ]
+    print_table(heads, rows)
+
+
+def _print_cards(cards: list[tuple[int, Choice]]) -> None:
+    print("\ndoes it fit on one node of so many GPUs, with the stage and ep that need least")
+    heads = ("GPUs", "ZeRO", "ep", "GB", "on the host", "largest B", "fits")
+    rows = [
+        (
+            gpus,
+            each.zero,
+            each.ep,
+            f"{each.memory.total / GB:.1f}",
+            f"{gpus * sum(each.memory.host.values()) / GB:.1f}" if each.memory.host else "",
+            "" if each.largest_batch is None else each.largest_batch,
+            {None: "", True: "yes", False: "no"}[each.fits],
+        )
+        for gpus, each in cards
+    ]
+    print_table(heads, rows)
