@@ -8,8 +8,7 @@ import random
 from pathlib import Path
 
 from ds_fsmoe.files.runs import Run
-from ds_fsmoe.offline.report.comparison import StepTimes
-from ds_fsmoe.offline.report.verdict import disturbance, ratio_interval, reasons
+from ds_fsmoe.offline.report.comparison import StepTimes, disturbance, ratio_interval, reasons
 
 
 def noisy(mean_ms: float, num_steps: int, share: float, seed: int) -> list[float]:

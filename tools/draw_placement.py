@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import vl_convert
 
-from ds_fsmoe.offline.report.charts import Chart
+from ds_fsmoe.offline.report.charts import Chart, draw_ranks
 from ds_fsmoe.offline.report.loads import rows_of_ranks
-from ds_fsmoe.offline.report.rank_charts import draw_ranks
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Seen
 from ds_fsmoe.planning.placement_policies import Allowed, balanced

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ds_fsmoe.offline.models.paper_models import MODELS
+from ds_fsmoe.offline.models.known import MODELS
 from ds_fsmoe.offline.models.pipeline import lane_between, send_cost
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cluster import Cluster, load_cluster

@@ -23,7 +23,6 @@ from ds_fsmoe.offline.models.memory import (
     memory_of,
 )
 from ds_fsmoe.offline.models.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
-from ds_fsmoe.offline.models.memory_parameters import Parameters
 from ds_fsmoe.offline.models.memory_states import (
     FROZEN,
     GATHERED,
@@ -32,6 +31,7 @@ from ds_fsmoe.offline.models.memory_states import (
     OPTIMIZER,
     PARAMETERS,
     STEP,
+    Parameters,
     most_in_partition,
     states_of,
 )

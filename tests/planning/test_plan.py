@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.simulations.paper import table_4
-from ds_fsmoe.offline.models.paper_models import MODELS, model
+from ds_fsmoe.offline.models.known import MODELS, model
 from ds_fsmoe.planning import plan as plan_module
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cluster import load_cluster

@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.offline.plan.traced_costs import corrected, fit_costs, with_slowdown_of
-from ds_fsmoe.offline.plan.traced_tasks import TracedTask, read_tasks, traced_tasks
+from ds_fsmoe.offline.plan.traced_costs import (
+    TracedTask,
+    corrected,
+    fit_costs,
+    read_tasks,
+    traced_tasks,
+    with_slowdown_of,
+)
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import moe_work, sized
 from ds_fsmoe.planning.cluster import Cluster, Operation

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models.architecture import step_flops
 from ds_fsmoe.offline.models.known import load_model
-from ds_fsmoe.offline.models.model_flops import step_flops
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.offline.models.zero import Zero
 from ds_fsmoe.offline.plan.report import Report, report

@@ -35,7 +35,6 @@ from ds_fsmoe.engine.command_line import OPTION
 from ds_fsmoe.files import hiding
 from ds_fsmoe.files.owners import OF_COMPARISON, OwnedError, Ownership
 from ds_fsmoe.files.runs import RUN, STEPS, Run, clear_run, has_trace, read_run
-from ds_fsmoe.offline.commands.failed_training import first_error
 from ds_fsmoe.offline.commands.training_command import (
     FEWEST,
     OURS,
@@ -45,11 +44,28 @@ from ds_fsmoe.offline.commands.training_command import (
     config_of,
     find_config,
     find_given,
+    first_error,
     with_free_port,
 )
-from ds_fsmoe.offline.report.comparison import StepTimes, losses_of, settled_after, step_times_ms, times_of
-from ds_fsmoe.offline.report.turns import FEWEST_STEPS, Turn, interval_of, middle, order_of, read_turns
-from ds_fsmoe.offline.report.verdict import BLOCK, Interval, disturbance, ratio_interval, reasons, winner
+from ds_fsmoe.offline.report.comparison import (
+    BLOCK,
+    FEWEST_STEPS,
+    Interval,
+    StepTimes,
+    Turn,
+    disturbance,
+    interval_of,
+    losses_of,
+    middle,
+    order_of,
+    ratio_interval,
+    read_turns,
+    reasons,
+    settled_after,
+    step_times_ms,
+    times_of,
+    winner,
+)
 from ds_fsmoe.terminal.progress import Progress
 from ds_fsmoe.terminal.screen import RED, YELLOW, print_coloured
 from ds_fsmoe.terminal.tables import print_table

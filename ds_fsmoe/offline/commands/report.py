@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_fsmoe.files.runs import Run
-    from ds_fsmoe.offline.report.turns import Turn
+    from ds_fsmoe.offline.report.comparison import Turn
 
 HELP = "a page of what a run measured, decided and did"
 
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
     from ds_fsmoe.files.whole_files import write_whole
+    from ds_fsmoe.offline.report.routing import ROUTING, add_routing, has_routing
     from ds_fsmoe.offline.report.run_page import make_page
-    from ds_fsmoe.offline.routing.page import ROUTING, add_routing, has_routing
 
     folder: Path = args.run_dir
     if has_routing(folder):
@@ -90,7 +90,7 @@ def _turns(folder: Path) -> tuple[list[Turn], list[str]]:
     """Return what the turns of a comparison have found, and what is wrong with them."""
     from ds_fsmoe.offline.commands.compare import TURNS
     from ds_fsmoe.offline.commands.training_command import OURS, STOCK
-    from ds_fsmoe.offline.report.turns import read_turns
+    from ds_fsmoe.offline.report.comparison import read_turns
 
     try:
         found = read_turns(folder / TURNS, STOCK, OURS)
@@ -112,7 +112,7 @@ def _of_routing(path: Path, out: Path) -> int:
     """Print and write what there is to see of recorded routing."""
     from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.offline.report.page import Page
-    from ds_fsmoe.offline.routing.page import add_routing
+    from ds_fsmoe.offline.report.routing import add_routing
     from ds_fsmoe.terminal.tables import print_parts
 
     try:

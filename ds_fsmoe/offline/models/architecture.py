@@ -4,6 +4,10 @@
 Parameters are exact: as many as the model of Hugging Face's transformers has that is built from the same sizes.
 
 Letters: M width of the model, L positions of a sample, H width inside an expert, E experts, K experts per token.
+
+The operations of a step are those of Chowdhery et al., PaLM (arXiv:2204.02311, appendix B): 6 for each active parameter
+and token, and 3 times the forward of attention's scores and values, with all pairs of positions. Looking words up needs
+none, so that the embedding counts only where it is the head, too.
 """
 
 from __future__ import annotations
@@ -14,13 +18,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from ds_fsmoe.planning.workload import GEMMS, Shape
 from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_LAYERS, MOST_PARAMETERS, MOST_POSITIONS, MOST_WIDTH
 
 _MOST = {"E": MOST_EXPERTS, "K": MOST_EXPERTS, "vocab": MOST_POSITIONS, "max_length": MOST_POSITIONS}
 KINDS = ("full", "sliding", "latent", "linear")
 """The kinds of attention that can be priced."""
-GEMMS = (2, 3)
-"""The matrix products of an expert or of a dense layer: two layers, or the three of SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class Experts:
         _check_sizes(self, ("E", "K", "H", *(("shared_H",) if self.shared_H else ())))
         if self.K > self.E:
             raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
-        if self.gemms not in GEMMS:
+        if self.gemms not in GEMMS.values():
             raise ValueError(f"gemms = {self.gemms}: the choices are 2, 3")
         if self.groups is not None:
             num_groups, num_chosen = self.groups
@@ -181,7 +184,7 @@ class Block:
         if (self.experts is None) == (self.dense_H < 1):
             raise ValueError(f"dense_H = {self.dense_H}: must be at least 1 without experts, and 0 with them")
         _check_sizes(self, ("dense_H",) if self.dense_H else ())
-        if self.dense_gemms not in GEMMS:
+        if self.dense_gemms not in GEMMS.values():
             raise ValueError(f"dense_gemms = {self.dense_gemms}: the choices are 2, 3")
 
     def _rest(self, M: int) -> int:
@@ -307,3 +310,71 @@ def _check_sizes(sizes: object, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1")
         if value > _MOST.get(name, MOST_WIDTH):
             raise ValueError(f"{name} = {value}: must be at most {_MOST.get(name, MOST_WIDTH)}")
+
+
+def describe(architecture: Architecture) -> list[tuple[str, str]]:
+    """Return the lines about a model, each with its name: its blocks and parameters, its experts, its attention."""
+    num_blocks, num_moe = len(architecture.blocks), len(architecture.moe_blocks)
+    of_experts = "all with experts" if num_moe == num_blocks else f"{num_moe} of them with experts"
+    dense = sorted({each.dense_H for each in architecture.kinds if each.dense_H})
+    of_dense = f", the others {' or '.join(map(str, dense))} wide" if dense else ""
+    numbers = (architecture.num_parameters, architecture.num_expert_parameters, architecture.num_active_parameters)
+    whole, in_experts, active = (f"{each / 1e9:.1f} B" for each in numbers)
+    tied = ", head and embedding in one" if architecture.is_tied else ""
+    blocks = [architecture.blocks[place] for place in architecture.moe_blocks]
+    experts = Counter(each.experts for each in blocks if each.experts is not None)
+    attention = Counter(each.attention for each in architecture.blocks)
+    return [
+        ("model", f"{architecture.name}: {architecture.source}"),
+        (
+            "blocks",
+            f"{num_blocks}, {of_experts}{of_dense}, M = {architecture.M}, {architecture.vocab} words{tied}; {whole} "
+            f"parameters, {in_experts} of them in experts, {active} used by a token",
+        ),
+        ("experts", _counted({_of_experts(each): count for each, count in experts.items()})),
+        ("heads", _counted({_of_attention(each): count for each, count in attention.items()})),
+    ]
+
+
+def _of_experts(experts: Experts) -> str:
+    groups = f" from {experts.groups[1]} of {experts.groups[0]} groups" if experts.groups is not None else ""
+    kind = "" if experts.gemms == 3 else ", two products each"
+    shared = f", beside shared ones {experts.shared_H} wide" if experts.shared_H else ""
+    return f"E = {experts.E}, k = {experts.K}{groups}, H = {experts.H}{kind}{shared}"
+
+
+def _of_attention(attention: Attention) -> str:
+    heads = f"{attention.heads} heads of {attention.head_dim}"
+    if attention.kind == "latent":
+        return f"{heads}, latent of rank {attention.kv_rank}"
+    of_keys = f", {attention.kv_heads} of keys and values" if attention.kv_heads != attention.heads else ""
+    kind = {"sliding": f", to {attention.window} positions", "linear": ", linear"}.get(attention.kind, "")
+    return f"{heads}{of_keys}{kind}"
+
+
+def _counted(texts: dict[str, int]) -> str:
+    """Return kinds in one line; with their numbers where there are several."""
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{count} x {text}" for text, count in texts.items())
+
+
+def step_flops(shape: Shape, num_layers: int, architecture: Architecture | None = None) -> float:
+    """Return the operations that one micro-batch needs, forward and backward, whatever is recomputed or dropped.
+
+    Args:
+        shape: with the samples and the length; without an architecture all sizes of a layer.
+        num_layers: of equal layers.
+        architecture: a whole model, of which ``num_layers`` blocks count; ``None``: equal layers and nothing else.
+    """
+    if architecture is None:
+        active = shape.attention_weights + shape.M * shape.E + GEMMS[shape.ffn] * shape.K * shape.M * shape.H
+        return num_layers * shape.B * (6.0 * active * shape.L + 12.0 * shape.M * shape.L**2)
+    model = architecture.first(num_layers)
+    embedding = 0 if model.is_tied else model.M * model.vocab
+    active = model.num_active_parameters - embedding
+    attention = 0.0
+    for block in model.blocks:
+        each = block.attention
+        attention += each.flops(model.M, shape.L) - 2.0 * shape.L * each.num_weights(model.M)
+    return shape.B * (6.0 * active * shape.L + 3.0 * attention)

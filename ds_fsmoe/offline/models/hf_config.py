@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.offline.models.architecture import Architecture, Block
-from ds_fsmoe.offline.models.hf_families import DENSE, FAMILIES, UNREAD, Family
-from ds_fsmoe.offline.models.hf_fields import Fields
+from ds_fsmoe.offline.models.hf_families import DENSE, FAMILIES, UNREAD, Family, Fields
 from ds_fsmoe.untrusted import MOST_LAYERS, read_json
 
 CONFIG = "config.json"

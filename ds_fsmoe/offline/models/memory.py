@@ -21,9 +21,8 @@ from ds_fsmoe.offline.models.memory_activations import (
     head_needs,
     is_eager,
 )
-from ds_fsmoe.offline.models.memory_parameters import Parameters
-from ds_fsmoe.offline.models.memory_states import Account, plus, states_of
-from ds_fsmoe.offline.models.training import Training
+from ds_fsmoe.offline.models.memory_states import Account, Parameters, plus, states_of
+from ds_fsmoe.offline.models.training import GB, Training
 from ds_fsmoe.planning.communicators import num_held
 from ds_fsmoe.planning.groups import Groups
 
@@ -34,7 +33,6 @@ two and 688 MB for more A100 with NVLink (NVIDIA/nccl, issue 964), 3.3 GB after 
 CONTEXT_BYTES = 0.75e9
 """An estimate: a process that uses CUDA takes 0.5 to 1 GB ahead of its first tensor (781 MB in pytorch/pytorch, issue
 34323)."""
-GB = 1e9
 MOST_SAMPLES = 1 << 20
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_fsmoe.offline.models.architecture import Attention, Block, Experts
-from ds_fsmoe.offline.models.memory_parameters import projections
-from ds_fsmoe.offline.models.memory_states import Account, plus
+from ds_fsmoe.offline.models.memory_states import Account, plus, projections
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import NUM_HALVES

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """The bytes of a number of each type that parameters may have."""
+GB = 1e9
 OPTIMIZERS = ("adam", "torch_adam", "adam8bit", "momentum", "sgd")
 """DeepSpeed's fused Adam or AdamW; torch's, tensor by tensor; bitsandbytes' with states of 8 bits; SGD with and without
 momentum."""

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.whole_files import check_folders
-from ds_fsmoe.offline.plan.baselines import Baselines, baselines_of, other_stages
+from ds_fsmoe.offline.plan.baselines import (
+    Baselines,
+    baselines_of,
+    headline,
+    other_stages,
+    print_larger_ep,
+    print_summary,
+)
 from ds_fsmoe.offline.plan.exchange import add_alltoall, exchange_of, print_exchanges
-from ds_fsmoe.offline.plan.fit import fit_of
 from ds_fsmoe.offline.plan.from_trace import add_from_trace, run_from_trace
 from ds_fsmoe.offline.plan.halves import add_halves, halves_to_draw, print_halves
-from ds_fsmoe.offline.plan.memory import add_memory, print_memory
+from ds_fsmoe.offline.plan.memory import add_memory, fit_of, print_memory
 from ds_fsmoe.offline.plan.model import (
     PlannedModel,
     add_groups,
@@ -33,7 +39,6 @@ from ds_fsmoe.offline.plan.model import (
 )
 from ds_fsmoe.offline.plan.placement import add_loads, print_placement, read_loads
 from ds_fsmoe.offline.plan.stages import add_micro_batches, batch_of, batch_settings, is_batch, print_batch
-from ds_fsmoe.offline.plan.summary import headline, print_larger_ep, print_summary
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:

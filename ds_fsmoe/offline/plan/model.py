@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.offline.models.training import BYTES
+
 if TYPE_CHECKING:
     from ds_fsmoe.offline.models.architecture import Architecture
     from ds_fsmoe.planning.groups import Groups
     from ds_fsmoe.planning.workload import Shape
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LENGTH = 4096
 """The positions of a sample of a model that is made for as many, where none are given."""
 
@@ -63,7 +64,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-heads", type=int, help="heads of keys and values (as many)")
     model.add_argument(
         "--dtype",
-        choices=DTYPE_BYTES,
+        choices=BYTES,
         help="number type of communication (default: the model's own, else fp32)",
     )
 
@@ -111,7 +112,7 @@ def is_hugging_face(args: argparse.Namespace) -> bool:
 
 def _of_numbers(args: argparse.Namespace) -> PlannedModel:
     """Return so many equal layers: the paper's and what is given instead, or all of it given."""
-    from ds_fsmoe.offline.models.paper_models import DEFAULT_EXPERTS, MODELS, model
+    from ds_fsmoe.offline.models.known import DEFAULT_EXPERTS, MODELS, model
     from ds_fsmoe.planning.workload import Shape
 
     given = {
@@ -129,7 +130,7 @@ def _of_numbers(args: argparse.Namespace) -> PlannedModel:
     given = {name: value for name, value in given.items() if value is not None}
     if args.capacity_factor is not None:
         given["capacity_factor"] = _capacity_factor(args.capacity_factor)
-    given["dtype_bytes"] = DTYPE_BYTES[args.dtype or "fp32"]
+    given["dtype_bytes"] = BYTES[args.dtype or "fp32"]
     known = None if args.model is None else model(args.model)
     num_experts = given.get("E", DEFAULT_EXPERTS if known is None else known.shape.E)
     _check_choices(args.top_k, num_experts)
@@ -174,7 +175,7 @@ def _of_architecture(args: argparse.Namespace, found: Architecture) -> PlannedMo
     dtype = args.dtype or model.dtype
     samples = 1 if args.samples is None else args.samples
     load = 1.0 if args.imbalance is None else args.imbalance
-    shape = moe_shape(model, commonest_moe(model), samples, length, DTYPE_BYTES[dtype], imbalance=load)
+    shape = moe_shape(model, commonest_moe(model), samples, length, BYTES[dtype], imbalance=load)
     taken: dict[str, object] = {"samples": samples, "length": length, "dtype": dtype}
     notes = []
     if args.length is None:

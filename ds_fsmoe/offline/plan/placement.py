@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from ds_fsmoe.untrusted import read_json
 if TYPE_CHECKING:
     from ds_fsmoe.offline.plan.report import Report
     from ds_fsmoe.planning.placement_costs import Prices
-    from ds_fsmoe.planning.placement_policies import Decision
     from ds_fsmoe.planning.workload import Shape
     from ds_fsmoe.routes.recorded import Recording
 
@@ -80,27 +80,14 @@ def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> Loads | None:
 
 def print_placement(loads: Loads | None, result: Report, job: dict[str, Any]) -> dict[str, Any]:
     """Print what placing experts by loads would give; return it as plain data, nothing without loads."""
-    from ds_fsmoe.planning.expert_placement import ExpertPlacement
-    from ds_fsmoe.planning.placement_costs import Seen
-    from ds_fsmoe.planning.placement_policies import balanced, decide
-
     if loads is None:
         return {}
-    shape, groups = result.shape, result.groups
+    groups = result.groups
     prices = _prices(result, job)
-    nodes = tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep))
-    now = ExpertPlacement.at_start(shape.E, groups.ep)
-    rows, found = [], []
-    for layer, rows_RE in loads.rows.items():
-        seen = Seen(_on_ranks(rows_RE, groups.ep), nodes)
-        decision = decide(now, seen, balanced, prices, PAYS_WITHIN, layer)
-        times_ms = prices.step_ms(now, seen), prices.step_ms(decision.placement, seen)
-        num_moved = now.num_moved(decision.placement)
-        rows.append(_cells(layer, decision, num_moved, *times_ms))
-        found.append(_as_data(layer, decision, num_moved, *times_ms))
+    found = [place(layer, on_ranks(rows_RE, groups.ep), prices) for layer, rows_RE in loads.rows.items()]
     print(f"\nexperts placed by {loads.path}: balanced, on {groups.ep} ranks")
     heads = ("layer", "fullest now", "placed", "experts move", "layer ms now", "placed", "move ms", "pays")
-    print_table(heads, rows)
+    print_table(heads, [_cells(each) for each in found])
     print("  fullest: the rows of the fullest rank over the mean; layer ms: dispatch, experts, combine, both phases")
     balanced_ms, now_ms, placed_ms = step_ms = _steps_ms(found, prices, result)
     print(
@@ -115,6 +102,43 @@ def print_placement(loads: Loads | None, result: Report, job: dict[str, Any]) ->
     return {"placement": {"loads": str(loads.path), "layers": found, "step_ms": steps}}
 
 
+def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
+    """Return where the experts of a layer would be placed by the rows that they got, and what that gives, as plain
+    data."""
+    from ds_fsmoe.planning.expert_placement import ExpertPlacement
+    from ds_fsmoe.planning.placement_costs import Seen
+    from ds_fsmoe.planning.placement_policies import balanced, decide
+
+    groups = prices.groups
+    now = ExpertPlacement.at_start(rows_GE.shape[1], groups.ep)
+    seen = Seen(rows_GE, tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep)))
+    decision = decide(now, seen, balanced, prices, PAYS_WITHIN, layer)
+    return {
+        "layer": layer,
+        "fullest_now": decision.before,
+        "fullest_placed": decision.after,
+        "experts_move": now.num_moved(decision.placement),
+        "now_ms": prices.step_ms(now, seen),
+        "placed_ms": prices.step_ms(decision.placement, seen),
+        "moves_ms": decision.moves_ms,
+        "pays_after_steps": decision.pays_after_steps,
+        "why": decision.why,
+        "placement": decision.placement.as_dict(),
+    }
+
+
+def pays(placed: Mapping[str, Any]) -> str:
+    """Say after how many steps a move has paid."""
+    after = placed["pays_after_steps"]
+    return "stays" if after is None else f"after {after} step{'s' * (after != 1)}"
+
+
+def moved_bytes(weights: int, dtype_bytes: int) -> int:
+    """Return the bytes of an expert that moves, by the elements of its weights: fp32 trains them in place, a narrower
+    type a copy of them in fp32; both have two moments."""
+    return weights * (dtype_bytes + (8 if dtype_bytes == 4 else 12))
+
+
 def _prices(result: Report, job: dict[str, Any]) -> Prices:
     """Return what a layer of the plan that is shown costs."""
     from ds_fsmoe.planning.layer_costs import LayerCosts
@@ -125,14 +149,12 @@ def _prices(result: Report, job: dict[str, Any]) -> Prices:
     shape, groups, settings = result.shape, result.groups, result.settings
     forward, backward = result.plan.blocks(len(result.layers) // 2)
     weights = GEMMS[shape.ffn] * shape.M * shape.H // groups.esp
-    # fp32 trains its weights in place, a narrower type a copy of them in fp32; both have two moments.
-    states_bytes = 8 if shape.dtype_bytes == 4 else 12
     return Prices(
         _call(shape, groups.mp, weights, shape.E // groups.ep, job),
         groups,
         LayerPlan(forward, backward, job["alltoall"]),
         LayerCosts.written(result.costs, settings.host_ms),
-        moved_bytes=weights * (shape.dtype_bytes + states_bytes),
+        moved_bytes=moved_bytes(weights, shape.dtype_bytes),
         alltoall=job["alltoall"],
         contention=settings.contention,
         recompute=job["recompute"],
@@ -176,40 +198,17 @@ def _steps_ms(found: list[dict[str, Any]], prices: Prices, result: Report) -> tu
     return step_ms, now_ms, placed_ms
 
 
-def _on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
+def on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return [G, E]: of ranks at the same index the mean, or of others than these ranks all rows spread evenly."""
     if len(rows_RE) % num_ranks == 0:
         return rows_RE.reshape(-1, num_ranks, rows_RE.shape[1]).mean(axis=0)
     return np.tile(rows_RE.sum(axis=0) / num_ranks, (num_ranks, 1))
 
 
-def _cells(layer: str, decision: Decision, num_moved: int, now_ms: float, placed_ms: float) -> tuple[object, ...]:
-    after = decision.pays_after_steps
-    return (
-        layer,
-        f"{decision.before:.2f}",
-        f"{decision.after:.2f}",
-        num_moved,
-        f"{now_ms:.3f}",
-        f"{placed_ms:.3f}",
-        f"{decision.moves_ms or 0:.2f}",
-        "stays" if after is None else f"after {after} step{'s' * (after != 1)}",
-    )
-
-
-def _as_data(layer: str, decision: Decision, num_moved: int, now_ms: float, placed_ms: float) -> dict[str, Any]:
-    return {
-        "layer": layer,
-        "fullest_now": decision.before,
-        "fullest_placed": decision.after,
-        "experts_move": num_moved,
-        "now_ms": now_ms,
-        "placed_ms": placed_ms,
-        "moves_ms": decision.moves_ms,
-        "pays_after_steps": decision.pays_after_steps,
-        "why": decision.why,
-        "placement": decision.placement.as_dict(),
-    }
+def _cells(placed: Mapping[str, Any]) -> tuple[object, ...]:
+    fullest = (f"{placed[each]:.2f}" for each in ("fullest_now", "fullest_placed"))
+    times_ms = (f"{placed[each]:.3f}" for each in ("now_ms", "placed_ms"))
+    return placed["layer"], *fullest, placed["experts_move"], *times_ms, f"{placed['moves_ms'] or 0:.2f}", pays(placed)
 
 
 def _of_recording(path: Path) -> dict[str, np.ndarray]:

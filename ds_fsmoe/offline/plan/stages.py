@@ -10,8 +10,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.offline.plan.baselines import Baselines
-    from ds_fsmoe.offline.plan.report import Report
-    from ds_fsmoe.offline.plan.stage_report import BatchReport
+    from ds_fsmoe.offline.plan.report import BatchReport, Report
 
 MICRO_BATCHES_PER_STAGE = 4
 """The micro-batches of a batch for each stage, where no number is given."""
@@ -47,7 +46,7 @@ def batch_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def batch_of(report: Report, job: dict[str, Any]) -> BatchReport:
     """Return the plans of a whole batch, of which one stage is planned."""
-    from ds_fsmoe.offline.plan.stage_report import batch_report
+    from ds_fsmoe.offline.plan.report import batch_report
 
     return batch_report(report, **{name: job[name] for name in ("alltoall", "recompute", "crossings") if name in job})
 

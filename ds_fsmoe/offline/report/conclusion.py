@@ -9,15 +9,29 @@ from typing import Any
 
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.offline.report.charts import draw_dots
-from ds_fsmoe.offline.report.comparison import StepTimes, losses_of, pair, step_times_ms, times_of
+from ds_fsmoe.offline.report.comparison import (
+    BLOCK,
+    FEWEST_BLOCKS,
+    Interval,
+    StepTimes,
+    Turn,
+    disturbance,
+    interval_of,
+    losses_of,
+    middle,
+    pair,
+    ratio_interval,
+    reasons,
+    step_times_ms,
+    times_of,
+    winner,
+)
 from ds_fsmoe.offline.report.critical_path import BETWEEN
 from ds_fsmoe.offline.report.decisions import keeps_stock
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
 from ds_fsmoe.offline.report.palette import name_of
 from ds_fsmoe.offline.report.steps_told import counted_after
 from ds_fsmoe.offline.report.traced_steps import ShownStep
-from ds_fsmoe.offline.report.turns import Turn, interval_of, middle
-from ds_fsmoe.offline.report.verdict import BLOCK, FEWEST_BLOCKS, Interval, disturbance, ratio_interval, reasons, winner
 from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
 
 _COMPUTED = (EXPERT, ROUTE, ORDER, RESTORE)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_fsmoe.files.runs import Run
-from ds_fsmoe.offline.report.charts import Chart, draw_heat, draw_lines
-from ds_fsmoe.offline.report.rank_charts import draw_ranks
+from ds_fsmoe.offline.report.charts import Chart, draw_heat, draw_lines, draw_ranks
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
 if TYPE_CHECKING:

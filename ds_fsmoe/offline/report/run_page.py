@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.offline.report import conclusion, decisions, steps_told, traced_steps, what_ran
+from ds_fsmoe.offline.report.comparison import Turn
 from ds_fsmoe.offline.report.loads import loads, placement
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
-from ds_fsmoe.offline.report.turns import Turn
 
 
 def make_page(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Page:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.runs import Run, has_trace, trace_folder
+from ds_fsmoe.offline.report.charts import TracedStep, draw_timeline, tasks_of_step
 from ds_fsmoe.offline.report.comparison import times_of
-from ds_fsmoe.offline.report.critical_path import BETWEEN, Phase
-from ds_fsmoe.offline.report.merged_trace import merged
+from ds_fsmoe.offline.report.critical_path import BETWEEN, Phase, merged
 from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, name_of
-from ds_fsmoe.offline.report.timeline_chart import TracedStep, draw_timeline, tasks_of_step
 
 if TYPE_CHECKING:
     from ds_fsmoe.offline.report.page import Page
