@@ -15,7 +15,7 @@ from ds_fsmoe.offline.models.architecture import Architecture
 from ds_fsmoe.offline.models.known import load_model
 from ds_fsmoe.offline.models.model_layers import DenseStage, dense_stage, model_layers, stages
 from ds_fsmoe.offline.models.pipeline import (
-    Pipeline,
+    PlannedPipeline,
     batch_ms,
     lane_between,
     pipeline_of_layers,
@@ -41,7 +41,9 @@ SHAPE = Shape(1, 1024, 1600, 6400, 8, 2, 1.2, "gpt", 25)
 GROUPS = Groups(48, 8, mp=8, esp=8, ep=1, pp=2)
 
 
-def equal_layers(num_layers: int = 3, num_micro_batches: int = 4, groups: Groups = GROUPS) -> tuple[Pipeline, Planner]:
+def equal_layers(
+    num_layers: int = 3, num_micro_batches: int = 4, groups: Groups = GROUPS
+) -> tuple[PlannedPipeline, Planner]:
     layers = (layer_work(SHAPE, groups, whole_slots=True),) * num_layers
     settings = Settings(TESTBED.contention, max_degree=4, num_micro_batches=num_micro_batches)
     return pipeline_of_layers(TESTBED, groups, layers, SHAPE), Planner(kind_costs(TESTBED, groups), settings)

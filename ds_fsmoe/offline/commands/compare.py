@@ -40,18 +40,18 @@ from ds_fsmoe.offline.commands.training_command import (
     OURS,
     STOCK,
     PlannedRun,
-    Subject,
-    config_of,
+    TrainingCommand,
     find_config,
     find_given,
     first_error,
+    run_config,
     with_free_port,
 )
 from ds_fsmoe.offline.report.comparison import (
     BLOCK,
     FEWEST_STEPS,
     Interval,
-    StepTimes,
+    RunTimes,
     Turn,
     disturbance,
     interval_of,
@@ -139,7 +139,7 @@ def _own(out: Path) -> Ownership:
 class _Trainings:
     """Runs one command again and again: long runs, then turns."""
 
-    def __init__(self, subject: Subject, args: argparse.Namespace) -> None:
+    def __init__(self, subject: TrainingCommand, args: argparse.Namespace) -> None:
         self._subject = subject
         self._steps: int = args.steps
         self._num_turns: int = args.turns
@@ -216,7 +216,7 @@ class _Trainings:
         """
         folder, kind = planned.folder, planned.kind
         folder.mkdir(parents=True, exist_ok=True)
-        config = config_of(self._subject.config, planned)
+        config = run_config(self._subject.config, planned)
         file, log = folder / "ds_config.json", folder / "log.txt"
         file.unlink(missing_ok=True)
         file.touch(0o600)
@@ -383,7 +383,7 @@ def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
 
 
 def _print_one_after_another(
-    stock: Run, ours: Run, after: int, of_stock: StepTimes, of_ours: StepTimes
+    stock: Run, ours: Run, after: int, of_stock: RunTimes, of_ours: RunTimes
 ) -> Interval | None:
     """Print how much faster ours was in one run after another, and how little that decides. Return the interval."""
     print(f"\nours is {of_stock.step_ms / of_ours.step_ms:.2f} times as fast as stock DeepSpeed in these two runs")

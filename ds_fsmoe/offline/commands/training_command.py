@@ -61,7 +61,7 @@ def _options_ahead(arguments: Sequence[str]) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingCommand:
     """What is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
 
     config: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Subject:
         return [*self.before, f"{self.option}{file}", *self.after]
 
 
-def find_given(command: Sequence[str], given: str | None) -> Subject | None:
+def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | None:
     """Return the subject if the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
 
     Returns:
@@ -98,10 +98,10 @@ def find_given(command: Sequence[str], given: str | None) -> Subject | None:
     text = written if given is None else given
     if text is None:
         return None
-    return Subject({"fsmoe": read_given(text)}, [*command[: door + 1], OPTION], "", [*options, *script])
+    return TrainingCommand({"fsmoe": read_given(text)}, [*command[: door + 1], OPTION], "", [*options, *script])
 
 
-def find_config(command: Sequence[str]) -> Subject:
+def find_config(command: Sequence[str]) -> TrainingCommand:
     """Return the subject if an argument of the command names the DeepSpeed config.
 
     Raises:
@@ -121,7 +121,7 @@ def find_config(command: Sequence[str]) -> Subject:
             without.append(str(path))  # it may be anything, such as data
             continue
         if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
-            found.append((argument, Subject(config, command[:place], option + equals, command[place + 1 :])))
+            found.append((argument, TrainingCommand(config, command[:place], option + equals, command[place + 1 :])))
         else:
             without.append(str(path))
     if len(found) == 1:
@@ -153,7 +153,7 @@ class PlannedRun:
     """Whether layers are measured although the run is short, because the long run before it measured them."""
 
 
-def config_of(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
+def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
     """Return the config of one of the runs. Of two of one length, those for stock and ours differ in ``enabled``."""
     changed = json.loads(json.dumps(config))
     block = changed["fsmoe"]

@@ -105,7 +105,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class BlockExperts:
     """The experts of one block, with its router and its shared experts.
 
     Raises:
@@ -165,7 +165,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ModelBlock:
     """One block of a model: attention, and experts or a dense layer.
 
     Raises:
@@ -173,7 +173,7 @@ class Block:
     """
 
     attention: Attention
-    experts: Experts | None = None
+    experts: BlockExperts | None = None
     dense_H: int = 0
     """The width inside the dense layer of a block without experts."""
     dense_gemms: int = 3
@@ -216,7 +216,7 @@ class Architecture:
     """Whether the head is the transposed embedding."""
     max_length: int
     """The positions of the longest sample that it is made for."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModelBlock, ...]
     num_other: int = 0
     """The parameters outside blocks, embedding and head: the last norm, learned positions."""
     dtype: str = "bf16"
@@ -230,7 +230,7 @@ class Architecture:
             raise ValueError(f"{self.name}: {self.num_parameters:.3g} parameters: must be at most {MOST_PARAMETERS:g}")
 
     @cached_property
-    def kinds(self) -> dict[Block, int]:
+    def kinds(self) -> dict[ModelBlock, int]:
         """Return each kind of block, and how many there are of it."""
         return dict(Counter(self.blocks))
 
@@ -290,10 +290,10 @@ class Architecture:
         """Return the same model with other experts in all blocks that have some.
 
         Args:
-            changes: fields of :class:`Experts`.
+            changes: fields of :class:`BlockExperts`.
 
         Raises:
-            ValueError: whatever :class:`Experts` refuses.
+            ValueError: whatever :class:`BlockExperts` refuses.
         """
         of_kind = {
             each: each if each.experts is None else replace(each, experts=replace(each.experts, **changes))
@@ -312,7 +312,7 @@ def _check_sizes(sizes: object, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name} = {value}: must be at most {_MOST.get(name, MOST_WIDTH)}")
 
 
-def describe(architecture: Architecture) -> list[tuple[str, str]]:
+def describe_model(architecture: Architecture) -> list[tuple[str, str]]:
     """Return the lines about a model, each with its name: its blocks and parameters, its experts, its attention."""
     num_blocks, num_moe = len(architecture.blocks), len(architecture.moe_blocks)
     of_experts = "all with experts" if num_moe == num_blocks else f"{num_moe} of them with experts"
@@ -336,7 +336,7 @@ def describe(architecture: Architecture) -> list[tuple[str, str]]:
     ]
 
 
-def _of_experts(experts: Experts) -> str:
+def _of_experts(experts: BlockExperts) -> str:
     groups = f" from {experts.groups[1]} of {experts.groups[0]} groups" if experts.groups is not None else ""
     kind = "" if experts.gemms == 3 else ", two products each"
     shared = f", beside shared ones {experts.shared_H} wide" if experts.shared_H else ""

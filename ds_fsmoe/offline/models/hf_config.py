@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_fsmoe.offline.models.architecture import Architecture, Block
+from ds_fsmoe.offline.models.architecture import Architecture, ModelBlock
 from ds_fsmoe.offline.models.hf_families import DENSE, FAMILIES, UNREAD, Family, Fields
 from ds_fsmoe.untrusted import MOST_LAYERS, read_json
 
@@ -71,7 +71,7 @@ def _architecture(data: dict[str, Any], name: str, source: str) -> Architecture:
     except ValueError as error:
         # What the parts of a block refuse names no file.
         raise error if str(error).startswith(source) else ValueError(f"{source}: {error}") from error
-    same: dict[Block, Block] = {}
+    same: dict[ModelBlock, ModelBlock] = {}
     blocks = tuple(same.setdefault(each, each) for each in made)
     if not any(each.experts for each in blocks):
         raise ValueError(f"{source}: none of its {len(blocks)} layers has experts: there is nothing to plan")
@@ -108,16 +108,16 @@ def _known(model_type: Any, source: str) -> Family:
     return _FAMILY_OF[model_type]
 
 
-def _block(family: Family, fields: Fields, layer: int, M: int) -> Block:
+def _block(family: Family, fields: Fields, layer: int, M: int) -> ModelBlock:
     attention = family.attention(fields, layer)
     num_norms = 2 * family.norm_size * M
     has_bias = bool(family.mlp_bias) and fields.flag(family.mlp_bias)
     if family.is_sparse(fields, layer):
         experts = family.experts(fields, layer)
         biases = 2 * experts.shared_H + M if has_bias and experts.shared_H else 0
-        return Block(attention, experts, num_norms=num_norms + biases)
+        return ModelBlock(attention, experts, num_norms=num_norms + biases)
     H = fields.count(family.dense_width)
-    return Block(attention, None, H, num_norms=num_norms + (2 * H + M if has_bias else 0))
+    return ModelBlock(attention, None, H, num_norms=num_norms + (2 * H + M if has_bias else 0))
 
 
 def _dtype(fields: Fields) -> str:

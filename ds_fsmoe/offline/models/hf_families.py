@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ds_fsmoe.offline.models.architecture import Attention, Experts
+from ds_fsmoe.offline.models.architecture import Attention, BlockExperts
 from ds_fsmoe.untrusted import MOST_POSITIONS
 
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
@@ -210,19 +210,19 @@ def experts(
     width: str = "intermediate_size",
     shared: Callable[[Fields], int] = lambda _: 0,
     **also: Any,
-) -> Experts:
+) -> BlockExperts:
     """Return experts as wide as a field says.
 
     Args:
         fields, layer: the configuration, and the place of the layer.
         width: the field with the width inside an expert.
         shared: the width inside all shared experts.
-        also: what else :class:`~ds_fsmoe.offline.models.architecture.Experts` takes.
+        also: what else :class:`~ds_fsmoe.offline.models.architecture.BlockExperts` takes.
     """
     E, K = fields.of_layer(layer, *EXPERTS), fields.of_layer(layer, *CHOICES)
     if K > E:
         raise fields.wrong(fields.written(*CHOICES), f"must be at most the number of experts, {E}")
-    return Experts(E, K, fields.of_layer(layer, width), shared_H=shared(fields), **also)
+    return BlockExperts(E, K, fields.of_layer(layer, width), shared_H=shared(fields), **also)
 
 
 def so_many(field: str) -> Callable[[Fields], int]:
@@ -230,7 +230,7 @@ def so_many(field: str) -> Callable[[Fields], int]:
     return lambda fields: fields.count(field, least=0) * fields.count(WIDTH)
 
 
-def experts_of_deepseek(fields: Fields, layer: int) -> Experts:
+def experts_of_deepseek(fields: Fields, layer: int) -> BlockExperts:
     """Return narrow experts beside shared ones, of which a token may choose groups first."""
     num_groups, num_chosen = fields.optional("n_group") or 1, fields.optional("topk_group") or 1
     groups = (num_groups, num_chosen) if num_groups > 1 and fields.value("topk_method") != "greedy" else None
@@ -278,7 +278,7 @@ class Family:
     """Field -> what transformers takes where a file lacks it; null where it is not here."""
     attention: Callable[[Fields, int], Attention]
     """The attention of a layer by its place."""
-    experts: Callable[[Fields, int], Experts] = experts
+    experts: Callable[[Fields, int], BlockExperts] = experts
     """The experts of a layer by its place."""
     is_sparse: Rule = lambda *_: True
     """Whether a layer has experts."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_fsmoe.offline.models.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.planning.workload import Shape
 
@@ -59,7 +59,7 @@ _PAPERS_FACTOR = 1.2
 _SAME_SIZES = {"mixtral-7b": "mixtral-8x7b", "mixtral-22b": "mixtral-8x22b"}
 
 
-def names() -> tuple[str, ...]:
+def model_names() -> tuple[str, ...]:
     """Return the names of all models that come with the package."""
     return (*(each.stem for each in sorted(_FOLDER.glob("*.json"))), *PAPER)
 
@@ -72,18 +72,19 @@ def load_model(name_or_path: str) -> Architecture:
     """
     if name_or_path in PAPER:
         return _of_paper(name_or_path)
-    if name_or_path in names():
+    known = model_names()
+    if name_or_path in known:
         path = _FOLDER / f"{name_or_path}.json"
         source = json.loads(path.read_text(encoding="utf-8"))["_source"]
         return replace(read_hf_config(path, name_or_path), source=source)
     if Path(name_or_path).exists():
         return read_hf_config(name_or_path)
-    near = [each for each in names() if each.startswith(name_or_path.lower())]
-    near = near or difflib.get_close_matches(name_or_path, names(), 1)
+    near = [each for each in known if each.startswith(name_or_path.lower())]
+    near = near or difflib.get_close_matches(name_or_path, known, 1)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near and name_or_path else ""
     raise ValueError(
-        f"no model is called {name_or_path!r}, and there is no such file: {hint}the choices are {', '.join(names())}, "
-        "or the path of a config.json"
+        f"no model is called {name_or_path!r}, and there is no such file: {hint}the choices are {', '.join(known)}, or "
+        "the path of a config.json"
     )
 
 
@@ -94,8 +95,8 @@ def _of_paper(name: str) -> Architecture:
         # Eight experts instead of its dense layers, as many as the paper's testbed B has nodes.
         M, heads, length = 1600, 25, 1024
         attention = Attention(heads, heads, M // heads, M // heads, num_other=4 * M)
-        experts = Experts(8, 2, 4 * M, gemms=2, has_bias=True, capacity_factor=_PAPERS_FACTOR)
-        gpt_blocks = (Block(attention, experts, num_norms=4 * M),) * 48
+        experts = BlockExperts(8, 2, 4 * M, gemms=2, has_bias=True, capacity_factor=_PAPERS_FACTOR)
+        gpt_blocks = (ModelBlock(attention, experts, num_norms=4 * M),) * 48
         num_other = length * M + 2 * M
         return Architecture(name, source, M, 50257, True, length, gpt_blocks, num_other=num_other, dtype="fp32")
     whole = load_model(_SAME_SIZES[name])

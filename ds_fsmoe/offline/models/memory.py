@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ds_fsmoe.offline.models.architecture import Architecture, Block
+from ds_fsmoe.offline.models.architecture import Architecture, ModelBlock
 from ds_fsmoe.offline.models.memory_activations import (
     ATTENTION,
     FP32,
@@ -145,7 +145,9 @@ def _shown(items: Account) -> Account:
     return {item: size for item, size in items.items() if round(size)}
 
 
-def _kept(blocks: Sequence[Block], M: int, groups: Groups, training: Training) -> tuple[list[float], list[Account]]:
+def _kept(
+    blocks: Sequence[ModelBlock], M: int, groups: Groups, training: Training
+) -> tuple[list[float], list[Account]]:
     """Return for each block its input where that is kept by itself, and what it keeps besides."""
     S, a = training.tokens, training.number_bytes
     if not training.checkpointing:
@@ -192,7 +194,7 @@ def largest_batch(architecture: Architecture, groups: Groups, training: Training
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutMemory:
     """One way to lay a model out, and what it takes."""
 
     zero: int
@@ -205,7 +207,9 @@ class Choice:
     """Whether a GPU has as much for the batch that is asked for."""
 
 
-def choices_of(architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None) -> list[Choice]:
+def other_memories(
+    architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None
+) -> list[LayoutMemory]:
     """Return what changes with the stage of ZeRO and with how experts are spread and cut, on the same ranks."""
     found = []
     for zero in (0, 1, 2, 3):
@@ -217,15 +221,15 @@ def choices_of(architecture: Architecture, groups: Groups, training: Training, m
             except ValueError:  # one that is refused
                 continue
             most = None if memory_gb is None else largest_batch(architecture, other, asked, memory_gb)
-            found.append(Choice(zero, ep, esp, memory, most))
+            found.append(LayoutMemory(zero, ep, esp, memory, most))
     return found
 
 
-def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[tuple[int, Choice]]:
+def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[tuple[int, LayoutMemory]]:
     """Return for 1, 2, 4 and 8 GPUs of one node the stage of ZeRO and the ranks of experts that need least."""
     found = []
     for gpus in (1, 2, 4, 8):
-        least: Choice | None = None
+        least: LayoutMemory | None = None
         for zero in (0, 1, 2, 3):
             for ep in (each for each in range(1, gpus + 1) if not gpus % each and not architecture.num_experts % each):
                 try:
@@ -234,7 +238,7 @@ def on_cards(architecture: Architecture, training: Training, memory_gb: float | 
                 except ValueError:  # one that is refused
                     continue
                 if least is None or memory.total < least.memory.total:
-                    least = Choice(zero, ep, 1, memory, None)
+                    least = LayoutMemory(zero, ep, 1, memory, None)
         assert least is not None
         if memory_gb is not None:
             groups, asked = Groups(gpus, gpus, ep=least.ep), replace(training, zero=least.zero)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_fsmoe.offline.models.architecture import Attention, Block, Experts
+from ds_fsmoe.offline.models.architecture import Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.memory_states import Account, plus, projections
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
@@ -33,7 +33,7 @@ FP32, INDEX = 4, 8
 
 
 @dataclass(frozen=True)
-class Rows:
+class LayerRows:
     """The rows of one layer."""
 
     sent: float
@@ -47,10 +47,10 @@ class Rows:
     """The tensors of the first product: 2 with a gate."""
 
 
-def rows_of(experts: Experts, M: int, groups: Groups, training: Training) -> Rows:
+def layer_rows(experts: BlockExperts, M: int, groups: Groups, training: Training) -> LayerRows:
     """Return the rows of a layer. Without a capacity factor none is dropped, and none is empty."""
     sent = training.tokens * experts.K * (experts.capacity_factor or 1.0)
-    return Rows(sent, training.load * sent * groups.esp, M, experts.H / groups.esp, experts.gemms - 1)
+    return LayerRows(sent, training.load * sent * groups.esp, M, experts.H / groups.esp, experts.gemms - 1)
 
 
 def norm(tokens: float, width: float, training: Training, in_fp32: bool = False) -> float:
@@ -137,9 +137,9 @@ def keeps_rows(training: Training) -> bool:
     return not training.lora or training.lora_targets == "all" or training.recompute
 
 
-def experts_keep(experts: Experts, M: int, groups: Groups, training: Training) -> Account:
+def experts_keep(experts: BlockExperts, M: int, groups: Groups, training: Training) -> Account:
     """Return what router and experts keep, their input not counted."""
-    S, a, rows = training.tokens, training.number_bytes, rows_of(experts, M, groups, training)
+    S, a, rows = training.tokens, training.number_bytes, layer_rows(experts, M, groups, training)
     scores = 0.0 if experts.has_bias else FP32 * S * experts.E
     if experts.groups is not None and a < FP32:
         scores += FP32 * S * M  # DeepSeek's router computes in fp32
@@ -155,7 +155,7 @@ def experts_keep(experts: Experts, M: int, groups: Groups, training: Training) -
     return found
 
 
-def block_keeps(block: Block, M: int, groups: Groups, training: Training) -> Account:
+def block_keeps(block: ModelBlock, M: int, groups: Groups, training: Training) -> Account:
     """Return what a block keeps for its backward where it is not checkpointed."""
     S, a = training.tokens, training.number_bytes
     in_fp32 = has_sinks(block.attention, M)
@@ -169,7 +169,7 @@ def block_keeps(block: Block, M: int, groups: Groups, training: Training) -> Acc
     return plus(kept, experts_keep(block.experts, M, groups, training))
 
 
-def _gate_needs(experts: Experts, rows: Rows) -> float:
+def _gate_needs(experts: BlockExperts, rows: LayerRows) -> float:
     """Return, in numbers, what the backward through an activation makes at its most, its result counted.
 
     Of gated experts: the gradient of what is gated, that of both factors, and what is gated once more.
@@ -178,7 +178,7 @@ def _gate_needs(experts: Experts, rows: Rows) -> float:
 
 
 def block_needs(
-    block: Block, M: int, groups: Groups, training: Training, weights: float, stay: bool
+    block: ModelBlock, M: int, groups: Groups, training: Training, weights: float, stay: bool
 ) -> tuple[list[Account], list[Account]]:
     """Return what lives of a block at each moment of its backward that may be the fullest: until its experts have their
     gradients, and from there on.
@@ -200,7 +200,7 @@ def block_needs(
         # The gradients of what is gated and of both its factors, and of the largest weight.
         work = residual + a * (S * M + 3 * S * block.dense_H + trained * M * block.dense_H)
         return [plus(kept, {AT_WORK: work})], late
-    experts, rows = block.experts, rows_of(block.experts, M, groups, training)
+    experts, rows = block.experts, layer_rows(block.experts, M, groups, training)
     early: list[Account] = []
     if experts.shared_H:
         residual *= 2  # the gradient on the way around the experts, too

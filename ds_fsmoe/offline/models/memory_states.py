@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ds_fsmoe.offline.models.architecture import Architecture, Attention, Block
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, ModelBlock
 from ds_fsmoe.offline.models.training import MASTER, Training
 from ds_fsmoe.planning.groups import Groups
 
@@ -51,7 +51,7 @@ class Parameters:
             dense_of_block=tuple(map(sum, zip(base.dense_of_block, self.dense_of_block, strict=True))),
         )
 
-    def adapters(self, blocks: Sequence[Block], M: int, groups: Groups, rank: int, targets: str) -> Parameters:
+    def adapters(self, blocks: Sequence[ModelBlock], M: int, groups: Groups, rank: int, targets: str) -> Parameters:
         """Return adapters of these, which are frozen beside them.
 
         Args:
@@ -84,7 +84,11 @@ class Parameters:
 
     @classmethod
     def of(
-        cls, architecture: Architecture, blocks: Sequence[Block], groups: Groups, ends: tuple[bool, bool] = (True, True)
+        cls,
+        architecture: Architecture,
+        blocks: Sequence[ModelBlock],
+        groups: Groups,
+        ends: tuple[bool, bool] = (True, True),
     ) -> Parameters:
         """Return those of some blocks.
 
@@ -140,7 +144,7 @@ def _attention(attention: Attention, M: int) -> list[int]:
     return [*matrices, left]
 
 
-def _others(block: Block, M: int) -> list[int]:
+def _others(block: ModelBlock, M: int) -> list[int]:
     experts = block.experts
     if experts is None:
         return [M * block.dense_H] * block.dense_gemms + [block.num_norms]
@@ -149,7 +153,7 @@ def _others(block: Block, M: int) -> list[int]:
     return [router, *shared, M * experts.has_shared_gate, block.num_norms]
 
 
-def _experts(block: Block, M: int, groups: Groups) -> list[int]:
+def _experts(block: ModelBlock, M: int, groups: Groups) -> list[int]:
     """Return the elements of this rank's tensors of experts: the layers up, and the one down."""
     experts = block.experts
     if experts is None:

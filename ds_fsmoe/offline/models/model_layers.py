@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_fsmoe.offline.models.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.memory_activations import has_sinks, norms_of_heads
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
@@ -51,7 +51,7 @@ _FFN = {gemms: name for name, gemms in GEMMS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ModelStage:
     """The part of a model that one pipeline stage holds."""
 
     index: int
@@ -120,7 +120,7 @@ def twice(works: Sequence[Work]) -> tuple[Work, ...]:
     return tuple(replace(each, size=2 * each.size, launches=2 * each.launches) for each in works[::-1])
 
 
-def stages(architecture: Architecture, pp: int) -> tuple[Stage, ...]:
+def stages(architecture: Architecture, pp: int) -> tuple[ModelStage, ...]:
     """Divide the blocks of a model over pipeline stages as evenly as possible, the first ones having one more.
 
     Raises:
@@ -133,12 +133,12 @@ def stages(architecture: Architecture, pp: int) -> tuple[Stage, ...]:
     found, first = [], 0
     for index in range(pp):
         end = first + least + (index < more)
-        found.append(Stage(index, range(first, end), index == 0, index == pp - 1))
+        found.append(ModelStage(index, range(first, end), index == 0, index == pp - 1))
         first = end
     return tuple(found)
 
 
-def busiest_stage(architecture: Architecture, pp: int, length: int) -> Stage:
+def busiest_stage(architecture: Architecture, pp: int, length: int) -> ModelStage:
     """Return the stage that computes the most of those that have experts: the others wait for it.
 
     Args:
@@ -154,20 +154,20 @@ def busiest_stage(architecture: Architecture, pp: int, length: int) -> Stage:
     return max(with_experts, key=lambda each: stage_flops(architecture, each, length))
 
 
-def stage_flops(architecture: Architecture, stage: Stage, length: int) -> float:
+def stage_flops(architecture: Architecture, stage: ModelStage, length: int) -> float:
     """Return the floating-point operations of a stage's forward for one sample."""
     M = architecture.M
     flops = sum(_flops(architecture.blocks[place], M, length) for place in stage.places)
     return flops + (2.0 * length * M * architecture.vocab if stage.has_head else 0.0)
 
 
-def _flops(block: Block, M: int, length: int) -> float:
+def _flops(block: ModelBlock, M: int, length: int) -> float:
     of_experts = 0 if block.experts is None else block.experts.num_active(M)
     weights = of_experts + block.dense_gemms * M * block.dense_H
     return block.attention.flops(M, length) + 2.0 * length * weights
 
 
-def commonest_moe(architecture: Architecture) -> Block:
+def commonest_moe(architecture: Architecture) -> ModelBlock:
     """Return the kind of block with experts that a model has most of, the first of several."""
     counts = {each: count for each, count in architecture.kinds.items() if each.experts is not None}
     return max(counts, key=counts.__getitem__)
@@ -175,7 +175,7 @@ def commonest_moe(architecture: Architecture) -> Block:
 
 def moe_shape(
     architecture: Architecture,
-    block: Block,
+    block: ModelBlock,
     samples: int,
     length: int,
     dtype_bytes: int,
@@ -221,7 +221,7 @@ def model_layers(
     crossings: Crossings | None = None,
     capacity_factor: float | None = None,
     imbalance: float = 1.0,
-    stage: Stage | None = None,
+    stage: ModelStage | None = None,
 ) -> tuple[Layer, ...]:
     """Return the layers of one pipeline stage in the order of the forward. Equal ones are the same object.
 
@@ -277,7 +277,7 @@ def dense_stage(
     samples: int,
     length: int,
     dtype_bytes: int,
-    stage: Stage,
+    stage: ModelStage,
     recompute: bool = False,
 ) -> DenseStage:
     """Return the work of a pipeline stage none of whose blocks has experts.
@@ -299,7 +299,7 @@ def dense_stage(
     return DenseStage(forward, (*forward, *backward) if recompute else backward, gradients)
 
 
-def _is_tied_here(architecture: Architecture, stage: Stage) -> bool:
+def _is_tied_here(architecture: Architecture, stage: ModelStage) -> bool:
     """Whether a stage has the embedding for its head alone. What is tied exists once on a stage, and its gradient when
     the backward is through."""
     return architecture.is_tied and stage.has_head and not stage.has_embedding
@@ -311,11 +311,11 @@ def _embedding(architecture: Architecture, sizes: _Sizes) -> _Part:
 
 
 def _layer(
-    block: Block,
+    block: ModelBlock,
     shape: Shape,
     sizes: _Sizes,
     parts: tuple,
-    around: tuple[tuple[Block, ...], tuple[Block, ...]],
+    around: tuple[tuple[ModelBlock, ...], tuple[ModelBlock, ...]],
     ends: tuple[_Part, _Part],
     recompute: bool,
 ) -> Layer:
@@ -371,7 +371,7 @@ def _attention(attention: Attention, sizes: _Sizes, num_norms: int) -> _Part:
     return sizes.divided(works, attention.matrices(M)[::-1], attention.num_other + num_norms)
 
 
-def _dense_block(block: Block, sizes: _Sizes) -> tuple[_Part, _Part]:
+def _dense_block(block: ModelBlock, sizes: _Sizes) -> tuple[_Part, _Part]:
     """Return the parts of a block without experts."""
     weights = sizes.M * block.dense_H
     work = _dense(2.0 * block.dense_gemms * sizes.B * sizes.L * weights, block.dense_gemms)
@@ -380,7 +380,7 @@ def _dense_block(block: Block, sizes: _Sizes) -> tuple[_Part, _Part]:
     return _attention(block.attention, sizes, block.num_norms), feed_forward
 
 
-def _shared(experts: Experts, sizes: _Sizes) -> _Part:
+def _shared(experts: BlockExperts, sizes: _Sizes) -> _Part:
     """Return the part of shared experts, which every rank has whole."""
     if not experts.shared_H:
         return _Part()

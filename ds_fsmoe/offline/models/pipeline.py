@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_fsmoe.offline.models.architecture import Architecture
-from ds_fsmoe.offline.models.model_layers import DenseStage, Stage, dense_stage, model_layers
+from ds_fsmoe.offline.models.model_layers import DenseStage, ModelStage, dense_stage, model_layers
 from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, gathers_of
 from ds_fsmoe.planning.block import add_work
 from ds_fsmoe.planning.cluster import Cluster
@@ -40,7 +40,7 @@ class StageWork:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PlannedPipeline:
     """What is planned: the stages of a model, and what they send."""
 
     works: tuple[StageWork, ...]
@@ -166,12 +166,12 @@ def pipeline_of_model(
     cluster: Cluster,
     architecture: Architecture,
     groups: Groups,
-    stages: Sequence[Stage],
+    stages: Sequence[ModelStage],
     shape: Shape,
     alltoall: AllToAll = "flat",
     recompute: bool = False,
     crossings: Crossings | None = None,
-) -> Pipeline:
+) -> PlannedPipeline:
     """Return the stages of a whole model.
 
     Args:
@@ -198,10 +198,10 @@ def pipeline_of_model(
         tied_bytes = architecture.M * architecture.vocab / groups.mp * shape.dtype_bytes
         lane = lane_between(groups, 0, groups.pp - 1)
         tied_ms = cluster.operation(f"{lane}.all_reduce", "weights that stages share").among(2).ms(tied_bytes)
-    return Pipeline(tuple(works), *_sends(cluster, groups, shape), tied_ms)
+    return PlannedPipeline(tuple(works), *_sends(cluster, groups, shape), tied_ms)
 
 
-def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer], shape: Shape) -> Pipeline:
+def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer], shape: Shape) -> PlannedPipeline:
     """Return stages that all have the same layers, and nothing else.
 
     Args:
@@ -213,7 +213,7 @@ def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer]
     Raises:
         ValueError: the cluster has no number for sends.
     """
-    return Pipeline((StageWork(tuple(layers)),) * groups.pp, *_sends(cluster, groups, shape))
+    return PlannedPipeline((StageWork(tuple(layers)),) * groups.pp, *_sends(cluster, groups, shape))
 
 
 def lane_between(groups: Groups, one: int, other: int) -> Lane:

@@ -129,7 +129,7 @@ def other_stages(
     return found
 
 
-def headline(name: str, step_ms: float, of_names: Mapping[str, float], bases: Baselines) -> str:
+def first_line(name: str, step_ms: float, of_names: Mapping[str, float], bases: Baselines) -> str:
     """Return the line that says how fast a system is, and over what."""
     if name == "deepspeed":
         return f"{bases.label(name)}: {step_ms:.2f} ms a step"

@@ -18,7 +18,7 @@ from ds_fsmoe.files.whole_files import check_folders
 from ds_fsmoe.offline.plan.baselines import (
     Baselines,
     baselines_of,
-    headline,
+    first_line,
     other_stages,
     print_larger_ep,
     print_summary,
@@ -31,9 +31,9 @@ from ds_fsmoe.offline.plan.model import (
     PlannedModel,
     add_groups,
     add_model,
-    groups_of,
     model_of,
     other_layouts,
+    planned_groups,
     print_taken,
     take_expert_groups,
 )
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         steps_ms = {name: found.batch_ms(name) for name in found.plans}
     step_ms = steps_ms[args.preset]
     print(fit.line)
-    print(headline(args.preset, step_ms, steps_ms, bases))
+    print(first_line(args.preset, step_ms, steps_ms, bases))
     for note in (*bases.notes, *other_stages(args, model, job, steps_ms)):
         print(f"  {note}")
     _print_head(result, args, model)
@@ -165,7 +165,7 @@ def _job(args: argparse.Namespace) -> tuple[PlannedModel, dict[str, Any]]:
     if nodes < 1:
         raise ValueError(f"--nodes = {nodes}: must be at least 1")
     model = model_of(args)
-    groups = groups_of(args, nodes, cluster.gpus_per_node, model)
+    groups = planned_groups(args, nodes, cluster.gpus_per_node, model)
     layers = model.num_layers
     if layers < 1 or (model.architecture is None and layers % groups.pp):
         raise ValueError(f"--layers = {layers}: must be at least 1 and divisible by --pp = {groups.pp}")

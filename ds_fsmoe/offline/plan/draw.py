@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, LIGHT, colour_of, name_of, text_on
+from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, LIGHT, colour_of, task_name, text_on
 from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import Timeline
 
@@ -94,13 +94,13 @@ def draw_lanes(
     lanes = [LANE_NAMES[lane] for lane in LANES]
     y = alt.Y("lane:N", scale=alt.Scale(domain=lanes, paddingInner=0.15), axis=alt.Axis(title=None, ticks=False))
     kinds = dict.fromkeys(task["kind"] for _, tasks in steps for task in tasks)
-    colour = colours([name_of(kind) for kind in kinds], [colour_of(kind) for kind in kinds], columns)
+    colour = colours([task_name(kind) for kind in kinds], [colour_of(kind) for kind in kinds], columns)
 
     def of(number: int, title: str, tasks: Sequence[Mapping[str, Any]]) -> Any:
         rows = [
             {
                 "lane": LANE_NAMES[task["lane"]],
-                "name": name_of(task["kind"]),
+                "name": task_name(task["kind"]),
                 "start": task["start"],
                 "end": task["end"],
                 "at": (task["start"] + task["end"]) / 2,

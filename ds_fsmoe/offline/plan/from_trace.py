@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_fsmoe.files.whole_files import check_folders
-from ds_fsmoe.offline.plan.placement import moved_bytes, on_ranks, pays, place, read_loads
+from ds_fsmoe.offline.plan.placement import moved_bytes, on_ranks, pays_words, place, read_loads
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.files.runs import Run
-    from ds_fsmoe.offline.plan.traced_costs import Traced, TracedTask
+    from ds_fsmoe.offline.plan.traced_costs import TracedJob, TracedTask
     from ds_fsmoe.planning.cluster import Cluster
     from ds_fsmoe.planning.groups import Groups
     from ds_fsmoe.planning.other_ranks import OtherRanks
@@ -208,7 +208,7 @@ def _trace_of(run: Run, settled: int) -> tuple[list[TracedTask], str]:
     return found, ""
 
 
-def _rest_ms(run: Run, traced: Traced, job: RecordedJob, knows_gradients: bool) -> tuple[float, float] | None:
+def _rest_ms(run: Run, traced: TracedJob, job: RecordedJob, knows_gradients: bool) -> tuple[float, float] | None:
     """Return what a forward and a backward of one micro batch take outside of the runs of layers; where the cost of
     gradients is known, without those that are sent when the backward is over."""
     rows = {row["step"]: row for row in run.steps}
@@ -374,7 +374,7 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
         gain_ms += row["now_ms"] - row["placed_ms"]
         data.append(row)
         numbers = (f"{row[each]:.2f}" for each in ("fullest_now", "fullest_placed", "now_ms", "placed_ms"))
-        rows.append((layer, *numbers, pays(row)))
+        rows.append((layer, *numbers, pays_words(row)))
     print(f"\nexperts placed by the routing in {folder}")
     print_table(("layer", "fullest now", "placed", "layer ms now", "placed", "pays"), rows)
     step_ms = found.step_ms - gain_ms

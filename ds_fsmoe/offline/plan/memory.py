@@ -16,7 +16,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.offline.models.architecture import Architecture
-    from ds_fsmoe.offline.models.memory import Choice, Memory
+    from ds_fsmoe.offline.models.memory import LayoutMemory, Memory
     from ds_fsmoe.offline.models.training import Training
     from ds_fsmoe.planning.groups import Groups
     from ds_fsmoe.planning.workload import Shape
@@ -56,7 +56,7 @@ def print_memory(
     Raises:
         ValueError: something that DeepSpeed or ds_fsmoe refuses, or the memory of a GPU for layers in numbers.
     """
-    from ds_fsmoe.offline.models.memory import choices_of, largest_batch, memory_of, on_cards
+    from ds_fsmoe.offline.models.memory import largest_batch, memory_of, on_cards, other_memories
 
     if architecture is None or shape is None or groups.mp > 1:
         if args.memory_gb is not None:
@@ -73,7 +73,7 @@ def print_memory(
     if args.halves and training.samples > 1:
         halves = memory_of(architecture, groups, replace(training, in_halves=True))
         print(f"two halves that take turns: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
-    choices = choices_of(architecture, groups, training, memory_gb)
+    choices = other_memories(architecture, groups, training, memory_gb)
     _print_choices(choices, training, groups)
     cards = on_cards(architecture, training, memory_gb)
     _print_cards(cards)
@@ -156,7 +156,7 @@ def _print_items(memory: Memory, training: Training) -> None:
     print("moments: " + ", ".join(f"{name} {size / GB:.2f}" for name, size in fullest.items()))
 
 
-def _print_choices(choices: list[Choice], training: Training, groups: Groups) -> None:
+def _print_choices(choices: list[LayoutMemory], training: Training, groups: Groups) -> None:
     print(f"\non the same {groups.world} ranks, GB of a rank (<: as asked)")
     asked = training.zero, groups.ep, groups.esp
     heads = ("ZeRO", "ep_size", "expert tensor parallel", "GB", "largest B", "fullest", "")
@@ -175,7 +175,7 @@ def _print_choices(choices: list[Choice], training: Training, groups: Groups) ->
     print_table(heads, rows)
 
 
-def _print_cards(cards: list[tuple[int, Choice]]) -> None:
+def _print_cards(cards: list[tuple[int, LayoutMemory]]) -> None:
     print("\ndoes it fit on one node of so many GPUs, with the stage and ep that need least")
     heads = ("GPUs", "ZeRO", "ep", "GB", "on the host", "largest B", "fits")
     rows = [
@@ -197,7 +197,7 @@ STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """Holds whether a job fits, and at which stage of ZeRO it is planned."""
 
     stage: int
@@ -258,7 +258,7 @@ class Needs:
         return next((stage for stage, gb in needs.items() if gb <= self.memory_gb), None)
 
 
-def fit_of(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> Fit:
+def fit_of(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> MemoryFit:
     """Return whether a job fits, and the stage that is planned: the named one, or the lowest one that fits.
 
     Raises:
@@ -271,32 +271,32 @@ def fit_of(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> Fit
         raise ValueError(f"--zero = {args.zero}: DeepSpeed's pipelines take ZeRO 0 and 1 only")
     if not needed.is_known:
         why = "a model in numbers" if model.architecture is None else f"mp = {groups.mp}"
-        return Fit(args.zero or 0, f"memory is not predicted for {why}; ZeRO {args.zero or 0} is planned", None)
+        return MemoryFit(args.zero or 0, f"memory is not predicted for {why}; ZeRO {args.zero or 0} is planned", None)
     at = f"ep_size {groups.ep}"
     if needed.memory_gb is None:
         stage = args.zero or 0
         line = f"memory of a GPU is not known (--memory-gb): {needed.gb(stage):.4g} GB are needed at ZeRO {stage}, {at}"
-        return Fit(stage, line, None)
+        return MemoryFit(stage, line, None)
     needs = needed.of_stages()
     if not needs:  # whatever is refused at every stage is refused with its reason where it is planned
-        return Fit(args.zero or 0, "no stage of ZeRO takes this layout", None)
+        return MemoryFit(args.zero or 0, "no stage of ZeRO takes this layout", None)
     lowest = needed.lowest(needs)
     of = f"GB of {needed.memory_gb:g}"
     if args.zero is not None:
         gb = needed.gb(args.zero)
         if gb <= needed.memory_gb:
-            return Fit(args.zero, f"fits: {_gb(gb)} {of} at ZeRO {args.zero}, {at}", True)
+            return MemoryFit(args.zero, f"fits: {_gb(gb)} {of} at ZeRO {args.zero}, {at}", True)
         then = _helps(needed, groups, needs)
         if lowest is not None:
             then = f"the lowest stage that fits is ZeRO {lowest} ({_gb(needs[lowest])} GB)"
-        return Fit(args.zero, f"does not fit: {_gb(gb)} {of} at ZeRO {args.zero}, {at}; {then}", False)
+        return MemoryFit(args.zero, f"does not fit: {_gb(gb)} {of} at ZeRO {args.zero}, {at}; {then}", False)
     if lowest is None:
         least = min(needs, key=needs.__getitem__)
         line = f"does not fit at any stage: at least {_gb(needs[least])} {of}, at ZeRO {least}, {at}"
-        return Fit(least, f"{line}; {_helps(needed, groups, needs)}", False)
+        return MemoryFit(least, f"{line}; {_helps(needed, groups, needs)}", False)
     lower = max((stage for stage in needs if stage < lowest), default=None)
     more = "" if lower is None else f"; the lowest stage that fits, as ZeRO {lower} needs {_gb(needs[lower])} GB"
-    return Fit(lowest, f"fits: {_gb(needs[lowest])} {of} at ZeRO {lowest}, {at}{more}", True)
+    return MemoryFit(lowest, f"fits: {_gb(needs[lowest])} {of} at ZeRO {lowest}, {at}{more}", True)
 
 
 def _helps(needed: Needs, groups: Groups, needs: dict[int, float]) -> str:

@@ -232,7 +232,7 @@ def _configured(name: str) -> Architecture:
     return read_hf_config(config.to_dict(), name, f"the configuration of {name} on the Hugging Face Hub")
 
 
-def groups_of(args: argparse.Namespace, nodes: int, gpus: int, model: PlannedModel) -> Groups:
+def planned_groups(args: argparse.Namespace, nodes: int, gpus: int, model: PlannedModel) -> Groups:
     """Return the given sizes, and for the others what fits them; where no size does, ``Groups`` says so.
 
     Of an architecture attention and experts are whole on a rank, and experts are spread over as many ranks of a node as

@@ -26,7 +26,7 @@ PAYS_WITHIN = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class Loads:
+class RecordedLoads:
     """The rows that experts got, as a file says."""
 
     path: Path
@@ -50,7 +50,7 @@ class _Gone(argparse.Action):
         print(f"{parser.prog}: {option} {value}: {why}", file=sys.stderr)
 
 
-def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> Loads | None:
+def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> RecordedLoads | None:
     """Return the loads that the arguments name, checked against the model; ``None``: they name none.
 
     Raises:
@@ -75,10 +75,10 @@ def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> Loads | None:
                 f"--loads = {args.loads}: layer {layer} has {rows_RE.shape[1]} experts, and the model {shape.E}: the "
                 f"choices are a file of this model, or --experts {rows_RE.shape[1]}"
             )
-    return Loads(args.loads, rows)
+    return RecordedLoads(args.loads, rows)
 
 
-def print_placement(loads: Loads | None, result: Report, job: dict[str, Any]) -> dict[str, Any]:
+def print_placement(loads: RecordedLoads | None, result: Report, job: dict[str, Any]) -> dict[str, Any]:
     """Print what placing experts by loads would give; return it as plain data, nothing without loads."""
     if loads is None:
         return {}
@@ -127,7 +127,7 @@ def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
     }
 
 
-def pays(placed: Mapping[str, Any]) -> str:
+def pays_words(placed: Mapping[str, Any]) -> str:
     """Say after how many steps a move has paid."""
     after = placed["pays_after_steps"]
     return "stays" if after is None else f"after {after} step{'s' * (after != 1)}"
@@ -208,7 +208,14 @@ def on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
 def _cells(placed: Mapping[str, Any]) -> tuple[object, ...]:
     fullest = (f"{placed[each]:.2f}" for each in ("fullest_now", "fullest_placed"))
     times_ms = (f"{placed[each]:.3f}" for each in ("now_ms", "placed_ms"))
-    return placed["layer"], *fullest, placed["experts_move"], *times_ms, f"{placed['moves_ms'] or 0:.2f}", pays(placed)
+    return (
+        placed["layer"],
+        *fullest,
+        placed["experts_move"],
+        *times_ms,
+        f"{placed['moves_ms'] or 0:.2f}",
+        pays_words(placed),
+    )
 
 
 def _of_recording(path: Path) -> dict[str, np.ndarray]:

@@ -13,9 +13,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from ds_fsmoe.offline.models.architecture import Architecture, describe
-from ds_fsmoe.offline.models.model_layers import Stage, busiest_stage, model_layers, stages
-from ds_fsmoe.offline.models.pipeline import Pipeline, StageWork, pipeline_of_layers, pipeline_of_model
+from ds_fsmoe.offline.models.architecture import Architecture, describe_model
+from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers, stages
+from ds_fsmoe.offline.models.pipeline import PlannedPipeline, StageWork, pipeline_of_layers, pipeline_of_model
 from ds_fsmoe.offline.models.zero import NO_ZERO, Zero
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
@@ -62,7 +62,7 @@ class Report:
     preset_name: str
     architecture: Architecture | None = None
     """The model block by block; ``None``: all layers are alike, and there is nothing else."""
-    stage: Stage | None = None
+    stage: ModelStage | None = None
     """The stage that is planned, of an architecture."""
     zero: Zero = NO_ZERO
 
@@ -102,7 +102,7 @@ class Report:
             ]
         else:
             step = f"B = {s.B}, L = {s.L}, {drop}, {8 * s.dtype_bytes}-bit"
-            model = [*describe(self.architecture), ("step", step)]
+            model = [*describe_model(self.architecture), ("step", step)]
         return [
             *model,
             ("groups", f"{g.world} ranks, {g.gpus_per_node} per node: {lies or 'one rank each'}"),
@@ -360,7 +360,7 @@ def _lies(lanes: tuple) -> str:
 class BatchReport:
     """The plans of all stages by every system, and the batches that they make."""
 
-    pipeline: Pipeline
+    pipeline: PlannedPipeline
     places: tuple[range, ...]
     """The blocks of each stage."""
     plans: Mapping[str, Sequence[StagePlan]]
@@ -462,7 +462,7 @@ def batch_report(report: Report, **how: Any) -> BatchReport:
     return BatchReport(pipeline, places, plans, settings.num_micro_batches, bound_ms, report.preset_name)
 
 
-def _least_times(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) -> list[StageTimes]:
+def _least_times(pipeline: PlannedPipeline, planner: Planner, found: Sequence[StagePlan]) -> list[StageTimes]:
     """Return what no plan of each stage can beat: a batch gets no longer when a part of it gets shorter."""
     settings = planner.settings
     least = []

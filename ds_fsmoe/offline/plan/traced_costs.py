@@ -60,7 +60,7 @@ class TracedTask:
     end_ms: float
 
 
-class Piece(NamedTuple):
+class TracedChunk(NamedTuple):
     """A chunk of a kind of task, in a phase of a layer that was run in so many chunks."""
 
     label: str
@@ -72,10 +72,10 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedJob:
     """Holds what the trace of a rank tells of a job, in milliseconds."""
 
-    pieces_ms: Mapping[Piece, float]
+    pieces_ms: Mapping[TracedChunk, float]
     """Piece -> its time, the median over runs."""
     runs_ms: Mapping[int, tuple[float, float]]
     """Step -> the time of all runs of layers in its forwards, and in its backwards."""
@@ -107,7 +107,7 @@ def traced_tasks(events: Iterable[Mapping[str, Any]]) -> list[TracedTask]:
     return tasks
 
 
-def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, settled: int = 0) -> Traced:
+def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, settled: int = 0) -> TracedJob:
     """Return what the trace of a rank tells of a job.
 
     Args:
@@ -120,7 +120,7 @@ def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, sett
     behind: dict[int, list[float]] = defaultdict(list)
     for place, time_ms in _behind_ms({run: each for run, each in runs.items() if run.step >= settled}):
         behind[place].append(time_ms)
-    pieces: dict[Piece, list[float]] = defaultdict(list)
+    pieces: dict[TracedChunk, list[float]] = defaultdict(list)
     runs_ms: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for run, of_run in runs.items():
         if run.step >= settled:
@@ -128,15 +128,15 @@ def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, sett
         alltoall = _alltoall_of(of_run)
         degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
         for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
-            pieces[Piece(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
-    return Traced(
+            pieces[TracedChunk(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
+    return TracedJob(
         _as_wholes({piece: statistics.median(each) for piece, each in pieces.items()}),
         {step: (each[0], each[1]) for step, each in sorted(runs_ms.items())},
         min(map(statistics.median, behind.values()), default=None),
     )
 
 
-def _as_wholes(pieces_ms: dict[Piece, float]) -> dict[Piece, float]:
+def _as_wholes(pieces_ms: dict[TracedChunk, float]) -> dict[TracedChunk, float]:
     """Return the same pieces with the experts' backward as one task: 0.2.0 could run it as two, the weights' later."""
     for piece in [each for each in pieces_ms if each.kind == "EXPERT_DX"]:
         whole_ms = pieces_ms.pop(piece) + pieces_ms.pop(piece._replace(kind="EXPERT_DW"), 0.0)
@@ -208,7 +208,7 @@ _APART = 1.25
 
 
 def fit_costs(
-    job: RecordedJob, traced: Traced, cluster: Cluster | None = None
+    job: RecordedJob, traced: TracedJob, cluster: Cluster | None = None
 ) -> tuple[dict[str, LayerCosts], tuple[str, ...]]:
     """Return what the tasks of a job cost that measured nothing.
 
@@ -234,7 +234,7 @@ def fit_costs(
     return costs, tuple(one_size)
 
 
-def corrected(job: RecordedJob, traced: Traced) -> RecordedJob:
+def corrected(job: RecordedJob, traced: TracedJob) -> RecordedJob:
     """Return a job whose measured costs are corrected by what tasks took in its trace.
 
     Measuring was a moment, and the trace is the training. Where a kind of task had several sizes there, as it has while
@@ -260,7 +260,7 @@ def corrected(job: RecordedJob, traced: Traced) -> RecordedJob:
     return replace(job, kinds=tuple(kinds), _costs={})
 
 
-def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int = 0) -> tuple[RecordedJob, Traced]:
+def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int = 0) -> tuple[RecordedJob, TracedJob]:
     """Return a job, and what its trace tells, with as much slowdown of lanes by each other as the spans show.
 
     How lanes slow each other down was measured in a moment, too. Of a few shares of that the one is taken with which
@@ -271,7 +271,7 @@ def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int
         tasks: the tasks of the rank whose steps are logged.
         settled: the first step in which nothing is tried any more.
     """
-    found: list[tuple[float, RecordedJob, Traced]] = []
+    found: list[tuple[float, RecordedJob, TracedJob]] = []
     for share in _SHARES:
         factors = {pair: 1 + share * (factor - 1) for pair, factor in job.slowed.factors.items()}
         slowed = replace(job, slowed=Slowdowns(factors), _costs={})
@@ -281,7 +281,7 @@ def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int
     return best, traced
 
 
-def _off_lines(job: RecordedJob, traced: Traced) -> float:
+def _off_lines(job: RecordedJob, traced: TracedJob) -> float:
     """Return how far what was traced lies off the lines through it, as a mean of shares; 0 where there are none."""
     off = []
     for kind in job.kinds:
@@ -296,7 +296,7 @@ Points = Mapping[tuple[bool, str], Sequence[tuple[float, float]]]
 """(whether it is the backward, kind of task), see :func:`_pooled` -> (size, time) of what was traced."""
 
 
-def _points(kind: RecordedKind, alltoall: AllToAll, traced: Traced) -> Points:
+def _points(kind: RecordedKind, alltoall: AllToAll, traced: TracedJob) -> Points:
     """Return what was traced of these layers with an all-to-all, without empty chunks."""
     found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]

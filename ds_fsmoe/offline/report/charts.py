@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_fsmoe.files.traces import MEASURED
-from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, OTHER, RUN_COLOURS, colour_of, name_of, text_on
+from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, OTHER, RUN_COLOURS, colour_of, task_name, text_on
 from ds_fsmoe.planning.schedule import Lane
 
 ROWS = "rows"
@@ -103,7 +103,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
     return points if stride < 2 else [*points[::stride], *points[-1:]]
 
 
-def is_number(value: Any) -> bool:
+def is_drawable(value: Any) -> bool:
     """Return whether a value can be drawn."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -135,7 +135,7 @@ def draw_lines(
         {"x": x, "y": y, "name": name, "is_cut": cut_at is not None and y > cut_at}
         for name, points in lines.items()
         for x, y in thinned(points)
-        if is_number(x) and is_number(y)
+        if is_drawable(x) and is_drawable(y)
     ]
     y_scale = alt.Scale(zero=from_zero) if cut_at is None else alt.Scale(domain=[0.0, cut_at], nice=False)
     x_axis = alt.Axis(grid=False, tickMinStep=1, format="d")
@@ -227,7 +227,7 @@ def draw_heat(
         {"x": str(step), "y": expert, "v": round(value, 3)}
         for step, values in zip(steps, values_NE, strict=True)
         for expert, value in enumerate(values)
-        if is_number(value)
+        if is_drawable(value)
     ]
     num_experts = max((len(each) for each in values_NE), default=1)
     every = max(1, math.ceil(len(steps) / 6))
@@ -261,7 +261,7 @@ def draw_against(about: str, rows: Sequence[Mapping[str, Any]], x_title: str, y_
         title: the title.
     """
     alt = library()
-    most = max((each[axis] for each in rows for axis in "xy" if is_number(each[axis])), default=1.0)
+    most = max((each[axis] for each in rows for axis in "xy" if is_drawable(each[axis])), default=1.0)
     kinds = list(dict.fromkeys(each["kind"] for each in rows))
     points = alt.Chart(alt.NamedData(ROWS)).mark_point(filled=True, size=40, opacity=0.65)
     scale = alt.Scale(domain=kinds, range=list(colours_of(kinds, 1).values()))
@@ -388,7 +388,7 @@ def tasks_of_step(trace: Mapping[str, Any], step: int) -> list[Mapping[str, Any]
     return sorted((each for each in found if each["args"]["step"] == step), key=lambda each: each["ts"])
 
 
-def rows_of(number: int, step: TracedStep) -> list[dict[str, Any]]:
+def task_rows(number: int, step: TracedStep) -> list[dict[str, Any]]:
     """Return a row of data for each task, with milliseconds from the first one's begin.
 
     Args:
@@ -413,8 +413,8 @@ def rows_of(number: int, step: TracedStep) -> list[dict[str, Any]]:
                 "x": round((each["ts"] - begin_us) / 1e3, 4),
                 "x2": round((each["ts"] + each["dur"] - begin_us) / 1e3, 4),
                 "ms": round(each["dur"] / 1e3, 4),
-                "kind": name_of(args["kind"]),
-                "task": f"{name_of(args['kind'])}, chunk {args['chunk'] + 1}",
+                "kind": task_name(args["kind"]),
+                "task": f"{task_name(args['kind'])}, chunk {args['chunk'] + 1}",
                 "chunk": str(args["chunk"] + 1),
                 "ink": text_on(colour_of(args["kind"])),
                 "where": f"{args['layer']} {_PHASES.get(args['phase'], args['phase'])}",
@@ -442,7 +442,7 @@ def _waited(task: Mapping[str, Any], needed: Sequence[Mapping[str, Any]]) -> str
     for each in sorted(needed, key=lambda each: -(each["ts"] + each["dur"]))[:_MOST_NAMED]:
         before_ms = max(0.0, (task["ts"] - each["ts"] - each["dur"]) / 1e3)
         args = each["args"]
-        found.append(f"{name_of(args['kind'])}, chunk {args['chunk'] + 1} (ended {before_ms:.3g} ms before)")
+        found.append(f"{task_name(args['kind'])}, chunk {args['chunk'] + 1} (ended {before_ms:.3g} ms before)")
     more = len(needed) - len(found)
     return "; ".join(found) + (f"; and {more} more" if more > 0 else "")
 
@@ -454,7 +454,7 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
         steps: from the top down, each with at least one task.
     """
     alt = library()
-    rows = [row for number, step in enumerate(steps) for row in rows_of(number, step)]
+    rows = [row for number, step in enumerate(steps) for row in task_rows(number, step)]
     longest_ms = max((step.length_ms for step in steps), default=0.0) or 1.0
     heads = [
         {"row": _row(number, "head"), "words": f"{step.title}: {step.length_ms:.4g} ms"}
@@ -465,7 +465,7 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
     for step in steps:
         for each in step.tasks:
             kind = each["args"]["kind"]
-            kinds.setdefault(name_of(kind), colour_of(kind))
+            kinds.setdefault(task_name(kind), colour_of(kind))
     # Rows are told apart by numbers, of which nobody need know.
     lane_words = " : ".join(
         f"datum.value == '{_row(n, str(lane))}' ? '{LANE_NAMES[lane]}'" for n in range(len(steps)) for lane in LANES

@@ -31,7 +31,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class RunTimes:
     """The medians in milliseconds, over the steps that count."""
 
     num_steps: int
@@ -51,7 +51,7 @@ def step_times_ms(run: Run, after: int) -> list[float]:
     return [row["step_ms"] for row in run.steps if row["step"] > after and "step_ms" in row]
 
 
-def times_of(run: Run, after: int | None = None) -> StepTimes | None:
+def times_of(run: Run, after: int | None = None) -> RunTimes | None:
     """Return the times of the steps after a given one; ``None`` if there are none.
 
     Args:
@@ -66,7 +66,7 @@ def times_of(run: Run, after: int | None = None) -> StepTimes | None:
     step_ms = statistics.median(row["step_ms"] for row in rows)
     if parts:
         parts["rest"] = statistics.median(row["step_ms"] - sum(row.get(key, 0.0) for _, key in PARTS) for row in rows)
-    return StepTimes(len(rows), step_ms, parts)
+    return RunTimes(len(rows), step_ms, parts)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _drawn_median(blocks: list[Sequence[float]], draw: random.Random) -> float:
     return statistics.median(each for block in draw.choices(blocks, k=len(blocks)) for each in block)
 
 
-def disturbance(stock: StepTimes, ours: StepTimes) -> str | None:
+def disturbance(stock: RunTimes, ours: RunTimes) -> str | None:
     """Return a sentence if the part of a step that both runs share took different times: something else was running."""
     parts = [each.parts_ms.get("optimizer", 0.0) for each in (stock, ours)]
     if min(parts) < SAME_PART * min(stock.step_ms, ours.step_ms) or max(parts) < APART * min(parts):
@@ -188,7 +188,7 @@ def disturbance(stock: StepTimes, ours: StepTimes) -> str | None:
     )
 
 
-def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
+def reasons(stock: Run, ours: Run, times: RunTimes) -> list[str]:
     """Return what may keep ours from being faster, one sentence each, with what to try.
 
     Args:
@@ -222,7 +222,7 @@ def _is_cut(degree: object) -> bool:
     return isinstance(degree, int) and degree > 1
 
 
-def _by_trace(stock: Run, times: StepTimes) -> list[str]:
+def _by_trace(stock: Run, times: RunTimes) -> list[str]:
     """Return what the tasks of stock's layers show, if they were traced."""
     try:
         files = sorted(trace_folder(stock.folder).glob("rank*.json"))

@@ -13,7 +13,7 @@ from ds_fsmoe.offline.report.comparison import (
     BLOCK,
     FEWEST_BLOCKS,
     Interval,
-    StepTimes,
+    RunTimes,
     Turn,
     disturbance,
     interval_of,
@@ -29,7 +29,7 @@ from ds_fsmoe.offline.report.comparison import (
 from ds_fsmoe.offline.report.critical_path import BETWEEN
 from ds_fsmoe.offline.report.decisions import keeps_stock
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
-from ds_fsmoe.offline.report.palette import name_of
+from ds_fsmoe.offline.report.palette import task_name
 from ds_fsmoe.offline.report.steps_told import counted_after
 from ds_fsmoe.offline.report.traced_steps import ShownStep
 from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
@@ -42,7 +42,7 @@ _UNEVEN = 1.5
 
 
 @dataclass(frozen=True)
-class Gain:
+class SpeedUp:
     """How many times as fast ours is as what it is compared with, and how that is known."""
 
     ratio: float
@@ -63,7 +63,7 @@ class Gain:
         return self.interval is not None and self.interval.low <= 1 <= self.interval.high
 
 
-def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
+def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> SpeedUp | None:
     """Return what was gained, by the best evidence there is; ``None``: nothing was compared.
 
     Args:
@@ -78,7 +78,7 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
             f"from {len(turns)} turns of a short run of each, stock first in one turn and ours in the next; of each "
             f"run the median of {few if few == many else f'{few} to {many}'} steps counts"
         )
-        return Gain(middle(turns), interval, both[0].name, how, winner(interval, "turns"))
+        return SpeedUp(middle(turns), interval, both[0].name, how, winner(interval, "turns"))
     if both is not None:
         after = counted_after(runs)
         times = [times_of(run, after) for run in both]
@@ -92,7 +92,7 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
         )
         verdict = winner(interval, f"blocks of {BLOCK} steps in each run")
         ratio, where = times[0].step_ms / times[1].step_ms, "in two runs, one after the other"
-        return Gain(ratio, interval, both[0].name, how, verdict, where)
+        return SpeedUp(ratio, interval, both[0].name, how, verdict, where)
     for run in runs:
         found = run.plans.get("gain")
         if found:
@@ -101,7 +101,7 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Gain | None:
                 f"from {found['num_turns']} turns of a step of each in the autotuner's last trial: the median ratio, "
                 "and from the smallest to the largest; it compares two schedules of our layers, and not DeepSpeed's own"
             )
-            return Gain(found["ratio"], interval, "DeepSpeed's schedule", how, "", is_of_rejected=keeps_stock(run))
+            return SpeedUp(found["ratio"], interval, "DeepSpeed's schedule", how, "", is_of_rejected=keeps_stock(run))
     return None
 
 
@@ -157,7 +157,7 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
         page.points(_sentence(each) for each in tries)
 
 
-def _gain_tiles(gain: Gain, is_pair: bool, is_disturbed: bool) -> list[tuple[str, str]]:
+def _gain_tiles(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> list[tuple[str, str]]:
     """Return the large figures about a gain: none that a sentence below them takes back."""
     if gain.is_of_rejected:
         return [("DeepSpeed's schedule", "is used: no plan that was tried was faster")]
@@ -175,7 +175,7 @@ def _gain_tiles(gain: Gain, is_pair: bool, is_disturbed: bool) -> list[tuple[str
     return tiles
 
 
-def _in_words(gain: Gain) -> str:
+def _in_words(gain: SpeedUp) -> str:
     how = f"That is {gain.how}."
     ratio, interval, where = f"{gain.ratio:.2f}", gain.interval, gain.where or "here"
     if gain.is_of_rejected:
@@ -200,7 +200,7 @@ def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
-def limits_of(run: Run, times: StepTimes | None, step: ShownStep | None) -> tuple[list[str], list[str]]:
+def limits_of(run: Run, times: RunTimes | None, step: ShownStep | None) -> tuple[list[str], list[str]]:
     """Return what limits a step of a run, and what may change that, a sentence each."""
     limits, tries = [], []
     if step is not None and step.path_ms > 0:
@@ -251,7 +251,7 @@ def _by_path(run: Run, step: ShownStep) -> tuple[list[str], list[str]]:
     travel = {what: share for what, share in shares.items() if what not in _COMPUTED and what != BETWEEN}
     sent = sum(travel.values())
     most = max(travel, key=travel.__getitem__, default="")
-    largest = f", most of it {name_of(most)} ({travel[most]:.0%})" if most else ""
+    largest = f", most of it {task_name(most)} ({travel[most]:.0%})" if most else ""
     limits = [
         f"Of the MoE layers' critical path {computed:.0%} are computation, {sent:.0%} are traffic that nothing hides"
         f"{largest}, and {between:.0%} lie between tasks."

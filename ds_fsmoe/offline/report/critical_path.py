@@ -40,7 +40,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Traced:
+class RankTask:
     """One task as one rank ran it, with times in microseconds."""
 
     rank: int
@@ -76,7 +76,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Phase:
+class TracedPhase:
     """One phase of a layer, over all ranks."""
 
     key: Key
@@ -100,7 +100,7 @@ class Phase:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
+def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[TracedPhase]:
     """Return every phase that some rank has traced to its end, in order of time.
 
     Args:
@@ -113,18 +113,18 @@ def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
     return sorted((each for each in found if each.path), key=lambda each: each.path[0].begin_us)
 
 
-def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, Traced]]]:
+def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, RankTask]]]:
     """Map each phase -> rank -> index of a task -> the task."""
-    found: dict[Key, dict[int, dict[int, Traced]]] = defaultdict(dict)
+    found: dict[Key, dict[int, dict[int, RankTask]]] = defaultdict(dict)
     for rank, trace in traces.items():
-        of_run: dict[tuple[str, int, int], dict[int, Traced]] = defaultdict(dict)
+        of_run: dict[tuple[str, int, int], dict[int, RankTask]] = defaultdict(dict)
         for event in trace["traceEvents"]:
             if event.get("ph") != "X" or event.get("cat") != MEASURED or event["args"].get("cut_short"):
                 continue
             args = event["args"]
             if "waits_for" not in args:
                 continue
-            task = Traced(
+            task = RankTask(
                 rank,
                 args["index"],
                 args["kind"],
@@ -144,12 +144,12 @@ def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[i
 
 def _phase(
     key: Key,
-    of_ranks: Mapping[int, Mapping[int, Traced]],
+    of_ranks: Mapping[int, Mapping[int, RankTask]],
     peers: Mapping[int, Mapping[str, Mapping[str, Sequence[int]]]],
-) -> Phase:
+) -> TracedPhase:
     layer = key.label.partition("/")[0]
 
-    def together(task: Traced) -> list[Traced]:
+    def together(task: RankTask) -> list[RankTask]:
         """Return the same collective on all ranks that take part in it."""
         if task.lane == Lane.COMPUTE:
             return [task]
@@ -165,11 +165,13 @@ def _phase(
             for what, begin_us, end_us in idle_spans(tasks, spans):
                 idle[lane][what] += (end_us - begin_us) / 1e3 / len(of_ranks)
     plain = {lane: dict(sorted(each.items(), key=lambda item: -item[1])) for lane, each in idle.items()}
-    return Phase(key, tuple(_path(of_ranks, together)), plain, dict(busy))
+    return TracedPhase(key, tuple(_path(of_ranks, together)), plain, dict(busy))
 
 
-def _path(of_ranks: Mapping[int, Mapping[int, Traced]], together: Any) -> list[Segment]:
-    task: Traced | None = max((each for tasks in of_ranks.values() for each in tasks.values()), key=lambda t: t.end_us)
+def _path(of_ranks: Mapping[int, Mapping[int, RankTask]], together: Any) -> list[Segment]:
+    task: RankTask | None = max(
+        (each for tasks in of_ranks.values() for each in tasks.values()), key=lambda t: t.end_us
+    )
     found: list[Segment] = []
     until_us = task.end_us
     while task is not None:
@@ -187,14 +189,14 @@ def _path(of_ranks: Mapping[int, Mapping[int, Traced]], together: Any) -> list[S
     return found[::-1]
 
 
-def _by_lane(tasks: Mapping[int, Traced]) -> dict[str, list[Traced]]:
-    found: dict[str, list[Traced]] = {}
+def _by_lane(tasks: Mapping[int, RankTask]) -> dict[str, list[RankTask]]:
+    found: dict[str, list[RankTask]] = {}
     for each in sorted(tasks.values(), key=lambda each: (each.begin_us, each.index)):
         found.setdefault(each.lane, []).append(each)
     return found
 
 
-def idle_spans(tasks: Mapping[int, Traced], spans: Sequence[Traced]) -> list[tuple[str, float, float]]:
+def idle_spans(tasks: Mapping[int, RankTask], spans: Sequence[RankTask]) -> list[tuple[str, float, float]]:
     """Return (what was waited for, begin, end) of each time that a rank's lane was idle while its phase ran.
 
     Args:
@@ -216,9 +218,9 @@ def idle_spans(tasks: Mapping[int, Traced], spans: Sequence[Traced]) -> list[tup
     return [each for each in found if each[2] - each[1] >= _SLACK_US]
 
 
-def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, Traced]]]:
+def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, RankTask]]]:
     """Map each rank -> the tasks of each phase that it has traced to its end."""
-    found: dict[int, list[Mapping[int, Traced]]] = defaultdict(list)
+    found: dict[int, list[Mapping[int, RankTask]]] = defaultdict(list)
     for of_ranks in _runs(traces).values():
         for rank, tasks in of_ranks.items():
             found[rank].append(tasks)
@@ -231,7 +233,7 @@ _IDLE_ROW = 500
 """The row for idle time within a rank, beyond the rows of its lanes."""
 
 
-def merged(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[Phase], list[str]]:
+def merge_ranks(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[TracedPhase], list[str]]:
     """Merge what ranks have left in a folder into ``trace.json`` there.
 
     Returns:
@@ -255,7 +257,7 @@ def _by_rank(folder: Path, trace: Mapping[str, Any]) -> dict[int, dict[str, Any]
     return {int(rank): read_trace(folder / f"rank{rank}.json") for rank in trace["otherData"]["ranks"]}
 
 
-def _path_events(found: Iterable[Phase]) -> list[dict[str, Any]]:
+def _path_events(found: Iterable[TracedPhase]) -> list[dict[str, Any]]:
     tid = _PATH_PID + 1
     events = [
         {"name": "process_name", "ph": "M", "pid": _PATH_PID, "args": {"name": "critical path"}},
@@ -297,7 +299,7 @@ def _idle_events(traces: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
     return events
 
 
-def _begin(task: Traced) -> float:
+def _begin(task: RankTask) -> float:
     return task.begin_us
 
 

@@ -150,7 +150,7 @@ def compared(page: Page, run: Run) -> None:
         page.paragraph(f"Of the layers' phases, lanes were busy: {shares}.")
 
 
-def fits(page: Page, run: Run) -> None:
+def measured_operations(page: Page, run: Run) -> None:
     """Write the section about the operations that were measured, and the lines fitted to them."""
     found = run.plans.get("fits")
     if not found:

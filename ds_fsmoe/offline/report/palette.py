@@ -106,7 +106,7 @@ def colour_of(kind: str) -> str:
     return PALETTE.get(kind, OTHER)
 
 
-def name_of(kind: str) -> str:
+def task_name(kind: str) -> str:
     """Return the plain words for a kind of task; of one that is not known here, its own name in lower case."""
     return TASK_NAMES.get(kind, kind.lower().replace("_", " "))
 

@@ -27,7 +27,7 @@ MOST_LOADS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class LayerLoad:
+class RoutedLoad:
     """What the experts of one layer got, over all ranks and micro-batches."""
 
     layer: RoutedLayer
@@ -73,7 +73,7 @@ class LayerLoad:
         return _shares(self.load_NE)
 
 
-def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda done, of: None) -> list[LayerLoad]:
+def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda done, of: None) -> list[RoutedLoad]:
     """Return the loads of all layers, each file read once and never held whole.
 
     Args:
@@ -109,7 +109,7 @@ def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda don
     for (at, _), load_NR in groups.items():
         fullest[at] = np.fmax(fullest[at], _over_mean(load_NR))
     return [
-        LayerLoad(layer, k, load_NE, fullest_N)
+        RoutedLoad(layer, k, load_NE, fullest_N)
         for layer, k, load_NE, fullest_N in zip(recording.layers, num_choices, loads, fullest, strict=True)
     ]
 
@@ -179,7 +179,7 @@ def add_routing(page: Page, path: Path) -> list[str | Table]:
     return [about, *recording.problems, Table(_HEADS, rows, has_rule=False), _WORDS]
 
 
-def _read(recording: Recording, name: str) -> list[LayerLoad]:
+def _read(recording: Recording, name: str) -> list[RoutedLoad]:
     """Return the loads of all layers, and say how far that has come."""
     with Progress(f"reading {name}", len(recording), "choices") as progress:
         return loads_of(recording, progress.tell)
@@ -199,7 +199,7 @@ def _about(recording: Recording) -> str:
     return f"Routing of {len(recording.layers)} MoE layer(s) on {len(recording.ranks)} rank(s): {which}."
 
 
-def _row(load: LayerLoad) -> tuple[str, ...]:
+def _row(load: RoutedLoad) -> tuple[str, ...]:
     numbers = (mean_of(each) for each in (load.skew_N, load.fullest_rank_N, load.variation_N))
     drifts = (mean_of(load.drift_N), load.drift_over_all)
     return (
@@ -214,7 +214,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if np.isfinite(value) else "-"
 
 
-def _draw(page: Page, loads: Sequence[LayerLoad], steps: Sequence[int]) -> None:
+def _draw(page: Page, loads: Sequence[RoutedLoad], steps: Sequence[int]) -> None:
     if not steps:
         return
     skews = {each.layer.path: list(zip(steps, each.skew_N, strict=True)) for each in loads}
@@ -231,7 +231,7 @@ def _draw(page: Page, loads: Sequence[LayerLoad], steps: Sequence[int]) -> None:
     page.charts([_heat(each, steps) for each in worst])
 
 
-def _heat(load: LayerLoad, steps: Sequence[int]) -> Chart:
+def _heat(load: RoutedLoad, steps: Sequence[int]) -> Chart:
     stride = math.ceil(load.load_NE.size / MOST_CELLS)
     mean_N1 = load.load_NE.mean(axis=1, keepdims=True)
     share_NE = (load.load_NE / mean_N1.clip(min=1e-9))[::stride].tolist()

@@ -39,7 +39,14 @@ def make_page(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Page:
     for of_steps in (steps_told.step_times, steps_told.losses, steps_told.throughput, steps_told.memory):
         page.section(of_steps, runs)
     for run in runs:
-        for of_run in (decisions.decided, decisions.trials, decisions.compared, loads, placement, decisions.fits):
+        for of_run in (
+            decisions.decided,
+            decisions.trials,
+            decisions.compared,
+            loads,
+            placement,
+            decisions.measured_operations,
+        ):
             page.section(of_run, run)
     page.section(what_ran.config_difference, runs)
     page.section(what_ran.what_ran, runs)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.runs import Run
-from ds_fsmoe.offline.report.charts import Points, draw_lines, is_number
+from ds_fsmoe.offline.report.charts import Points, draw_lines, is_drawable
 from ds_fsmoe.offline.report.comparison import settled_after, times_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def lines_of(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], Any], ski
         skip: the steps at the beginning that are left out.
     """
     found = {
-        run.name: [(row["step"], each) for row in run.steps[skip:] if is_number(each := value(row))] for run in runs
+        run.name: [(row["step"], each) for row in run.steps[skip:] if is_drawable(each := value(row))] for run in runs
     }
     return {name: points for name, points in found.items() if points}
 
@@ -140,7 +140,7 @@ def _tokens_per_s(runs: Sequence[Run]) -> Points:
 
         def value(row: Mapping[str, Any], ranks: Any = ranks) -> float | None:
             tokens, ms = row.get("tokens_of_rank"), row.get("step_ms")
-            return 1e3 * tokens * ranks / ms if tokens and is_number(ms) and ms > 0 else None
+            return 1e3 * tokens * ranks / ms if tokens and is_drawable(ms) and ms > 0 else None
 
         found |= lines_of([run], value, skip=1)
     return found
@@ -150,7 +150,7 @@ def _samples_per_s(run: Run) -> list[tuple[float, float]]:
     return [
         (row["step"], 1e3 * (row["samples"] - before["samples"]) / row["step_ms"])
         for before, row in pairwise(run.steps)
-        if "samples" in row and "samples" in before and is_number(row.get("step_ms")) and row["step_ms"] > 0
+        if "samples" in row and "samples" in before and is_drawable(row.get("step_ms")) and row["step_ms"] > 0
     ]
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.files.runs import Run, has_trace, trace_folder
 from ds_fsmoe.offline.report.charts import TracedStep, draw_timeline, tasks_of_step
 from ds_fsmoe.offline.report.comparison import times_of
-from ds_fsmoe.offline.report.critical_path import BETWEEN, Phase, merged
-from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, name_of
+from ds_fsmoe.offline.report.critical_path import BETWEEN, TracedPhase, merge_ranks
+from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, task_name
 
 if TYPE_CHECKING:
     from ds_fsmoe.offline.report.page import Page
@@ -29,7 +29,7 @@ class ShownStep:
     run: Run
     step: int
     traced: TracedStep
-    phases: Sequence[Phase]
+    phases: Sequence[TracedPhase]
     file: Path
     """The merged trace."""
     of_median: float | None = None
@@ -51,7 +51,7 @@ def shown_step(page: Page, run: Run) -> ShownStep | None:
     if not has_trace(run.folder):
         return None
     try:
-        file, traces, phases, lacks = merged(trace_folder(run.folder))
+        file, traces, phases, lacks = merge_ranks(trace_folder(run.folder))
     except (OSError, ValueError) as error:
         page.warn(f"{run.name}: its trace cannot be shown: {error}")
         return None
@@ -123,7 +123,7 @@ def _explain(page: Page, steps: Sequence[ShownStep]) -> None:
     for what in added(shares):
         own = [each.get(what, 0.0) for each in shares]
         rows.append(
-            (named(what), *(f"{ms:.3f} ({ms / each.path_ms:.0%})" for ms, each in zip(own, found, strict=True)))
+            (piece_words(what), *(f"{ms:.3f} ({ms / each.path_ms:.0%})" for ms, each in zip(own, found, strict=True)))
         )
     rows.append(("all", *(f"{each.path_ms:.3f}" for each in found)))
     page.table(("critical path, ms", *names), rows)
@@ -139,7 +139,7 @@ def _explain(page: Page, steps: Sequence[ShownStep]) -> None:
     )
 
 
-def _of_lanes(phases: Sequence[Phase]) -> dict[tuple[str, str], float]:
+def _of_lanes(phases: Sequence[TracedPhase]) -> dict[tuple[str, str], float]:
     """Return (lane, what) -> the milliseconds in which a lane was busy, or idle and why."""
     found: dict[tuple[str, str], float] = {}
     for phase in phases:
@@ -154,14 +154,14 @@ def _of_lanes(phases: Sequence[Phase]) -> dict[tuple[str, str], float]:
 BUSY = "busy"
 
 
-def named(what: str) -> str:
+def piece_words(what: str) -> str:
     """Return the words for a piece of the critical path."""
-    return what if what == BETWEEN else name_of(what)
+    return what if what == BETWEEN else task_name(what)
 
 
 def _waiting(what: str) -> str:
     kind = what.removeprefix("for ")
-    return what if kind == what else f"waiting for {name_of(kind)}"
+    return what if kind == what else f"waiting for {task_name(kind)}"
 
 
 def added(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
