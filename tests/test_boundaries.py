@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -216,6 +216,19 @@ MORE_FILES: dict[str, int] = {
     "layer": 35,
     "planning": 51,
 }
+
+# What the files of a family share as its interface.
+INTERFACE = ("add_arguments", "main", "run")
+# Public classes and functions that are defined in several files. A name may only go.
+DEFINED_TWICE = (
+    *("Block", "ExpertCall", "Finding", "Given", "GradientSlice", "Groups", "Index", "OtherRanks", "Part", "Phase"),
+    *("Places", "RowCall", "Run", "Shape", "Source", "Way", "WholeExperts", "Window", "Work", "Written", "add_rows"),
+    *("arrange", "block_of", "check_stages", "check_versions", "choices_of", "cuts_of", "describe", "described"),
+    *("exchange_sized", "gated", "gated_backward", "gather_rows", "index_of", "joined", "leave", "live_groups"),
+    *("moe_work", "name_of", "number_rows", "obstacle_to", "parts_of", "read_file", "register_formulas", "restore"),
+    *("restore_backward", "rows_gradient", "rows_of", "said", "schema", "sizes_of", "take_slots", "top_k_slots"),
+    *("trace_folder", "unmark"),
+)
 
 # In code as a string.
 READS_A_CLOCK = re.compile(r"(?m)(^|[;:])\s*(import [^\n;]*\btime\b|from time import|import timeit)|\btime\.[a-z_]+\(")
@@ -562,3 +575,14 @@ def test_no_folder_has_more_files_than_one_can_look_over() -> None:
     found = Counter(file.parent.as_posix() for file in FILES)
     assert {room: count for room, count in found.items() if count > MORE_FILES.get(room, MOST_FILES)} == {}
     assert {room for room in MORE_FILES if found[room] <= MOST_FILES} == set()
+
+
+def test_no_more_names_are_defined_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in FILES:
+        for node in ast.parse((PACKAGE / file).read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                places[node.name].append(file.as_posix())
+    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in INTERFACE}
+    assert {name: files for name, files in twice.items() if name not in DEFINED_TWICE} == {}
+    assert not any(file.startswith("offline/") for files in twice.values() for file in files)
