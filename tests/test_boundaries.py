@@ -196,7 +196,7 @@ STATEMENTS: dict[str, int] = {
     "layer": 3399,
     "measuring": 1351,
     "observing": 1327,
-    "offline": 6266,
+    "offline": 6258,
     "ops": 780,
     "placement": 762,
     "planning": 5121,

@@ -324,9 +324,9 @@ def test_a_training_that_does_not_exist_is_refused(wrong: dict) -> None:
 def test_choices_are_on_the_same_ranks_and_include_the_one_asked_for() -> None:
     found = other_memories(TINY, EIGHT, Training(1, 64), 80.0)
     assert {each.zero for each in found} == {0, 1, 2, 3}
-    assert all(6 % each.ep == 0 and 8 % (each.ep * each.esp) == 0 for each in found)
-    assert (0, 2, 1) in {(each.zero, each.ep, each.esp) for each in found}
-    assert not any(each.esp > 1 for each in found if each.zero == 3)
+    assert all(6 % each.groups.ep == 0 and 8 % (each.groups.ep * each.groups.esp) == 0 for each in found)
+    assert (0, 2, 1) in {(each.zero, each.groups.ep, each.groups.esp) for each in found}
+    assert not any(each.groups.esp > 1 for each in found if each.zero == 3)
     assert min(each.largest_batch or 0 for each in found) >= 1
 
 

@@ -67,12 +67,18 @@ class Attention:
         if needed is not None and (getattr(self, needed) or 0) < 1:
             raise ValueError(f"{needed} = {getattr(self, needed)}: must be at least 1 with {self.kind} attention")
 
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Return the widths of queries, keys, values and results, each of all heads that have their own."""
+        head_dim, value_dim = self.head_dim, self.value_dim
+        return self.heads * head_dim, self.kv_heads * head_dim, self.kv_heads * value_dim, self.heads * value_dim
+
     def matrices(self, M: int) -> tuple[int, ...]:
         """Return the number of elements of each of its matrices, in the order in which they are used."""
-        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
-        last = (M * values, M * values) if self.has_output_gate else (M * values,)
+        queries, keys, values, results = self.widths
+        last = (M * results, M * results) if self.has_output_gate else (M * results,)
         if self.kind != "latent":
-            return (M * queries, M * self.kv_heads * self.head_dim, M * self.kv_heads * self.value_dim, *last)
+            return (M * queries, M * keys, M * values, *last)
         assert self.kv_rank is not None
         of_queries = (M * queries,) if self.query_rank is None else (M * self.query_rank, self.query_rank * queries)
         unshared = self.heads * (self.head_dim - self.rope_dim + self.value_dim)

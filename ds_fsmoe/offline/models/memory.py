@@ -7,7 +7,9 @@ step. What lives at one moment is added up, and moments are not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ds_fsmoe.offline.models.architecture import Architecture, ModelBlock
@@ -198,10 +200,9 @@ class LayoutMemory:
     """One way to lay a model out, and what it takes."""
 
     zero: int
-    ep: int
-    esp: int
+    groups: Groups
     memory: Memory
-    largest_batch: int | None
+    largest_batch: int | None = None
     """``None``: the memory of a GPU is not known."""
     fits: bool | None = None
     """Whether a GPU has as much for the batch that is asked for."""
@@ -211,41 +212,34 @@ def other_memories(
     architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None
 ) -> list[LayoutMemory]:
     """Return what changes with the stage of ZeRO and with how experts are spread and cut, on the same ranks."""
-    found = []
-    for zero in (0, 1, 2, 3):
-        for ep, esp in _layouts(architecture, groups):
-            other = replace(groups, ep=ep, esp=esp)
-            try:
-                asked = replace(training, zero=zero)
-                memory = memory_of(architecture, other, asked)
-            except ValueError:  # one that is refused
-                continue
-            most = None if memory_gb is None else largest_batch(architecture, other, asked, memory_gb)
-            found.append(LayoutMemory(zero, ep, esp, memory, most))
-    return found
+    others = (replace(groups, ep=ep, esp=esp) for ep, esp in _layouts(architecture, groups))
+    found = _not_refused(architecture, tuple(others), training)
+    return found if memory_gb is None else [_with_batch(architecture, each, training, memory_gb) for each in found]
 
 
 def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[tuple[int, LayoutMemory]]:
     """Return for 1, 2, 4 and 8 GPUs of one node the stage of ZeRO and the ranks of experts that need least."""
     found = []
     for gpus in (1, 2, 4, 8):
-        least: LayoutMemory | None = None
-        for zero in (0, 1, 2, 3):
-            for ep in (each for each in range(1, gpus + 1) if not gpus % each and not architecture.num_experts % each):
-                try:
-                    asked = replace(training, zero=zero)
-                    memory = memory_of(architecture, Groups(gpus, gpus, ep=ep), asked)
-                except ValueError:  # one that is refused
-                    continue
-                if least is None or memory.total < least.memory.total:
-                    least = LayoutMemory(zero, ep, 1, memory, None)
-        assert least is not None
-        if memory_gb is not None:
-            groups, asked = Groups(gpus, gpus, ep=least.ep), replace(training, zero=least.zero)
-            most = largest_batch(architecture, groups, asked, memory_gb)
-            least = replace(least, largest_batch=most, fits=most >= training.samples)
-        found.append((gpus, least))
+        sizes = (each for each in range(1, gpus + 1) if not gpus % each and not architecture.num_experts % each)
+        tried = _not_refused(architecture, tuple(Groups(gpus, gpus, ep=ep) for ep in sizes), training)
+        least = min(tried, key=lambda each: each.memory.total)
+        found.append((gpus, least if memory_gb is None else _with_batch(architecture, least, training, memory_gb)))
     return found
+
+
+def _not_refused(architecture: Architecture, layouts: Sequence[Groups], training: Training) -> list[LayoutMemory]:
+    """Return what each stage of ZeRO takes in each layout, without those that are refused."""
+    found = []
+    for zero, groups in itertools.product((0, 1, 2, 3), layouts):
+        with suppress(ValueError):
+            found.append(LayoutMemory(zero, groups, memory_of(architecture, groups, replace(training, zero=zero))))
+    return found
+
+
+def _with_batch(architecture: Architecture, layout: LayoutMemory, training: Training, memory_gb: float) -> LayoutMemory:
+    most = largest_batch(architecture, layout.groups, replace(training, zero=layout.zero), memory_gb)
+    return replace(layout, largest_batch=most, fits=most >= training.samples)
 
 
 def _layouts(architecture: Architecture, groups: Groups) -> list[tuple[int, int]]:

@@ -73,22 +73,18 @@ def is_eager(attention: Attention, M: int, training: Training) -> bool:
 
 def has_sinks(attention: Attention, M: int) -> bool:
     """Whether every head has a sink, by the number of parameters; then scores are made, see :func:`is_eager`."""
-    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    values = attention.kv_heads * attention.value_dim
-    return attention.num_other in (attention.heads, attention.heads + queries + keys + values + M)
+    return attention.num_other in (attention.heads, attention.heads + sum(attention.widths[:3]) + M)
 
 
 def norms_of_heads(attention: Attention) -> bool:
     """Whether queries and keys are normed, by the number of parameters: per head or over all heads."""
-    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    return attention.kind != "latent" and attention.num_other in (2 * attention.head_dim, queries + keys)
+    return attention.kind != "latent" and attention.num_other in (2 * attention.head_dim, sum(attention.widths[:2]))
 
 
 def attention_keeps(attention: Attention, M: int, training: Training) -> float:
     """Return what attention keeps, from the normed tokens that its projections read to its result."""
     S, a, L = training.tokens, training.number_bytes, training.length
-    queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
-    keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
+    queries, keys, own_values, values = attention.widths
     kept: float = a * S * M
     if training.lora:  # what its A gives to its B
         kept += a * S * training.lora * len(projections(attention, M))
@@ -245,8 +241,7 @@ def _attention_needs(attention: Attention, M: int, training: Training) -> float:
     """Return what the backward of attention makes: gradients of its result, of queries, keys and values; of scores
     where they are made, that of the softmax from that of its result."""
     S, a = training.tokens, training.number_bytes
-    queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
-    keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
+    queries, keys, own_values, values = attention.widths
     if is_eager(attention, M, training):
         scores = training.samples * attention.heads * training.length * training.length
         return a * (S * values + 2 * scores) + (0 if has_sinks(attention, M) else (FP32 - a) * scores)

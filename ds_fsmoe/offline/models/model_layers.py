@@ -413,8 +413,7 @@ def _elementwise(size_bytes: float) -> Work:
 def _attention_bytes(attention: Attention, M: int, samples: int, length: int) -> float:
     """Return a third of the bytes of what is element-wise in attention and around it: norms, rotations, residuals, and
     the scores of a family that has no fused attention."""
-    queries = attention.heads * attention.head_dim
-    keys = attention.kv_heads * attention.head_dim
+    queries, keys, *_ = attention.widths
     normed = 2 * M + (queries + keys if norms_of_heads(attention) else 0)
     if attention.kind == "latent":
         normed += (attention.query_rank or 0) + (attention.kv_rank or 0)

@@ -25,7 +25,6 @@ def add_alltoall(how: Any) -> None:
 
 def exchange_of(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
     """Return the all-to-all and the crossings that the arguments ask for."""
-    from ds_fsmoe.offline.plan.report import report
     from ds_fsmoe.planning.workload import ALLTOALLS
 
     if args.alltoall not in (*ALLTOALLS, "auto"):
@@ -33,16 +32,21 @@ def exchange_of(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]
     crossings = _crossings(args, job)
     if args.alltoall != "auto":
         return {"alltoall": args.alltoall, "crossings": crossings}
-    steps = {}
-    for name in ALLTOALLS:
-        found = report(**job, alltoall=name, crossings=crossings, preset_name=args.preset)
-        steps[name] = sum(found.times_ms[args.preset])
-    return {"alltoall": min(steps, key=steps.__getitem__), "crossings": crossings}
+    steps_ms = _steps_ms(job | {"crossings": crossings}, args.preset)
+    return {"alltoall": min(steps_ms, key=steps_ms.__getitem__), "crossings": crossings}
+
+
+def _steps_ms(job: dict[str, Any], preset: str) -> dict[str, float]:
+    """Return the time of a step by a preset with each all-to-all."""
+    from ds_fsmoe.offline.plan.report import report
+    from ds_fsmoe.planning.workload import ALLTOALLS
+
+    found = {name: report(**(job | {"alltoall": name}), preset_name=preset) for name in ALLTOALLS}
+    return {name: sum(each.times_ms[preset]) for name, each in found.items()}
 
 
 def print_exchanges(job: dict[str, Any], args: argparse.Namespace) -> None:
     """Print what each all-to-all would take, where there is a choice."""
-    from ds_fsmoe.offline.plan.report import report
     from ds_fsmoe.planning.crossings import crosses_once
     from ds_fsmoe.planning.workload import ALLTOALLS, ONCE_PER_NODE
 
@@ -53,10 +57,7 @@ def print_exchanges(job: dict[str, Any], args: argparse.Namespace) -> None:
     at, shape, crossings = job["groups"].placements["ep"], job["shape"], job["crossings"]
     between = dict.fromkeys(ALLTOALLS, shape.F * (at.nodes - 1) / at.nodes)
     between[ONCE_PER_NODE] = shape.F * crossings.nodes / shape.K * (at.nodes - 1) / at.nodes
-    steps = {
-        name: sum(report(**(job | {"alltoall": name}), preset_name=args.preset).times_ms[args.preset])
-        for name in ALLTOALLS
-    }
+    steps = _steps_ms(job, args.preset)
     rows = [
         (name, f"{between[name]:.2f}", f"{time_ms:.2f}", f"{steps['flat'] / time_ms:.2f}x", "shown below" * is_shown)
         for name, time_ms in steps.items()

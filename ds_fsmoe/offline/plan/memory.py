@@ -88,15 +88,15 @@ def print_memory(
             "choices": [
                 {
                     "zero": each.zero,
-                    "ep": each.ep,
-                    "esp": each.esp,
+                    "ep": each.groups.ep,
+                    "esp": each.groups.esp,
                     "peak_bytes": round(each.memory.total),
                     "largest_samples": each.largest_batch,
                 }
                 for each in choices
             ],
             "cards": [
-                {"gpus": gpus, "zero": each.zero, "ep": each.ep, "peak_bytes": round(each.memory.total)}
+                {"gpus": gpus, "zero": each.zero, "ep": each.groups.ep, "peak_bytes": round(each.memory.total)}
                 | {"host_bytes": round(sum(each.memory.host.values())), "largest_samples": each.largest_batch}
                 for gpus, each in cards
             ],
@@ -163,12 +163,12 @@ def _print_choices(choices: list[LayoutMemory], training: Training, groups: Grou
     rows = [
         (
             each.zero,
-            each.ep,
-            each.esp,
+            each.groups.ep,
+            each.groups.esp,
             f"{each.memory.total / GB:.1f}",
             "" if each.largest_batch is None else each.largest_batch or "0",
             each.memory.peak.name,
-            "<" * ((each.zero, each.ep, each.esp) == asked),
+            "<" * ((each.zero, each.groups.ep, each.groups.esp) == asked),
         )
         for each in choices
     ]
@@ -182,7 +182,7 @@ def _print_cards(cards: list[tuple[int, LayoutMemory]]) -> None:
         (
             gpus,
             each.zero,
-            each.ep,
+            each.groups.ep,
             f"{each.memory.total / GB:.1f}",
             f"{gpus * sum(each.memory.host.values()) / GB:.1f}" if each.memory.host else "",
             "" if each.largest_batch is None else each.largest_batch,
