@@ -130,8 +130,8 @@ setup(
     package_dir={"ds_fsmoe.ops.op_builder": "op_builder", "ds_fsmoe.ops.csrc": "csrc"},
     package_data={
         "ds_fsmoe": [
-            *("py.typed", "config/*.pyi", "planning/clusters/*.json", "planning/models/*.json"),
-            "reporting/templates/*",
+            *("py.typed", "config/*.pyi", "planning/clusters/*.json", "offline/models/configs/*.json"),
+            "offline/report/templates/*",
         ],
         "ds_fsmoe.ops.csrc": ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"],
     },

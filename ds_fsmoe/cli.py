@@ -12,13 +12,13 @@ from ds_fsmoe.terminal.screen import RED, print_coloured
 from ds_fsmoe.versions import VERSION
 
 COMMANDS = {
-    "clusters": "ds_fsmoe.commands.clusters",
-    "compare": "ds_fsmoe.commands.compare",
-    "convert": "ds_fsmoe.commands.convert",
-    "env": "ds_fsmoe.commands.env",
-    "plan": "ds_fsmoe.commands.plan",
-    "profile": "ds_fsmoe.commands.profile",
-    "report": "ds_fsmoe.commands.report",
+    "clusters": "ds_fsmoe.offline.commands.clusters",
+    "compare": "ds_fsmoe.offline.commands.compare",
+    "convert": "ds_fsmoe.offline.commands.convert",
+    "env": "ds_fsmoe.offline.commands.env",
+    "plan": "ds_fsmoe.offline.plan.command",
+    "profile": "ds_fsmoe.offline.commands.profile",
+    "report": "ds_fsmoe.offline.commands.report",
 }
 MOVED = {"scale": "benchmarks.simulations.scale", "simulate-paper": "benchmarks.simulations.paper"}
 """Commands of before -> the module of a checkout that does it now."""

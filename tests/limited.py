@@ -69,8 +69,8 @@ if __name__ == "__main__":
     # Imported once, for all forks.
     import scipy.optimize  # noqa: F401
 
-    import ds_fsmoe.planning.report
-    import ds_fsmoe.reporting.run_page
+    import ds_fsmoe.offline.plan.report
+    import ds_fsmoe.offline.report.run_page
     import ds_fsmoe.routes.recorded  # noqa: F401
 
     text = Path("said.txt")

@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ds_fsmoe import cli  # noqa: E402
-from ds_fsmoe.commands import plan_model  # noqa: E402
-from ds_fsmoe.planning.architecture import Architecture  # noqa: E402
-from ds_fsmoe.planning.hf_config import read_hf_config  # noqa: E402
-from ds_fsmoe.planning.hf_families import FAMILIES  # noqa: E402
-from ds_fsmoe.planning.models import PAPER, load_model, names  # noqa: E402
+from ds_fsmoe.offline.models.architecture import Architecture  # noqa: E402
+from ds_fsmoe.offline.models.hf_config import read_hf_config  # noqa: E402
+from ds_fsmoe.offline.models.hf_families import FAMILIES  # noqa: E402
+from ds_fsmoe.offline.models.known import PAPER, load_model, model_names  # noqa: E402
+from ds_fsmoe.offline.plan import model as plan_model  # noqa: E402
 
 TINY: dict[str, Any] = {
     "hidden_size": 40,
@@ -134,9 +134,9 @@ def test_what_a_file_lacks_is_what_transformers_takes(family: str) -> None:
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("name", sorted({*names()} - {*PAPER}))
+@pytest.mark.parametrize("name", sorted({*model_names()} - {*PAPER}))
 def test_a_model_that_comes_with_the_package_is_the_one_that_transformers_builds(name: str) -> None:
-    file = Path(cli.__file__).parent / "planning" / "models" / f"{name}.json"
+    file = Path(cli.__file__).parent / "offline" / "models" / "configs" / f"{name}.json"
     data = {key: value for key, value in json.loads(file.read_text()).items() if key != "_source"}
     config = transformers.AutoConfig.for_model(**data)
     assert numbers_of_ours(load_model(name)) == numbers_of(config)

@@ -24,18 +24,18 @@ from benchmarks.simulations.layouts import (
 )
 from benchmarks.simulations.scale import LIMITS, Row, limit_of, simulate_job, sweep, with_efficiency
 from benchmarks.simulations.steady_state import plan_composed
-from ds_fsmoe.commands import plan
-from ds_fsmoe.commands.plan_memory import print_memory
+from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.memory import largest_batch, memory_of
+from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
+from ds_fsmoe.offline.models.training import Training
+from ds_fsmoe.offline.plan import command as plan
+from ds_fsmoe.offline.plan.memory import print_memory
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.memory import largest_batch, memory_of
-from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
 from ds_fsmoe.planning.stage_plan import StageTimes
-from ds_fsmoe.planning.training import Training
 from ds_fsmoe.planning.workload import AllToAll, Layer, kind_costs
 
 pytestmark = pytest.mark.long

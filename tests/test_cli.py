@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from ds_fsmoe import cli
-from ds_fsmoe.commands import env
+from ds_fsmoe.offline.commands import env
 from ds_fsmoe.versions import SUPPORTED, VERSION
 from tests.build_locks import FILE_IS_THE_LOCK, hold_lock
 from tests.waiting import make_older

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.commands.compare import tell
-from ds_fsmoe.commands.training_command import OURS, STOCK, PlannedRun, config_of, find_config
 from ds_fsmoe.engine.compat import load_ds_config
+from ds_fsmoe.offline.commands.compare import tell
+from ds_fsmoe.offline.commands.training_command import OURS, STOCK, PlannedRun, find_config, run_config
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.scripts import ROOT, free_port
@@ -107,7 +107,7 @@ def test_the_two_configs_differ_in_enabled_alone(config: Path, tmp_path: Path) -
     subject = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
     assert subject.command_with(Path("other")) == ["train.py", "--deepspeed_config=other", "--lr", "1"]
     found = subject.config
-    stock, ours = (config_of(found, PlannedRun(kind, tmp_path, 20, True, tmp_path / "m")) for kind in (STOCK, OURS))
+    stock, ours = (run_config(found, PlannedRun(kind, tmp_path, 20, True, tmp_path / "m")) for kind in (STOCK, OURS))
     assert (stock["fsmoe"].pop("enabled"), ours["fsmoe"].pop("enabled")) == (False, True)
     assert stock == ours
     assert ours["fsmoe"]["record"] == {"dir": str(tmp_path), "stop_after": 20}

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.commands.failed_training import first_error
-from ds_fsmoe.commands.training_command import with_free_port
 from ds_fsmoe.files.owners import OF_COMPARISON, OF_RECORD, Ownership
+from ds_fsmoe.offline.commands.training_command import first_error, with_free_port
 
 OF_OTHERS = (
     "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4190. This is "

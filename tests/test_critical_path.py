@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.files.traces import TracedRun, trace_of, waits_for
+from ds_fsmoe.offline.report.critical_path import BETWEEN, NOTHING_LEFT, phases
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
-from ds_fsmoe.reporting.critical_path import BETWEEN, NOTHING_LEFT, phases
 
 A2A_IN, EXPERT, A2A_OUT = (
     Task("A2A_IN", Lane.INTER),

@@ -17,10 +17,10 @@ from deepspeed.moe.layer import MoE
 import ds_fsmoe
 from ds_fsmoe import ConfigError, run
 from ds_fsmoe.cli import main
-from ds_fsmoe.commands.training_command import find_given
 from ds_fsmoe.engine import entry_points
 from ds_fsmoe.engine.command_line import read_given, take_option
 from ds_fsmoe.log import logger
+from ds_fsmoe.offline.commands.training_command import find_given
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

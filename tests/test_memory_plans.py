@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.offline.models.hf_config import read_hf_config
+from ds_fsmoe.offline.models.memory import Memory, memory_of
+from ds_fsmoe.offline.models.memory_activations import block_keeps
+from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.hf_config import read_hf_config
-from ds_fsmoe.planning.memory import Memory, memory_of
-from ds_fsmoe.planning.memory_activations import block_keeps
-from ds_fsmoe.planning.training import Training
 from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, Case, config_of, kept_by_a_block, peak_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

@@ -21,6 +21,7 @@ from ds_fsmoe import cli
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.layer.runtime import planned_links
 from ds_fsmoe.observing.step_timer import DenseTimes
+from ds_fsmoe.offline.plan.report import order_text
 from ds_fsmoe.planning import cluster as clusters
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
@@ -30,7 +31,6 @@ from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.report import order_text
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work

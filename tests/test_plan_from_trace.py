@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ds_fsmoe import cli
-from ds_fsmoe.commands.recorded_run import calibrated
 from ds_fsmoe.files.runs import CLUSTER, MEASURED, read_run
+from ds_fsmoe.offline.plan.from_trace import calibrated
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.recorded_data import job_from_data

@@ -16,8 +16,8 @@ import torch
 
 from ds_fsmoe.files.runs import NoRunError, Run, read_run
 from ds_fsmoe.files.traces import read_trace
-from ds_fsmoe.reporting.comparison import losses_of, pair, times_of
-from ds_fsmoe.reporting.critical_path import BETWEEN, phases
+from ds_fsmoe.offline.report.comparison import losses_of, pair, times_of
+from ds_fsmoe.offline.report.critical_path import BETWEEN, phases
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 

@@ -15,8 +15,8 @@ import pytest
 from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
+from ds_fsmoe.offline.report.what_ran import differences
 from ds_fsmoe.planning.schedule import Lane, Task
-from ds_fsmoe.reporting.what_ran import differences
 from tests.report_runs import charts_of, record, record_both, without_programs
 
 
@@ -223,7 +223,7 @@ def test_configs_differ_field_by_field() -> None:
 
 @pytest.mark.parametrize("points", [0, 1, 1500, 1501, 100_000])
 def test_long_lines_are_thinned_and_keep_their_ends(points: int) -> None:
-    from ds_fsmoe.reporting.charts import thinned
+    from ds_fsmoe.offline.report.charts import thinned
 
     line = [(float(n), float(n)) for n in range(points)]
     found = thinned(line)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.routes.load import loads_of, mean_of
+from ds_fsmoe.offline.report.routing import loads_of, mean_of
 from ds_fsmoe.routes.made import choices as made
 from ds_fsmoe.routes.recorded import RoutingFileError, read_routing, write_packed
 from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, index_type, part_file

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.commands.compare import tell
-from ds_fsmoe.commands.training_command import OURS, STOCK
 from ds_fsmoe.files import runs
 from ds_fsmoe.files.runs import Run, read_run
-from ds_fsmoe.reporting.comparison import WARM_UP, losses_of, settled_after, times_of
+from ds_fsmoe.offline.commands.compare import tell
+from ds_fsmoe.offline.commands.training_command import OURS, STOCK
+from ds_fsmoe.offline.report.comparison import WARM_UP, losses_of, settled_after, times_of
 
 QUIET = {"step_ms": 20.0, "forward_ms": 5.0, "backward_ms": 9.0, "optimizer_ms": 1.0}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 
-from ds_fsmoe.reporting.turns import Turn, interval_of, middle, order_of
+from ds_fsmoe.offline.report.comparison import Turn, interval_of, middle, order_of
 
 
 def turns_of(ratio: float, noise: float, seed: int, num: int = 10) -> list[Turn]:

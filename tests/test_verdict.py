@@ -8,8 +8,7 @@ import random
 from pathlib import Path
 
 from ds_fsmoe.files.runs import Run
-from ds_fsmoe.reporting.comparison import StepTimes
-from ds_fsmoe.reporting.verdict import disturbance, ratio_interval, reasons
+from ds_fsmoe.offline.report.comparison import RunTimes, disturbance, ratio_interval, reasons
 
 
 def noisy(mean_ms: float, num_steps: int, share: float, seed: int) -> list[float]:
@@ -51,24 +50,24 @@ def run_with_trace(folder: Path, task_us: float, num_ranks: int = 2) -> Run:
 
 def test_short_tasks_and_little_traffic_are_named(tmp_path: Path) -> None:
     ours = Run(tmp_path, plans={"choices": [{}]})
-    tiny = reasons(run_with_trace(tmp_path, 200), ours, StepTimes(10, 10.0, {}))
+    tiny = reasons(run_with_trace(tmp_path, 200), ours, RunTimes(10, 10.0, {}))
     assert "takes 0.20 ms on average" in tiny[0]
     # One all-to-all of 0.2 ms in a step of 10 ms.
     assert "is 2% of a step of stock, so hiding all of it would make a step 1.02 times as fast at most" in tiny[1]
-    assert reasons(run_with_trace(tmp_path, 5000), ours, StepTimes(10, 10.0, {})) == []
+    assert reasons(run_with_trace(tmp_path, 5000), ours, RunTimes(10, 10.0, {})) == []
 
 
 def test_without_a_trace_or_with_one_that_cannot_be_read_nothing_is_made_up(tmp_path: Path) -> None:
     ours = Run(tmp_path, plans={"choices": [{}]})
-    assert reasons(Run(tmp_path), ours, StepTimes(10, 10.0, {})) == []
+    assert reasons(Run(tmp_path), ours, RunTimes(10, 10.0, {})) == []
     for text in ("{", "[]", '{"traceEvents": 3}', '{"traceEvents": [], "otherData": {}}'):
         (tmp_path / "rank0.json").write_text(text)
-        assert reasons(Run(tmp_path), ours, StepTimes(10, 10.0, {})) == []
+        assert reasons(Run(tmp_path), ours, RunTimes(10, 10.0, {})) == []
 
 
 def test_a_part_that_is_the_same_in_both_tells_whether_the_machine_was() -> None:
-    def times(step_ms: float, optimizer_ms: float) -> StepTimes:
-        return StepTimes(20, step_ms, {"optimizer": optimizer_ms})
+    def times(step_ms: float, optimizer_ms: float) -> RunTimes:
+        return RunTimes(20, step_ms, {"optimizer": optimizer_ms})
 
     assert "took 12.4 and 4.79 ms: the machine was not equally busy" in disturbance(
         times(42.6, 12.4), times(18.0, 4.79)
@@ -76,13 +75,13 @@ def test_a_part_that_is_the_same_in_both_tells_whether_the_machine_was() -> None
     assert disturbance(times(42.6, 4.9), times(18.0, 4.79)) is None
     # Too small to say anything.
     assert disturbance(times(42.6, 0.4), times(18.0, 0.1)) is None
-    assert disturbance(StepTimes(20, 10.0, {}), StepTimes(20, 10.0, {})) is None
+    assert disturbance(RunTimes(20, 10.0, {}), RunTimes(20, 10.0, {})) is None
 
 
 def test_why_layers_are_not_cut_is_told_from_what_was_asked_for(tmp_path: Path) -> None:
     def said(why: str | None = None, **block: object) -> str:
         ours = Run(tmp_path, {"block": block, "why_untuned": why})
-        return " ".join(reasons(Run(tmp_path), ours, StepTimes(10, 10.0, {})))
+        return " ".join(reasons(Run(tmp_path), ours, RunTimes(10, 10.0, {})))
 
     assert said().endswith("it ended too soon for that")
     assert said(autotune={"enabled": False}).endswith('"autotune" is false')

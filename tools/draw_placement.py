@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import vl_convert
 
+from ds_fsmoe.offline.report.charts import Chart, draw_ranks
+from ds_fsmoe.offline.report.loads import rows_of_ranks
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Seen
 from ds_fsmoe.planning.placement_policies import Allowed, balanced
-from ds_fsmoe.reporting.charts import Chart
-from ds_fsmoe.reporting.loads import rows_of_ranks
-from ds_fsmoe.reporting.rank_charts import draw_ranks
 from ds_fsmoe.routes.made import choices
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "placement.png"

@@ -32,9 +32,9 @@ from benchmarks.harness.join import join
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
-from ds_fsmoe.commands.recorded_run import Calibrated, calibrated
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.gradients.reduction import LOOKS
+from ds_fsmoe.offline.plan.from_trace import Calibrated, calibrated
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.what_if import Prediction, Ran, WhatIf
 

@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.simulations import paper
+from ds_fsmoe.offline.models.known import MODELS
 from ds_fsmoe.planning.batch import Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, choose_slsqp, makespan_ms, smallest_of_best
-from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS

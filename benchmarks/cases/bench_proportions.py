@@ -32,10 +32,10 @@ from benchmarks.reporting.shares import Shares
 from benchmarks.reporting.table_2 import COLUMNS, COPIES, LENGTH, SAMPLES, TABLE_2
 from benchmarks.simulations.layouts import cluster_of, dtype_bytes_of, ep_sizes, model_of
 from benchmarks.simulations.paper import load_bed
+from ds_fsmoe.offline.models.known import MODELS
+from ds_fsmoe.offline.models.model_layers import model_layers
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import model_layers
-from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.schedule import (

@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.simulations.layouts import cluster_of, crossings_of, dtype_bytes_of, model_of
+from ds_fsmoe.offline.models.known import MODELS
+from ds_fsmoe.offline.models.model_layers import model_layers
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.crossings import crosses_once
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.paper_models import MODELS
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of, plan_by_name
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.harness.outcome import AA
 from benchmarks.reporting.rows import Comparison, Row, made_with_words
-from ds_fsmoe.planning.draw import colours, data_of, draw_lanes, drawing, write_picture
-from ds_fsmoe.planning.palette import LIGHT, RUN_COLOURS
+from ds_fsmoe.offline.plan.draw import colours, data_of, draw_lanes, drawing, write_picture
+from ds_fsmoe.offline.report.palette import LIGHT, RUN_COLOURS
 from ds_fsmoe.planning.schedule import Lane
 
 _WIDTH_PX = 640

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ds_fsmoe.planning.architecture import Architecture
+from ds_fsmoe.offline.models.architecture import Architecture
+from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.memory import GB, memory_of
+from ds_fsmoe.offline.models.training import BYTES, Training
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.memory import GB, memory_of
-from ds_fsmoe.planning.models import load_model
-from ds_fsmoe.planning.training import BYTES, Training
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
 

@@ -94,6 +94,17 @@ def append_to(path: Path, text: str) -> None:
         file.write(text)
 
 
+def check_folders(*paths: Path | None) -> None:
+    """Check, before the work is done, that the results can be written.
+
+    Raises:
+        ValueError: the folder of a path does not exist.
+    """
+    for path in paths:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.resolve().parent}")
+
+
 def _check_place(path: Path) -> None:
     with suppress(FileNotFoundError):
         kind = path.lstat().st_mode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computing takes beside multiply-adds: the traffic of experts' weights, activations, norms and the loss.
+"""What computing takes beside multiply-adds: the traffic of experts' weights and of activations.
 
 A product of experts takes its operations at the rate of large products, and its weights at the rate of memory. So
 experts with few rows are slower, by 1 + (operations a second / bytes a second) / rows in bf16. Activations take a time
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_fsmoe.planning.architecture import Architecture, Attention
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups, Placement
-from ds_fsmoe.planning.memory_activations import has_sinks, norms_of_heads
 from ds_fsmoe.planning.schedule import (
     ATTENTION,
     DENSE,
@@ -49,17 +47,6 @@ _WEIGHT_PASSES = 2
 gradient is written, and added to the one that is there (3), six for three products."""
 _PHASES = 3
 """The backward takes two forwards, so a third of the bytes of both is the forward's."""
-NORM_BYTES = 39
-"""For an element of a norm, a third of forward and backward: transformers' RMSNorm in fp32 takes nine kernels there."""
-_ROTATION_BYTES = 18
-"""For an element of queries and keys: the halves are exchanged (4), two products (8), a sum (6)."""
-_RESIDUAL_BYTES = 12
-"""For an element of a token: two sums."""
-_SCORE_BYTES = 21
-"""For a score of eager attention with sinks, a third of forward and backward: products (4), scaling (4), mask (4),
-sinks (4), largest (2), difference (4), softmax (4), without the sinks (4); backward 33."""
-LOGIT_BYTES = 11
-"""For a logit, a third of forward and backward: it is written (2), made fp32 (6), its logarithm (8); backward 18."""
 
 
 def computing_costs(cluster: Cluster) -> dict[str, LinearCost]:
@@ -96,25 +83,6 @@ def experts_cost(cluster: Cluster, shape: Shape, gemms: int, groups: Groups) -> 
 def activation_bytes(rows: float, hidden: int, gemms: int, dtype_bytes: int) -> float:
     """Return a third of the bytes of the activations of a dense feed-forward, forward and backward."""
     return rows * hidden * dtype_bytes * _ACTIVATION_PASSES[gemms] / _PHASES
-
-
-def attention_bytes(attention: Attention, M: int, samples: int, length: int) -> float:
-    """Return a third of the bytes of what is element-wise in attention and around it: norms, rotations, residuals, and
-    the scores of a family that has no fused attention."""
-    queries = attention.heads * attention.head_dim
-    keys = attention.kv_heads * attention.head_dim
-    normed = 2 * M + (queries + keys if norms_of_heads(attention) else 0)
-    if attention.kind == "latent":
-        normed += (attention.query_rank or 0) + (attention.kv_rank or 0)
-        queries = keys = attention.heads * attention.rope_dim
-    found = NORM_BYTES * normed + _ROTATION_BYTES * (queries + keys) + _RESIDUAL_BYTES * M
-    scores = attention.heads * length * length if has_sinks(attention, M) else 0
-    return samples * (length * found + _SCORE_BYTES * scores)
-
-
-def head_bytes(architecture: Architecture, positions: float) -> float:
-    """Return a third of the bytes of the last norm and of the loss."""
-    return positions * (NORM_BYTES * architecture.M + LOGIT_BYTES * architecture.vocab)
 
 
 def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:

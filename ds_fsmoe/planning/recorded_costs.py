@@ -3,7 +3,7 @@
 
 From it everything is planned again as it was planned there, without the machine: see
 :class:`~ds_fsmoe.planning.what_if.WhatIf`. A run that was not tuned records what its layers are, and no costs: those
-are fitted to its trace (:mod:`~ds_fsmoe.planning.traced_costs`).
+are fitted to its trace (:mod:`~ds_fsmoe.offline.plan.traced_costs`).
 """
 
 from __future__ import annotations

@@ -1,33 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of all stages of a pipeline: each plans for its own layers, as a job without stages does.
-
-A stage's layers are cut in one way per phase, whatever the micro-batch. Gradients are summed over a stage's ranks when
-they are whole: in the backward of the last micro-batch, and what finds no room there after it. A stage without experts
-has no room. What stages share is summed over them first, when all backwards are over.
-
-A batch is predicted by closed forms from the times of its stages and sends; nothing of it is simulated.
-"""
+"""The times of one stage of a pipeline, and what a plan of its layers takes there."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_fsmoe.planning.architecture import Architecture
-from ds_fsmoe.planning.block import add_work
-from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import DenseStage, Stage, dense_stage, model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner
-from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.schedule import Draft, Lane
-from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
-from ds_fsmoe.planning.zero import NO_ZERO, Zero, gathers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +28,6 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class StageWork:
-    """What one stage has to do in a micro-batch."""
-
-    layers: tuple[Layer, ...]
-    dense: DenseStage | None = None
-    """The work of a stage without experts, which has no layers."""
-
-
-@dataclass(frozen=True)
 class StagePlan:
     """The plan of one stage, and what it takes."""
 
@@ -70,122 +40,6 @@ class StagePlan:
     """How its layers are run; ``None``: it has none."""
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """What is planned: the stages of a model, and what they send."""
-
-    works: tuple[StageWork, ...]
-    lanes: tuple[Lane, ...]
-    """The link between each stage and the next."""
-    sends_ms: tuple[float, ...]
-    """The time of a send over each, of activations as of gradients."""
-    send_bytes: float
-    """The bytes that a rank sends to the next stage for a micro-batch, and gets back as gradients."""
-    tied_ms: float = 0.0
-    """The time to sum the gradients that the first stage and the last one share; 0: there are none."""
-    zero: Zero = NO_ZERO
-
-    def plan(
-        self, planner: Planner, name: str, known: Mapping[StageWork, StagePlan] | None = None
-    ) -> tuple[StagePlan, ...]:
-        """Plan each stage the way a named system would. ``best`` may also send the gradients of all stages behind the
-        first at the end, beside the backwards of the stages before them, if that makes a shorter batch.
-
-        Args:
-            planner: with the costs; its settings have the number of micro-batches.
-            name: the system.
-            known: stages that are planned already.
-
-        Raises:
-            ValueError: no such system, with those there are.
-        """
-        of_works = dict(known or {})
-        for work in self.works:
-            if work not in of_works:
-                of_works[work] = plan_stage(planner, name, work, self.zero)
-        first, *others = (of_works[work] for work in self.works)
-        ways = [(first, *others)]
-        if name == BEST:
-            ways.append((first, *(_at_the_end(planner, each) for each in others)))
-        return min(ways, key=lambda way: self.batch_ms([e.times for e in way], planner.settings.num_micro_batches))
-
-    def batch_ms(self, stages: Sequence[StageTimes], num_micro_batches: int) -> float:
-        """Predict the time of a batch, see :func:`batch_ms`."""
-        return batch_ms(stages, num_micro_batches, self.sends_ms, self.tied_ms)
-
-    def stage_sends_ms(self, stage: int, num_micro_batches: int) -> float:
-        """Return how long a stage sends and receives in a batch."""
-        return 2 * num_micro_batches * _beside(self.sends_ms, stage)
-
-
-def batch_ms(
-    stages: Sequence[StageTimes],
-    num_micro_batches: int,
-    send_ms: float | Sequence[float] = 0.0,
-    tied_ms: float = 0.0,
-) -> float:
-    """Predict the time of a ``train_batch`` of DeepSpeed's pipeline engine from the times of its stages.
-
-    The last micro-batch goes through all stages and back, with its sends. The micro-batches before it take as long as
-    they do on the slowest stage, which computes nothing while it sends. A stage whose last backward is over sums what
-    is left of its gradients beside the backwards of the stages before it.
-
-    Args:
-        stages: the times of each stage's own work, from the front, measured or predicted.
-        num_micro_batches: ``gradient_accumulation_steps``.
-        send_ms: of one micro-batch's activation to the next stage, as of its gradient; one number, or one for each pair
-            of neighbours.
-        tied_ms: to sum the gradients of what the first and the last stage share, once all are through.
-
-    Returns:
-        The time from the first forward of the first stage until gradients are summed; without the optimizer.
-
-    Raises:
-        ValueError: as many sends as there are no neighbours.
-    """
-    pairs = len(stages) - 1
-    sends_ms = [float(send_ms)] * pairs if isinstance(send_ms, int | float) else list(send_ms)
-    if len(sends_ms) != pairs:
-        raise ValueError(f"send_ms: {len(sends_ms)} times, must be one for each of {pairs} pairs of neighbours")
-    slowest_ms = max(
-        each.forward_ms + each.backward_ms + 2 * _beside(sends_ms, stage) for stage, each in enumerate(stages)
-    )
-    through_ms = sum(each.forward_ms + each.last_backward_ms for each in stages) + 2 * sum(sends_ms)
-    # From the last backward of each stage on, those of the stages before it follow.
-    behind_ms = itertools.accumulate(
-        (each.last_backward_ms + sent_ms for each, sent_ms in zip(stages, sends_ms, strict=False)), initial=0.0
-    )
-    left_ms = max(each.gradients_ms - ms for each, ms in zip(stages, behind_ms, strict=True))
-    return through_ms + (num_micro_batches - 1) * slowest_ms + tied_ms + max(0.0, left_ms)
-
-
-def _beside(sends_ms: Sequence[float], stage: int) -> float:
-    """Return the time of a send to each neighbour of a stage."""
-    return sum(sends_ms[max(0, stage - 1) : stage + 1])
-
-
-def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZERO) -> StagePlan:
-    """Plan one stage the way a named system would.
-
-    Args:
-        planner: with the costs; its settings have the number of micro-batches.
-        name: the system.
-        work: of the stage.
-        zero: the stage of ZeRO.
-
-    Raises:
-        ValueError: no such system, with those there are.
-    """
-    if work.dense is None:
-        return stage_times(planner, zero.plan(planner, name, work.layers))
-    forward_ms, backward_ms = (_chain_ms(planner, each) for each in (work.dense.forward, work.dense.backward))
-    after = work.dense.gradients
-    sent = (*after, *(gathers_of(after) if zero.stage else ()))
-    end_ms = sum(planner.costs[each.kind].ms(each.size_bytes) for each in sent)
-    times = StageTimes(forward_ms, backward_ms, backward_ms, end_ms)
-    return StagePlan(times, 0.0, sum(each.size_bytes for each in after))
-
-
 def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
     """Return what a plan of a stage's layers takes there."""
     last_forward_ms, to_the_end_ms = planner.phases_ms(plan)
@@ -196,108 +50,3 @@ def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
     # Gathers of updated parameters make one forward of a step longer, and count once.
     after_ms = to_the_end_ms - last_ms + last_forward_ms - forward_ms
     return StagePlan(StageTimes(forward_ms, bare_ms, last_ms, after_ms), hidden, plan.tail_bytes, plan)
-
-
-def _at_the_end(planner: Planner, stage: StagePlan) -> StagePlan:
-    """Return a stage whose gradients all follow its last backward."""
-    if stage.plan is None or not stage.hidden_bytes:
-        return stage
-    return stage_times(planner, stage.plan.sending_at_the_end())
-
-
-def pipeline_of_model(
-    cluster: Cluster,
-    architecture: Architecture,
-    groups: Groups,
-    stages: Sequence[Stage],
-    shape: Shape,
-    alltoall: AllToAll = "flat",
-    recompute: bool = False,
-    crossings: Crossings | None = None,
-) -> Pipeline:
-    """Return the stages of a whole model.
-
-    Args:
-        cluster: on which it runs.
-        architecture: the model.
-        groups: the ranks.
-        stages: the blocks of each.
-        shape: with the samples, the length, the bytes of an element and the imbalance.
-        alltoall, recompute, crossings: see :func:`~ds_fsmoe.planning.model_layers.model_layers`.
-
-    Raises:
-        ValueError: see :func:`~ds_fsmoe.planning.model_layers.model_layers`; the cluster has no number for sends.
-    """
-    sizes = architecture, groups, shape.B, shape.L, shape.dtype_bytes
-    works = []
-    for stage in stages:
-        if any(architecture.blocks[place].experts is not None for place in stage.places):
-            how = alltoall, recompute, crossings
-            works.append(StageWork(model_layers(*sizes, *how, imbalance=shape.imbalance, stage=stage)))
-        else:
-            works.append(StageWork((), dense_stage(*sizes, stage, recompute)))
-    tied_ms = 0.0
-    if architecture.is_tied and len(stages) > 1:
-        tied_bytes = architecture.M * architecture.vocab / groups.mp * shape.dtype_bytes
-        lane = lane_between(groups, 0, groups.pp - 1)
-        tied_ms = cluster.operation(f"{lane}.all_reduce", "weights that stages share").among(2).ms(tied_bytes)
-    return Pipeline(tuple(works), *_sends(cluster, groups, shape), tied_ms)
-
-
-def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer], shape: Shape) -> Pipeline:
-    """Return stages that all have the same layers, and nothing else.
-
-    Args:
-        cluster: on which they run.
-        groups: the ranks.
-        layers: of each stage.
-        shape: of a layer.
-
-    Raises:
-        ValueError: the cluster has no number for sends.
-    """
-    return Pipeline((StageWork(tuple(layers)),) * groups.pp, *_sends(cluster, groups, shape))
-
-
-def lane_between(groups: Groups, one: int, other: int) -> Lane:
-    """Return the link that two stages send over: that between nodes, if any rank's peer lies in another node. A stage
-    is as many neighbouring ranks as it has, and each sends to the one at its place in the other stage."""
-
-    def nodes(stage: int) -> list[int]:
-        first = stage * groups.stage
-        return [rank // groups.gpus_per_node for rank in range(first, first + groups.stage)]
-
-    return Lane.INTRA if nodes(one) == nodes(other) else Lane.INTER
-
-
-def send_cost(cluster: Cluster, lane: Lane) -> LinearCost:
-    """Return the cost of sending a byte from a rank to another one. A cluster's file has none of its own: it is that of
-    an all-to-all between two, each of which sends half of what it has; or, where a link has no such number, of an
-    all-gather between two.
-
-    Raises:
-        ValueError: the cluster has a number for neither.
-    """
-    name = next((each for each in ("all_to_all", "all_gather") if f"{lane}.{each}" in cluster.operations), "all_to_all")
-    between_two = cluster.operation(f"{lane}.{name}", "what a stage sends to the next").among(2)
-    return LinearCost(between_two.alpha_ms, 2 * between_two.beta_ms)
-
-
-def _sends(cluster: Cluster, groups: Groups, shape: Shape) -> tuple[tuple[Lane, ...], tuple[float, ...], float]:
-    """Return the links between stages, the time of a send over each, and the bytes that a rank sends: those of its
-    share of the tokens, as model parallelism divides them between its parts."""
-    send_bytes = shape.B * shape.L / groups.mp * shape.M * shape.dtype_bytes
-    lanes = tuple(lane_between(groups, stage, stage + 1) for stage in range(groups.pp - 1))
-    return lanes, tuple(send_cost(cluster, each).ms(send_bytes) for each in lanes), send_bytes
-
-
-def _chain_ms(planner: Planner, works: Sequence[Work]) -> float:
-    """Return the time of operations that each wait for the one before."""
-    settings, draft = planner.settings, Draft()
-    last: tuple[int, ...] = ()
-    for each in works:
-        last = (add_work(draft, each, 0, last),)
-    schedule = draft.finish()
-    if settings.is_serial:
-        schedule = schedule.in_one_lane()
-    return simulate(schedule, planner.costs, settings.contention, settings.host_ms).makespan_ms

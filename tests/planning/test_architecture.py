@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
-from ds_fsmoe.planning.models import PAPER, load_model, names
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
+from ds_fsmoe.offline.models.known import PAPER, load_model, model_names
 
 M = 7
 FULL = Attention(heads=6, kv_heads=2, head_dim=5, value_dim=5, num_other=3)
 LATENT = Attention(3, 3, head_dim=11, value_dim=4, kind="latent", query_rank=8, kv_rank=5, rope_dim=2, num_other=13)
 LINEAR = Attention(3, 3, 5, 5, kind="linear", window=4, num_other=15, has_output_gate=True)
-EXPERTS = Experts(E=10, K=3, H=11, shared_H=13, has_shared_gate=True, has_bias=True, has_router_bias=True)
+EXPERTS = BlockExperts(E=10, K=3, H=11, shared_H=13, has_shared_gate=True, has_bias=True, has_router_bias=True)
 
 
 def elements(*shapes: tuple[int, int]) -> int:
@@ -74,13 +74,13 @@ def test_experts_have_their_matrices_their_biases_and_what_all_tokens_use() -> N
     assert EXPERTS.num_expert_parameters(M) == 10 * one
     assert EXPERTS.num_parameters(M) == 10 * one + always
     assert EXPERTS.num_active(M) == 3 * one + always
-    plain = Experts(E=10, K=3, H=11, gemms=2)
+    plain = BlockExperts(E=10, K=3, H=11, gemms=2)
     assert plain.num_parameters(M) == 10 * elements((M, 11), (11, M)) + 10 * M
 
 
 def test_a_model_is_the_sum_of_its_blocks() -> None:
-    dense = Block(FULL, None, dense_H=17, num_norms=2 * M)
-    sparse = Block(LATENT, EXPERTS, num_norms=2 * M)
+    dense = ModelBlock(FULL, None, dense_H=17, num_norms=2 * M)
+    sparse = ModelBlock(LATENT, EXPERTS, num_norms=2 * M)
     model = Architecture(
         "odd", "", M, vocab=19, is_tied=False, max_length=64, blocks=(dense, sparse, sparse), num_other=M
     )
@@ -99,13 +99,13 @@ def test_a_model_is_the_sum_of_its_blocks() -> None:
 
 
 def test_experts_of_several_numbers_are_spread_over_what_divides_all() -> None:
-    blocks = tuple(Block(FULL, Experts(E, 1, 3)) for E in (12, 18, 30))
+    blocks = tuple(ModelBlock(FULL, BlockExperts(E, 1, 3)) for E in (12, 18, 30))
     model = Architecture("odd", "", M, 19, False, 64, blocks)
     assert model.num_experts == math.gcd(12, 18, 30) == 6
 
 
 def test_a_model_is_cut_to_its_first_blocks_and_gets_other_experts() -> None:
-    dense, sparse = Block(FULL, None, dense_H=17), Block(FULL, EXPERTS)
+    dense, sparse = ModelBlock(FULL, None, dense_H=17), ModelBlock(FULL, EXPERTS)
     model = Architecture("odd", "", M, 19, False, 64, (dense, dense, sparse, sparse))
     assert model.first(3).blocks == (dense, dense, sparse)
     changed = model.with_experts(E=20, K=5)
@@ -129,8 +129,11 @@ def test_a_model_is_cut_to_its_first_blocks_and_gets_other_experts() -> None:
         (lambda: replace(EXPERTS, K=11), "K = 11: must be at most the number of experts, E = 10"),
         (lambda: replace(EXPERTS, gemms=4), "gemms = 4: the choices are 2, 3"),
         (lambda: replace(EXPERTS, groups=(3, 1)), "must be a number that divides the 10 experts"),
-        (lambda: Block(FULL), "dense_H = 0: must be at least 1 without experts"),
-        (lambda: Block(FULL, EXPERTS, dense_H=3), "dense_H = 3: must be at least 1 without experts, and 0 with them"),
+        (lambda: ModelBlock(FULL), "dense_H = 0: must be at least 1 without experts"),
+        (
+            lambda: ModelBlock(FULL, EXPERTS, dense_H=3),
+            "dense_H = 3: must be at least 1 without experts, and 0 with them",
+        ),
         (lambda: Architecture("odd", "", M, 19, False, 64, ()), "odd: must have at least one block"),
         (lambda: load_model("mixtral-8x7"), "no model is called 'mixtral-8x7', .*: did you mean 'mixtral-8x7b'?"),
     ],
@@ -155,7 +158,7 @@ PUBLISHED = {
 """Billions of parameters, and of those that a token uses: what their authors say, with embedding and head counted."""
 
 
-@pytest.mark.parametrize("name", sorted({*names()} - {*PAPER}))
+@pytest.mark.parametrize("name", sorted({*model_names()} - {*PAPER}))
 def test_a_model_that_comes_with_the_package_is_as_large_as_its_authors_say(name: str) -> None:
     model = load_model(name)
     whole, active = PUBLISHED[name]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.planning.architecture import Architecture
-from ds_fsmoe.planning.hf_config import read_hf_config
-from ds_fsmoe.planning.hf_families import DENSE, FAMILIES
+from ds_fsmoe.offline.models.architecture import Architecture
+from ds_fsmoe.offline.models.hf_config import read_hf_config
+from ds_fsmoe.offline.models.hf_families import DENSE, FAMILIES
 
 SMALL: dict[str, Any] = {
     "hidden_size": 28,

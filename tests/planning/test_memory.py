@@ -10,21 +10,20 @@ from itertools import product
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.memory import (
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
+from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.memory import (
     COMMUNICATOR_BYTES,
     COMMUNICATORS,
     CONTEXT_BYTES,
     GB,
     Memory,
-    choices_of,
     largest_batch,
     memory_of,
+    other_memories,
 )
-from ds_fsmoe.planning.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, rows_of
-from ds_fsmoe.planning.memory_parameters import Parameters
-from ds_fsmoe.planning.memory_states import (
+from ds_fsmoe.offline.models.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, layer_rows
+from ds_fsmoe.offline.models.memory_states import (
     FROZEN,
     GATHERED,
     GRADIENTS,
@@ -32,17 +31,18 @@ from ds_fsmoe.planning.memory_states import (
     OPTIMIZER,
     PARAMETERS,
     STEP,
+    Parameters,
     most_in_partition,
     states_of,
 )
-from ds_fsmoe.planning.models import load_model
-from ds_fsmoe.planning.training import Training
+from ds_fsmoe.offline.models.training import Training
+from ds_fsmoe.planning.groups import Groups
 
 MODELS = ("mixtral-8x7b", "olmoe", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "gpt-oss-20b", "phi-3.5-moe")
 ATTENTION = Attention(heads=5, kv_heads=5, head_dim=7, value_dim=7)
-DENSE = Block(ATTENTION, dense_H=33, num_norms=70)
-EXPERTS = Experts(E=6, K=2, H=11)
-SPARSE = Block(ATTENTION, EXPERTS, num_norms=70)
+DENSE = ModelBlock(ATTENTION, dense_H=33, num_norms=70)
+EXPERTS = BlockExperts(E=6, K=2, H=11)
+SPARSE = ModelBlock(ATTENTION, EXPERTS, num_norms=70)
 TINY = Architecture("tiny", "this test", M=35, vocab=101, is_tied=False, max_length=64, blocks=(DENSE, SPARSE, SPARSE))
 STATES = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
 EIGHT = Groups(world=8, gpus_per_node=4, ep=2)
@@ -130,10 +130,10 @@ def test_scores_are_kept_by_eager_attention_alone() -> None:
 
 def test_ranks_that_share_experts_gather_rows_and_cut_hidden_layers() -> None:
     training = Training(2, 64)
-    whole = rows_of(EXPERTS, 35, EIGHT, training)
-    cut = rows_of(EXPERTS, 35, replace(EIGHT, esp=2), training)
+    whole = layer_rows(EXPERTS, 35, EIGHT, training)
+    cut = layer_rows(EXPERTS, 35, replace(EIGHT, esp=2), training)
     assert (cut.sent, cut.here, cut.hidden) == (whole.sent, 2 * whole.here, whole.hidden / 2)
-    assert rows_of(EXPERTS, 35, EIGHT, replace(training, load=1.5)).here == 1.5 * whole.here
+    assert layer_rows(EXPERTS, 35, EIGHT, replace(training, load=1.5)).here == 1.5 * whole.here
 
 
 def test_the_loss_is_computed_in_fp32() -> None:
@@ -322,11 +322,11 @@ def test_a_training_that_does_not_exist_is_refused(wrong: dict) -> None:
 
 
 def test_choices_are_on_the_same_ranks_and_include_the_one_asked_for() -> None:
-    found = choices_of(TINY, EIGHT, Training(1, 64), 80.0)
+    found = other_memories(TINY, EIGHT, Training(1, 64), 80.0)
     assert {each.zero for each in found} == {0, 1, 2, 3}
-    assert all(6 % each.ep == 0 and 8 % (each.ep * each.esp) == 0 for each in found)
-    assert (0, 2, 1) in {(each.zero, each.ep, each.esp) for each in found}
-    assert not any(each.esp > 1 for each in found if each.zero == 3)
+    assert all(6 % each.groups.ep == 0 and 8 % (each.groups.ep * each.groups.esp) == 0 for each in found)
+    assert (0, 2, 1) in {(each.zero, each.groups.ep, each.groups.esp) for each in found}
+    assert not any(each.groups.esp > 1 for each in found if each.zero == 3)
     assert min(each.largest_batch or 0 for each in found) >= 1
 
 

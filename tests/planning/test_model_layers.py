@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
+from ds_fsmoe.offline.models.known import load_model, model_names
+from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers, moe_shape, stage_flops, stages
 from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers, moe_shape, stage_flops, stages
-from ds_fsmoe.planning.models import load_model, names
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import (
@@ -33,9 +33,9 @@ M, VOCAB, B, L = 6, 19, 3, 5
 FULL = Attention(heads=3, kv_heads=1, head_dim=2, value_dim=2, num_other=4)
 SLIDING = replace(FULL, kind="sliding", window=2)
 LINEAR = Attention(3, 3, 2, 2, kind="linear", window=4, num_other=6, has_output_gate=True)
-EXPERTS = Experts(E=4, K=2, H=10, shared_H=7, has_shared_gate=True, has_bias=True, has_router_bias=True)
-DENSE_BLOCK = Block(SLIDING, None, dense_H=11, dense_gemms=2, num_norms=12)
-PLAIN, SHARING = Block(FULL, Experts(4, 2, 10), num_norms=12), Block(LINEAR, EXPERTS, num_norms=12)
+EXPERTS = BlockExperts(E=4, K=2, H=10, shared_H=7, has_shared_gate=True, has_bias=True, has_router_bias=True)
+DENSE_BLOCK = ModelBlock(SLIDING, None, dense_H=11, dense_gemms=2, num_norms=12)
+PLAIN, SHARING = ModelBlock(FULL, BlockExperts(4, 2, 10), num_norms=12), ModelBlock(LINEAR, EXPERTS, num_norms=12)
 ODD = Architecture(
     name="odd",
     source="",
@@ -113,7 +113,7 @@ def test_every_parameter_has_one_gradient_on_the_stages_that_hold_it(pp: int, is
     assert sums[EXPERT_GRAD] == 2 * in_experts / groups.ep
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", model_names())
 def test_every_parameter_of_a_known_model_has_a_gradient(name: str) -> None:
     model = load_model(name)
     layers = model_layers(model, Groups(32, 4, ep=4), 1, 128, 2)
@@ -179,7 +179,7 @@ def test_stages_hold_all_blocks_in_order_and_differ_by_one_at_most(pp: int) -> N
 
 def test_the_stage_that_computes_the_most_is_the_one_that_is_planned() -> None:
     big = replace(ODD, vocab=1)
-    heavy = Block(FULL, Experts(4, 2, 1000))
+    heavy = ModelBlock(FULL, BlockExperts(4, 2, 1000))
     for at in (2, 3, 5, 6):
         blocks = (*big.blocks[:at], heavy, *big.blocks[at + 1 :])
         model = replace(big, blocks=blocks)
@@ -208,7 +208,7 @@ def test_another_capacity_and_a_fuller_rank_change_what_is_sent() -> None:
         ({"groups": Groups(12, 4, ep=3)}, "E = 4: must be divisible by ep = 3"),
         ({"groups": Groups(12, 4, esp=3)}, "H = 10: must be divisible by esp = 3"),
         ({"groups": Groups(9, 4, pp=9)}, "pp = 9: must be at most the number of blocks, 8"),
-        ({"stage": Stage(0, range(2), True, False)}, "stage 1 of 1: none of its blocks has experts"),
+        ({"stage": ModelStage(0, range(2), True, False)}, "stage 1 of 1: none of its blocks has experts"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(how: dict, sentence: str) -> None:

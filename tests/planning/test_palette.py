@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ds_fsmoe.planning import schedule as kinds
-from ds_fsmoe.planning.palette import (
+from ds_fsmoe.offline.report.palette import (
     DARK,
     LANE_NAMES,
     LANES,
@@ -20,9 +19,10 @@ from ds_fsmoe.planning.palette import (
     colour_of,
     linear,
     luminance,
-    name_of,
+    task_name,
     text_on,
 )
+from ds_fsmoe.planning import schedule as kinds
 
 IN_ONE_LANE = {
     "compute": (
@@ -57,12 +57,12 @@ def lab(colour: str, seen: np.ndarray) -> np.ndarray:
 def test_colours_that_meet_in_a_lane_differ_however_they_are_seen(lane: str, seen: str) -> None:
     for one, other in combinations(dict.fromkeys(IN_ONE_LANE[lane]), 2):
         apart = float(np.linalg.norm(lab(PALETTE[one], SEEN[seen]) - lab(PALETTE[other], SEEN[seen])))
-        assert apart > 7, (name_of(one), name_of(other), apart)
+        assert apart > 7, (task_name(one), task_name(other), apart)
 
 
 def test_every_kind_of_task_has_words_and_a_colour() -> None:
     assert TASK_NAMES.keys() == PALETTE.keys()
-    assert name_of("MY_OWN") == "my own"
+    assert task_name("MY_OWN") == "my own"
     assert colour_of("MY_OWN") not in PALETTE.values()
     assert set(LANES) == set(LANE_NAMES)
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks.simulations.paper import table_4
+from ds_fsmoe.offline.models.known import MODELS, model
 from ds_fsmoe.planning import plan as plan_module
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.paper_models import MODELS, model
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models.hf_config import read_hf_config
+from ds_fsmoe.offline.models.hf_families import FAMILIES
+from ds_fsmoe.offline.models.known import PAPER, load_model, model_names
+from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
+from ds_fsmoe.offline.plan.report import report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.hf_config import read_hf_config
-from ds_fsmoe.planning.hf_families import FAMILIES
-from ds_fsmoe.planning.model_layers import commonest_moe, moe_shape
-from ds_fsmoe.planning.models import PAPER, load_model, names
 from ds_fsmoe.planning.plan import Settings
-from ds_fsmoe.planning.report import report
 
 TINY: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40},
@@ -210,6 +210,6 @@ def test_the_page_about_planning_names_all_models_and_families() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
     section = page.split("## Your own model")[1].split("\n## ")[0]
     (known,) = re.findall(r"\*\*Known by name\*\* are (.*?)\.\n- ", section, flags=re.DOTALL)
-    assert set(re.findall(r"`([^`]+)`", known)) == {*names()} - {*PAPER}
+    assert set(re.findall(r"`([^`]+)`", known)) == {*model_names()} - {*PAPER}
     (read,) = re.findall(r"\*\*Families that are read\*\*: (.*?)\. Any other", section, flags=re.DOTALL)
     assert set(re.findall(r"\w+", read)) - {"and"} == {*FAMILIES, *(each for f in FAMILIES.values() for each in f.also)}

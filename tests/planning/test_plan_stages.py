@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models.pipeline import batch_ms
 from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.stage_plan import StageTimes, batch_ms
+from ds_fsmoe.planning.stage_plan import StageTimes
 
 TINY: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40},

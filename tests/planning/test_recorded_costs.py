@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.offline.plan.traced_costs import (
+    TracedTask,
+    corrected,
+    fit_costs,
+    read_tasks,
+    traced_tasks,
+    with_slowdown_of,
+)
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import moe_work, sized
 from ds_fsmoe.planning.cluster import Cluster, Operation
@@ -29,8 +37,6 @@ from ds_fsmoe.planning.recorded_costs import (
 from ds_fsmoe.planning.recorded_data import job_as_data, job_from_data
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, play
-from ds_fsmoe.planning.traced_costs import corrected, fit_costs, with_slowdown_of
-from ds_fsmoe.planning.traced_tasks import TracedTask, read_tasks, traced_tasks
 from tests.planning.measured_layers import GROUPS, SIZES, made_up
 
 LABELS = ("L00", "L01", "L02")

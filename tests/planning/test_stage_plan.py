@@ -11,29 +11,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_fsmoe.planning.architecture import Architecture
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.gradient_prices import window_prices
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_layers import DenseStage, dense_stage, model_layers, stages
-from ds_fsmoe.planning.models import load_model
-from ds_fsmoe.planning.phase_times import PhaseTimes
-from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import BEST, NAMES
-from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.search import SearchSpace, choose
-from ds_fsmoe.planning.stage_plan import (
-    Pipeline,
-    StageTimes,
+from ds_fsmoe.offline.models.architecture import Architecture
+from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.model_layers import DenseStage, dense_stage, model_layers, stages
+from ds_fsmoe.offline.models.pipeline import (
+    PlannedPipeline,
     batch_ms,
     lane_between,
     pipeline_of_layers,
     pipeline_of_model,
     plan_stage,
     send_cost,
-    stage_times,
 )
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.gradient_prices import window_prices
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_times import PhaseTimes
+from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.presets import BEST, NAMES
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.search import SearchSpace, choose
+from ds_fsmoe.planning.stage_plan import StageTimes, stage_times
 from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, kind_costs, layer_work
 from tests.planning.test_model_layers import ODD, B, L
 
@@ -42,7 +41,9 @@ SHAPE = Shape(1, 1024, 1600, 6400, 8, 2, 1.2, "gpt", 25)
 GROUPS = Groups(48, 8, mp=8, esp=8, ep=1, pp=2)
 
 
-def equal_layers(num_layers: int = 3, num_micro_batches: int = 4, groups: Groups = GROUPS) -> tuple[Pipeline, Planner]:
+def equal_layers(
+    num_layers: int = 3, num_micro_batches: int = 4, groups: Groups = GROUPS
+) -> tuple[PlannedPipeline, Planner]:
     layers = (layer_work(SHAPE, groups, whole_slots=True),) * num_layers
     settings = Settings(TESTBED.contention, max_degree=4, num_micro_batches=num_micro_batches)
     return pipeline_of_layers(TESTBED, groups, layers, SHAPE), Planner(kind_costs(TESTBED, groups), settings)

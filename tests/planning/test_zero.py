@@ -10,14 +10,15 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models.architecture import step_flops
+from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
+from ds_fsmoe.offline.models.zero import Zero
+from ds_fsmoe.offline.plan.report import Report, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_flops import step_flops
-from ds_fsmoe.planning.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.planning.models import load_model
 from ds_fsmoe.planning.plan import Planner, Settings
 from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.report import Report, report
 from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD_PARTS,
     EXPERT_PARAMETERS,
@@ -28,7 +29,6 @@ from ds_fsmoe.planning.schedule import (
 )
 from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.stage_plan import stage_times
-from ds_fsmoe.planning.zero import Zero
 
 CLUSTER, MODEL = load_cluster("testbed_a"), load_model("olmoe").first(4)
 GROUPS = Groups(16, 8, ep=8)

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs your own training command with stock DeepSpeed's layers and with ours, in turns, and compares them.
+
+  ds_fsmoe compare -- deepspeed train.py --deepspeed_config ds_config.json
+
+The command has to name a DeepSpeed config with an "fsmoe" block. Each run gets a copy of it that differs in
+fsmoe.enabled, is recorded, and ends after some optimizer steps. First each runs once for --steps, with a timeline; the
+layers are measured then, for all that follows. Then both run again and again for fewer steps, stock first, ours first,
+and so on (--turns), and the ratio has an interval over these turns. Where the config is a dict inside the script, the
+block comes from outside, and the command starts the script with --module ds_fsmoe.run:
+
+  ds_fsmoe compare --fsmoe '{"enabled": true}' -- deepspeed --module ds_fsmoe.run train.py
+
+Two runs that are recorded already are compared by --recorded STOCK OURS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
+from ds_fsmoe.engine.command_line import OPTION
+from ds_fsmoe.files import hiding
+from ds_fsmoe.files.owners import OF_COMPARISON, OwnedError, Ownership
+from ds_fsmoe.files.runs import RUN, STEPS, Run, clear_run, has_trace, read_run
+from ds_fsmoe.offline.commands.training_command import (
+    FEWEST,
+    OURS,
+    STOCK,
+    PlannedRun,
+    TrainingCommand,
+    find_config,
+    find_given,
+    first_error,
+    run_config,
+    with_free_port,
+)
+from ds_fsmoe.offline.report.comparison import (
+    BLOCK,
+    FEWEST_STEPS,
+    Interval,
+    RunTimes,
+    Turn,
+    disturbance,
+    interval_of,
+    losses_of,
+    middle,
+    order_of,
+    ratio_interval,
+    read_turns,
+    reasons,
+    settled_after,
+    step_times_ms,
+    times_of,
+    winner,
+)
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.screen import RED, YELLOW, print_coloured
+from ds_fsmoe.terminal.tables import print_table
+
+HELP = "your training command with and without the block: speed, losses, where the time went"
+TURNS = "turns"
+_NO_DOOR = (
+    "does the script go through one of the doors? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or "
+    "be started with --module ds_fsmoe.run"
+)
+REPORTS = "fsmoe_reports"
+"""Where ranks of ours leave reports, under the folder in which the job was started."""
+_SOON_S = 300.0
+"""The seconds after which a run without a record is considered to have none."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of the first, long runs (150)")
+    parser.add_argument("--turns", type=int, default=10, help="short runs of each after that (10; 0: none, no verdict)")
+    parser.add_argument("--turn-steps", type=int, default=20, help="steps of a short run that count (20)")
+    parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="folder for all runs (fsmoe_compare)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end a run that takes longer")
+    parser.add_argument(OPTION, metavar="FILE|JSON", help=f"{HELP_ON_BLOCK}, if it has one; with ds_fsmoe.run")
+    parser.add_argument("--no-trace", action="store_true", help="leave out the timelines")
+    about = "compare two runs that fsmoe.record has left, and start nothing"
+    parser.add_argument("--recorded", type=Path, nargs=2, metavar=("STOCK", "OURS"), help=about)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="that trains")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run and compare the trainings. Return 0 if all ran, 1 if one of them failed."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.recorded:
+        if command:
+            raise ValueError("--recorded starts nothing, and there is a training command; leave one of them out")
+        return _tell_two(*(read_run(folder) for folder in args.recorded))
+    if not command:
+        raise ValueError("no training command: ds_fsmoe compare [OPTIONS] -- deepspeed train.py ...")
+    if args.steps < FEWEST:
+        raise ValueError(f"--steps = {args.steps}: must be at least {FEWEST}: the first ones are slow and do not count")
+    if args.turns < 0 or args.turn_steps < FEWEST_STEPS:
+        raise ValueError(
+            f"--turns = {args.turns}, --turn-steps = {args.turn_steps}: must be at least 0, and at least {FEWEST_STEPS}"
+        )
+    trainings = _Trainings(find_given(command, args.fsmoe) or find_config(command), args)
+    owner = _own(trainings.out)
+    try:
+        status = trainings.long_runs() or trainings.turns()
+        return status or tell(trainings.out)
+    finally:
+        owner.release()
+
+
+def _own(out: Path) -> Ownership:
+    """Make the folder of a comparison this process's own.
+
+    Raises:
+        ValueError: another comparison writes there, or it cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return Ownership(out, name=OF_COMPARISON)
+    except OwnedError as error:
+        raise ValueError(f"--out {out}: {error}: name another folder") from error
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written to: {error}") from error
+
+
+class _Trainings:
+    """Runs one command again and again: long runs, then turns."""
+
+    def __init__(self, subject: TrainingCommand, args: argparse.Namespace) -> None:
+        self._subject = subject
+        self._steps: int = args.steps
+        self._num_turns: int = args.turns
+        self._turn_steps: int = args.turn_steps
+        self._timeout_s: float | None = args.timeout
+        self._is_traced = not args.no_trace
+        self.out: Path = args.out.resolve()
+
+    def long_runs(self) -> int:
+        """Run both trainings for all steps, or for as many as the script has; return the exit status."""
+        for kind in (STOCK, OURS):
+            status, trained = self._train_as(self._planned(kind, self.out / kind, self._steps, self._is_traced))
+            if kind == STOCK and not status and trained < self._steps:
+                print(f"compare: {kind}: the script ended by itself after {trained} of {self._steps} steps", flush=True)
+                if trained < FEWEST:
+                    raise ValueError(
+                        f"the script ends after {trained} steps: it must train at least {FEWEST}, as the first ones "
+                        "are slow and do not count"
+                    )
+                self._steps = trained
+                if self._is_traced:
+                    # What is traced are the last steps but one, so its timeline was never begun.
+                    print(f"compare: {kind}: once more with --steps {trained}, for its timeline", flush=True)
+                    status, _ = self._train_as(self._planned(kind, self.out / kind, trained, True))
+            if status:
+                return 1
+        return 0
+
+    def turns(self) -> int:
+        """Run both trainings in turns; return the exit status."""
+        # An earlier comparison's turns would be counted.
+        shutil.rmtree(self.out / TURNS, ignore_errors=True)
+        stock, ours = (read_run(self.out / kind) for kind in (STOCK, OURS))
+        if not self._num_turns or stock.is_stock == ours.is_stock:
+            return 0
+        after = max(settled_after(stock), settled_after(ours))
+        steps = min(self._steps, max(FEWEST, after + self._turn_steps))
+        print(f"compare: {self._num_turns} turns of both, the last {self._turn_steps} steps of each count", flush=True)
+        began_s, turn = time.monotonic(), 0
+        while turn < self._num_turns:
+            left_s = (time.monotonic() - began_s) / max(1, turn) * (self._num_turns - turn)
+            about = f"; about {left_s / 60:.0f} min left" if turn and left_s >= 60 else ""
+            print(f"compare: turn {turn + 1} of {self._num_turns}{about}", flush=True)
+            if self._run_turn(turn, steps, is_tuned=bool(ours.plans.get("choices"))):
+                return 1
+            after = max(settled_after(read_run(self._folder_of(turn, kind))) for kind in (STOCK, OURS))
+            if steps - after >= FEWEST_STEPS or steps == self._steps:
+                turn += 1
+                continue
+            # How many plans are tried, and so how long that takes, depends on what steps took.
+            steps = min(self._steps, max(after + self._turn_steps, steps * 3 // 2))
+            print(f"compare: plans were not settled soon enough to count; this turn again, {steps} steps", flush=True)
+        return 0
+
+    def _run_turn(self, turn: int, steps: int, is_tuned: bool) -> int:
+        for is_ours in order_of(turn):
+            kind = OURS if is_ours else STOCK
+            planned = self._planned(kind, self._folder_of(turn, kind), steps, False, is_tuned)
+            if status := self._train_as(planned)[0]:
+                return status
+        return 0
+
+    def _folder_of(self, turn: int, kind: str) -> Path:
+        return self.out / TURNS / f"{turn:03}" / kind
+
+    def _planned(self, kind: str, folder: Path, steps: int, is_traced: bool, is_tuned: bool = False) -> PlannedRun:
+        return PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned)
+
+    def _train_as(self, planned: PlannedRun) -> tuple[int, int]:
+        """Run one training, and return (exit status, recorded optimizer steps).
+
+        Raises:
+            ValueError: it cannot be started, or has recorded nothing.
+        """
+        folder, kind = planned.folder, planned.kind
+        folder.mkdir(parents=True, exist_ok=True)
+        config = run_config(self._subject.config, planned)
+        file, log = folder / "ds_config.json", folder / "log.txt"
+        file.unlink(missing_ok=True)
+        file.touch(0o600)
+        file.write_text(json.dumps(config, indent=2))
+        print(f"compare: {kind}, {planned.steps} steps; its log is {log}", flush=True)
+        command, began_s = with_free_port(self._subject.command_with(file), _free_port()), time.time()
+        try:
+            status = _train(command, folder, planned.steps, self._timeout_s)
+        finally:
+            _hide_secrets(config, command, file, log)
+        if status:
+            print_coloured(f"compare: {kind}: the training ended with exit status {status}; its log is {log}", RED)
+            _tell_why(log, began_s)
+            return status, 0
+        if not (folder / RUN).exists():
+            raise ValueError(f"the training has ended and recorded nothing: {_NO_DOOR}")
+        recorded = read_run(folder).steps
+        return status, recorded[-1]["step"] if recorded else 0
+
+
+def _tell_why(log: Path, began_s: float) -> None:
+    found = first_error(log, Path(REPORTS), began_s)
+    if found is None:
+        print("its last lines:", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
+    else:
+        print(f"the first error, of {found.of}:", *found.lines, sep="\n", file=sys.stderr)
+
+
+def _free_port() -> int:
+    """Return a port that nobody uses, so that a comparison runs beside other jobs."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return taken.getsockname()[1]
+
+
+def _hide_secrets(config: Mapping[str, Any], command: Sequence[str], file: Path, log: Path) -> None:
+    """Leave out what may be secret of the config and of what the training has printed."""
+    shown = hiding.config_of(config)
+    found = hiding.secrets_of([config, list(command)], [shown, hiding.command_of(command)])
+    file.write_text(json.dumps(shown, indent=2))
+    if found and log.exists():
+        log.write_text(hiding.without(log.read_text(errors="surrogateescape"), found), errors="surrogateescape")
+
+
+def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:
+    try:
+        clear_run(folder)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with (folder / "log.txt").open("w") as log:
+        try:
+            # A session of its own, so that all of it can be ended.
+            job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise ValueError(f"{command[0]}: cannot be started: {error}") from error
+        try:
+            with Progress("compare: training", steps) as progress:
+                start_s, is_told = time.monotonic(), False
+                while job.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        job.wait(0.2)
+                    if not is_told and time.monotonic() - start_s > _SOON_S and not (folder / RUN).exists():
+                        is_told = True
+                        print_coloured(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_DOOR}", YELLOW)
+                    progress.reached((folder / STEPS).read_text().count("\n") if (folder / STEPS).exists() else 0)
+                    if deadline_s is not None and time.monotonic() > deadline_s:
+                        print_coloured(f"compare: ended after {timeout_s:.0f} s", RED)
+                        return 124
+            return job.returncode
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+
+
+def tell(out: Path) -> int:
+    """Print the comparison of the runs in a folder.
+
+    Returns:
+        The exit status: 0, or 1 if one of them has recorded nothing that can be compared.
+    """
+    status = _tell_two(*(read_run(out / kind) for kind in (STOCK, OURS)), turns=out / TURNS)
+    if not status:
+        is_traced = any(has_trace(out / kind) for kind in (STOCK, OURS))
+        print(f"{'timelines, ' if is_traced else ''}plans and loads: ds_fsmoe report {out}")
+    return status
+
+
+def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
+    """Print what two runs and the turns in a folder say, and return the exit status."""
+    for each in (stock, ours):
+        for problem in each.problems:
+            print_coloured(f"compare: {each.name}: {problem}", YELLOW)
+    if stock.is_stock == ours.is_stock:
+        print_coloured(f"compare: both runs trained with the same layers: {_NO_DOOR}", RED)
+        return 1
+    if ours.is_stock:
+        raise ValueError(f"{ours.folder} is of stock DeepSpeed and {stock.folder} is not: name stock's first")
+    # The same steps of both, so that they have seen the same batches.
+    after = max(settled_after(stock), settled_after(ours))
+    times = times_of(stock, after), times_of(ours, after)
+    if times[0] is None or times[1] is None:
+        last = min(run.steps[-1]["step"] if run.steps else 0 for run in (stock, ours))
+        print_coloured(
+            f"compare: no step to compare: plans were settled after step {after}, and the runs ended after {last}; "
+            f"use --steps {after + 20} or more",
+            RED,
+        )
+        return 1
+    names = list(times[0].parts_ms)
+    rows = [
+        (run.name, f"{each.step_ms:.2f}", *(f"{each.parts_ms[name]:.2f}" for name in names))
+        for run, each in zip((stock, ours), times, strict=True)
+    ]
+    found = None if turns is None else read_turns(turns, STOCK, OURS)
+    if not found:
+        # What turns have found is the result, and another ratio beside it would be a second one.
+        ratios = [(times[0].step_ms, times[1].step_ms), *((times[0].parts_ms[n], times[1].parts_ms[n]) for n in names)]
+        rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
+    print()
+    print_table(
+        (f"medians of {times[0].num_steps} steps{' of the long runs' if found else ''}, ms", "step", *names), rows
+    )
+    interval = _print_turns(*found) if found else _print_one_after_another(stock, ours, after, times[0], times[1])
+    if interval is None or interval.low <= 1:
+        for reason in reasons(stock, ours, times[0]):
+            print(f"  a possible cause: {reason}")
+    losses = losses_of(stock, ours)
+    if losses is None:
+        print("losses: none were recorded (the script does not give one to engine.backward)")
+    elif not losses.largest_difference and losses.not_finite_from == (None, None):
+        print(f"losses: identical in all {losses.num_steps} steps; the last is {losses.last[0]:.6g}")
+    else:
+        print(
+            f"losses: at most {losses.largest_difference:.2g} apart (relative, at step {losses.at_step}) over "
+            f"{losses.num_steps} steps; the last are {losses.last[0]:.6g} and {losses.last[1]:.6g}"
+        )
+        for run, step in zip((stock, ours), losses.not_finite_from, strict=True):
+            if step is not None:
+                print(f"losses of {run.name} are not finite from step {step} on")
+    return 0
+
+
+def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
+    """Print how much faster ours was over turns, and whether that decides it. Return the interval."""
+    if len(turns) < num_run:
+        print(f"\n{num_run - len(turns)} of {num_run} turns ended before plans were settled, and do not count")
+    if not turns:
+        print("use more --steps")
+        return None
+    interval, ratios = interval_of(turns), [each.ratio for each in turns]
+    print(f"\nover {len(turns)} turns ours is {middle(turns):.2f} times as fast as stock DeepSpeed here")
+    if interval is not None:
+        print(f"  95% interval over turns: {interval.low:.2f} to {interval.high:.2f}")
+    print(f"  {winner(interval, 'turns')}")
+    counted = sorted({each.num_steps for each in turns})
+    print(
+        f"  single turns: {min(ratios):.2f} to {max(ratios):.2f}, each of the medians of "
+        f"{' to '.join(map(str, dict.fromkeys((counted[0], counted[-1]))))} steps; steps before plans were settled, in "
+        "which something is measured or tried, do not count, and neither do the long runs above"
+    )
+    return interval
+
+
+def _print_one_after_another(
+    stock: Run, ours: Run, after: int, of_stock: RunTimes, of_ours: RunTimes
+) -> Interval | None:
+    """Print how much faster ours was in one run after another, and how little that decides. Return the interval."""
+    print(f"\nours is {of_stock.step_ms / of_ours.step_ms:.2f} times as fast as stock DeepSpeed in these two runs")
+    interval = ratio_interval(*(step_times_ms(run, after) for run in (stock, ours)))
+    if interval is not None:
+        print(f"  95% interval, by how much the steps of each run vary: {interval.low:.2f} to {interval.high:.2f}")
+    print(f"  {winner(interval, f'blocks of {BLOCK} steps in each run')}")
+    print(
+        "  runs one after another are no fair ground: whatever else the machine did during one of them is in this "
+        "number too, and in no interval; --turns compares in turns"
+    )
+    if disturbed := disturbance(of_stock, of_ours):
+        print(f"  {disturbed}")
+    return interval

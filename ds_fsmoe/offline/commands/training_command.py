@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the config in a user's training command, and makes the configs of the runs that are compared from it.
+
+Where a training fails, it finds why: the error of the rank that died, not what others saw of that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.engine.command_line import OPTION, read_given, take_option
+from ds_fsmoe.untrusted import read_regular
+
+STOCK, OURS = "stock", "ours"
+FEWEST = 8
+"""The fewest steps of a run: some warm up, two are traced, one ends the trace."""
+_FEWEST_TUNED = 80
+"""The fewest steps of a run whose layers are measured at its start, unless its config says otherwise: in fewer, plans
+would hardly be settled."""
+_LARGEST_BYTES = 1_000_000
+"""The largest size of a config, in bytes."""
+
+
+_PORTS = {
+    "deepspeed": ("--master_port", (), ("--hostfile", "-H", "--num_nodes", "--launcher", "--no_ssh")),
+    "torchrun": ("--master-port", (), ("--rdzv-endpoint", "--rdzv-id", "--standalone", "--nnodes", "--node-rank")),
+    "torch.distributed.run": ("--master-port", (), ("--rdzv-endpoint", "--standalone", "--nnodes", "--node-rank")),
+    "accelerate": ("--main_process_port", ("launch",), ("--config_file", "--num_machines", "--machine_rank")),
+}
+"""Launcher -> its option for a port, the words between, and options that name a port or several hosts; with one of them
+the port is the user's affair."""
+
+
+def with_free_port(command: Sequence[str], port: int) -> list[str]:
+    """Return a command whose launcher meets at a port, unless the user has named one or there are several hosts."""
+    for place, each in enumerate(command):
+        name = Path(each).name
+        if name not in _PORTS:
+            continue
+        option, words, others = _PORTS[name]
+        after = command[place + 1 :]
+        if list(after[: len(words)]) != list(words):
+            continue
+        own = {each.partition("=")[0].replace("_", "-") for each in _options_ahead(after[len(words) :])}
+        if own & {each.replace("_", "-") for each in (option, "--rdzv-backend", *others)}:
+            break
+        at = place + 1 + len(words)
+        return [*command[:at], option, str(port), *command[at:]]
+    return list(command)
+
+
+def _options_ahead(arguments: Sequence[str]) -> Sequence[str]:
+    """Return what comes ahead of the script, which has options of its own."""
+    end = next((i for i, each in enumerate(arguments) if each.endswith(".py") or each == "ds_fsmoe.run"), None)
+    return arguments[:end]
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """What is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
+
+    config: Mapping[str, Any]
+    before: Sequence[str]
+    option: str
+    """The text before the file's name: nothing, or an option such as ``--deepspeed_config=``."""
+    after: Sequence[str]
+
+    def command_with(self, file: Path) -> list[str]:
+        """Return the command with another file."""
+        return [*self.before, f"{self.option}{file}", *self.after]
+
+
+def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | None:
+    """Return the subject if the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
+
+    Returns:
+        ``None`` if it is given to neither.
+
+    Raises:
+        ValueError: it is given to both, or cannot be read, or there is no ``ds_fsmoe.run`` to hand it to.
+    """
+    door = next((place for place, each in enumerate(command) if each in ("ds_fsmoe.run", "-mds_fsmoe.run")), None)
+    if door is None:
+        if given is None:
+            return None
+        raise ValueError(
+            f"{OPTION} reaches the script through ds_fsmoe.run, which is not in the command: start the script with "
+            "deepspeed --module ds_fsmoe.run train.py (python and torchrun: -m ds_fsmoe.run)"
+        )
+    written, options, script = take_option(command[door + 1 :])
+    if given is not None and written is not None:
+        raise ValueError(f"{OPTION} is given to compare and in the command; leave one of them")
+    text = written if given is None else given
+    if text is None:
+        return None
+    return TrainingCommand({"fsmoe": read_given(text)}, [*command[: door + 1], OPTION], "", [*options, *script])
+
+
+def find_config(command: Sequence[str]) -> TrainingCommand:
+    """Return the subject if an argument of the command names the DeepSpeed config.
+
+    Raises:
+        ValueError: none does, or several do.
+    """
+    from ds_fsmoe.engine.compat import load_ds_config
+
+    found, without = [], []
+    for place, argument in enumerate(command):
+        option, equals, name = argument.rpartition("=")
+        path = Path(name)
+        if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
+            continue
+        try:
+            config = load_ds_config(str(path))
+        except ValueError:
+            without.append(str(path))  # it may be anything, such as data
+            continue
+        if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
+            found.append((argument, TrainingCommand(config, command[:place], option + equals, command[place + 1 :])))
+        else:
+            without.append(str(path))
+    if len(found) == 1:
+        return found[0][1]
+    if found:
+        names = ", ".join(argument for argument, _ in found)
+        raise ValueError(f"several configs with an fsmoe block in the command: {names}; leave one of them")
+    others = f" ({', '.join(without)} has none)" if without else ""
+    raise ValueError(
+        f"no DeepSpeed config with an fsmoe block among the arguments of the command{others}. compare changes copies "
+        "of that file, so the script has to take its name as an argument, such as --deepspeed_config ds_config.json; "
+        f"for a script whose config is inside it, give the block with {OPTION}"
+    )
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One of the runs that are compared: which layers, where its record goes, and how long it is."""
+
+    kind: str
+    """``STOCK`` or ``OURS``."""
+    folder: Path
+    steps: int
+    """The optimizer steps after which it ends."""
+    is_traced: bool
+    cache: Path
+    """The folder of measurements that all runs share, unless the config names one."""
+    is_tuned: bool = False
+    """Whether layers are measured although the run is short, because the long run before it measured them."""
+
+
+def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
+    """Return the config of one of the runs. Of two of one length, those for stock and ours differ in ``enabled``."""
+    changed = json.loads(json.dumps(config))
+    block = changed["fsmoe"]
+    block["enabled"] = run.kind == OURS
+    if not block.get("deterministic"):  # which decides nothing by a clock
+        block["autotune"] = _autotune(block.get("autotune"), run)
+    block["record"] = {"dir": str(run.folder), "stop_after": run.steps}
+    # The last but one: by then all is settled, and the last one ends the trace.
+    traced = {"enabled": True, "start_step": run.steps - 3, "num_steps": 2}
+    block["trace"] = traced if run.is_traced else {"enabled": False}
+    return changed
+
+
+def _autotune(written: object, run: PlannedRun) -> object:
+    """Return ``fsmoe.autotune`` with a place for measurements, and turned on where nothing else is written."""
+    if written is None:
+        written = True if run.steps >= _FEWEST_TUNED else "auto"
+    options = dict(written) if isinstance(written, Mapping) else {"enabled": written}
+    if options.get("enabled") is False:
+        return written
+    if run.is_tuned:
+        options["enabled"] = True
+    options.setdefault("cache_dir", str(run.cache))
+    return options
+
+
+_BEGIN = "Traceback (most recent call last):"
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+_PREFIX = re.compile(r"\[(?:rank|default)?(\d+)\]: ?")
+"""The prefix that torch and its launchers put before each line of a rank."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SEEN_OF_OTHERS = re.compile(
+    r"closed by peer|reset by peer|remote worker|broken pipe|ChildFailedError|SignalException|CalledProcessError"
+    r"|KeyboardInterrupt|NCCL communicator was aborted|ncclRemoteError|ncclSystemError|unhandled system error"
+    r"|DistStoreError|wait timeout|Timed out waiting|recvValue failed|failed to recv|Application timeout|SystemExit",
+    re.IGNORECASE,
+)
+"""Errors that a rank has because another one is gone."""
+_MOST_LINES = 24
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """Why a training failed."""
+
+    of: str
+    """The rank, if it is known, and where this was found."""
+    lines: tuple[str, ...]
+    """The end of its traceback."""
+
+
+def first_error(log: Path, reports: Path, since_s: float) -> FirstError | None:
+    """Return the first error of a rank that is no consequence of another's end; or else the first of all.
+
+    Args:
+        log: what the training has printed.
+        reports: the folder with what ranks of ours leave when they end by an error.
+        since_s: the time before which reports are of earlier jobs.
+    """
+    text = log.read_text(errors="replace")
+    found = [(f"rank {rank}, in {log}" if rank else str(log), lines) for rank, lines in _errors(text.splitlines())]
+    for file in sorted(reports.glob("rank*.txt"), key=lambda each: each.stat().st_mtime):
+        if file.stat().st_mtime >= since_s:
+            try:
+                errors = _errors(read_regular(file).splitlines())
+            except (OSError, ValueError):
+                continue
+            found += [(f"rank {file.stem.removeprefix('rank')}, in {file}", lines) for _, lines in errors]
+    causes = [each for each in found if not _SEEN_OF_OTHERS.search(each[1][-1])] or found
+    return FirstError(causes[0][0], tuple(causes[0][1][-_MOST_LINES:])) if causes else None
+
+
+def _errors(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return (rank, lines) of each traceback, in the order of their ends, of a chain the last; "": of no known rank."""
+    done: list[tuple[str, list[str]]] = []
+    # Ranks without a prefix write into each other's tracebacks: as many errors are awaited as tracebacks have begun.
+    open_of: dict[str, list[str]] = {}
+    awaited: dict[str, int] = {}
+    for each in lines:
+        line = _COLOUR.sub("", each)
+        match = _PREFIX.match(line)
+        rank, line = (match[1], line[match.end() :]) if match else ("", line)
+        if line.startswith(_BEGIN):
+            open_of.setdefault(rank, []).append(line)
+            awaited[rank] = awaited.get(rank, 0) + 1
+        elif awaited.get(rank):
+            open_of[rank].append(line)
+            if line and not line[0].isspace():
+                done.append((rank, list(open_of[rank])))
+                awaited[rank] -= 1
+                if not awaited[rank]:
+                    del open_of[rank]
+        elif line.startswith(_CHAINED):
+            last = max((place for place, (of, _) in enumerate(done) if of == rank), default=None)
+            if last is not None:
+                del done[last]
+    return done

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes what a transformer with experts is made of, block by block: parameters and operations follow from it.
+
+Parameters are exact: as many as the model of Hugging Face's transformers has that is built from the same sizes.
+
+Letters: M width of the model, L positions of a sample, H width inside an expert, E experts, K experts per token.
+
+The operations of a step are those of Chowdhery et al., PaLM (arXiv:2204.02311, appendix B): 6 for each active parameter
+and token, and 3 times the forward of attention's scores and values, with all pairs of positions. Looking words up needs
+none, so that the embedding counts only where it is the head, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from ds_fsmoe.planning.workload import GEMMS, Shape
+from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_LAYERS, MOST_PARAMETERS, MOST_POSITIONS, MOST_WIDTH
+
+_MOST = {"E": MOST_EXPERTS, "K": MOST_EXPERTS, "vocab": MOST_POSITIONS, "max_length": MOST_POSITIONS}
+KINDS = ("full", "sliding", "latent", "linear")
+"""The kinds of attention that can be priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of one block.
+
+    Raises:
+        ValueError: a size below 1, an unknown kind, or a kind without the size that it is named for.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """The width of a query and of a key in one head."""
+    value_dim: int
+    """The width of a value in one head."""
+    kind: str = "full"
+    """``full``; ``sliding``: every position sees so many before it; ``latent``: keys and values are compressed for all
+    heads at once (DeepSeek-V2, arXiv:2405.04434, section 2.1); ``linear``: heads keep a state of fixed size."""
+    window: int | None = None
+    """The positions that one sees: of ``sliding``, the window or chunk; of ``linear``, the block inside which all see
+    one another."""
+    query_rank: int | None = None
+    """The rank of queries where attention is ``latent``; ``None``: they are not compressed."""
+    kv_rank: int | None = None
+    """The rank of keys and values where attention is ``latent``."""
+    rope_dim: int = 0
+    """The part of ``head_dim`` that the keys of all heads share where attention is ``latent``."""
+    num_other: int = 0
+    """The parameters that are no matrix: biases, norms of queries and keys, sinks."""
+    has_output_gate: bool = False
+    """Whether a projection as large as the one of queries gates what comes out."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, ("heads", "kv_heads", "head_dim", "value_dim"))
+        if self.kind not in KINDS:
+            raise ValueError(f"kind = {self.kind!r}: the choices are {', '.join(KINDS)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads = {self.kv_heads}: must divide the number of heads, {self.heads}")
+        needed = {"sliding": "window", "linear": "window", "latent": "kv_rank"}.get(self.kind)
+        if needed is not None and (getattr(self, needed) or 0) < 1:
+            raise ValueError(f"{needed} = {getattr(self, needed)}: must be at least 1 with {self.kind} attention")
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Return the widths of queries, keys, values and results, each of all heads that have their own."""
+        head_dim, value_dim = self.head_dim, self.value_dim
+        return self.heads * head_dim, self.kv_heads * head_dim, self.kv_heads * value_dim, self.heads * value_dim
+
+    def matrices(self, M: int) -> tuple[int, ...]:
+        """Return the number of elements of each of its matrices, in the order in which they are used."""
+        queries, keys, values, results = self.widths
+        last = (M * results, M * results) if self.has_output_gate else (M * results,)
+        if self.kind != "latent":
+            return (M * queries, M * keys, M * values, *last)
+        assert self.kv_rank is not None
+        of_queries = (M * queries,) if self.query_rank is None else (M * self.query_rank, self.query_rank * queries)
+        unshared = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        return (*of_queries, M * (self.kv_rank + self.rope_dim), self.kv_rank * unshared, *last)
+
+    def num_weights(self, M: int) -> int:
+        """Return the number of elements of its matrices."""
+        return sum(self.matrices(M))
+
+    def num_parameters(self, M: int) -> int:
+        """Return the number of all its parameters."""
+        return self.num_weights(M) + self.num_other
+
+    def pairs(self, L: int) -> int:
+        """Return how many pairs of positions of one sample are looked at in every head; those that a causal mask hides
+        are counted, since kernels that skip them are in the costs of a cluster."""
+        return L * (L if self.window is None else min(L, self.window))
+
+    def scores(self, L: int) -> int:
+        """Return the number of elements of the softmax of one sample; none with linear attention."""
+        return 0 if self.kind == "linear" else self.heads * self.pairs(L)
+
+    def flops(self, M: int, L: int) -> float:
+        """Return the floating-point operations of the forward for one sample, two per product: of the projections,
+        and of scores and values."""
+        products = L * self.num_weights(M) + self.heads * self.pairs(L) * (self.head_dim + self.value_dim)
+        if self.kind == "linear":  # every position reads the state and adds to it
+            products += 2 * L * self.heads * self.head_dim * self.value_dim
+        return 2.0 * products
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExperts:
+    """The experts of one block, with its router and its shared experts.
+
+    Raises:
+        ValueError: a size below 1, more choices than experts, or groups that do not divide the experts.
+    """
+
+    E: int
+    K: int
+    H: int
+    gemms: int = 3
+    shared_H: int = 0
+    """The width inside the shared experts, summed; 0: there are none."""
+    has_shared_gate: bool = False
+    """Whether one number per token scales what the shared experts give."""
+    has_bias: bool = False
+    """Whether every product of an expert has a bias."""
+    has_router_bias: bool = False
+    """Whether the router has a bias that is a parameter; DeepSeek's correction is none."""
+    capacity_factor: float | None = None
+    """The capacity factor; ``None``: no token is dropped, as in all models of transformers."""
+    groups: tuple[int, int] | None = None
+    """Groups of experts, and how many of them a token chooses from; ``None``: all are one group."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, ("E", "K", "H", *(("shared_H",) if self.shared_H else ())))
+        if self.K > self.E:
+            raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
+        if self.gemms not in GEMMS.values():
+            raise ValueError(f"gemms = {self.gemms}: the choices are 2, 3")
+        if self.groups is not None:
+            num_groups, num_chosen = self.groups
+            if num_groups < 1 or self.E % num_groups or not 1 <= num_chosen <= num_groups:
+                raise ValueError(
+                    f"groups = {self.groups}: must be a number that divides the {self.E} experts, and at most as many "
+                    "groups per token"
+                )
+
+    def _of_one(self, M: int) -> int:
+        biases = ((self.gemms - 1) * self.H + M) if self.has_bias else 0
+        return self.gemms * M * self.H + biases
+
+    def _of_all_tokens(self, M: int) -> int:
+        """Return the parameters that every token uses: the router and the shared experts."""
+        return self.E * (M + self.has_router_bias) + self.gemms * M * self.shared_H + M * self.has_shared_gate
+
+    def num_expert_parameters(self, M: int) -> int:
+        """Return the number of parameters of the routed experts."""
+        return self.E * self._of_one(M)
+
+    def num_parameters(self, M: int) -> int:
+        """Return the number of all parameters, those of the router and of shared experts included."""
+        return self.num_expert_parameters(M) + self._of_all_tokens(M)
+
+    def num_active(self, M: int) -> int:
+        """Return the number of parameters that one token uses."""
+        return self.K * self._of_one(M) + self._of_all_tokens(M)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBlock:
+    """One block of a model: attention, and experts or a dense layer.
+
+    Raises:
+        ValueError: a block with neither, or with both.
+    """
+
+    attention: Attention
+    experts: BlockExperts | None = None
+    dense_H: int = 0
+    """The width inside the dense layer of a block without experts."""
+    dense_gemms: int = 3
+    num_norms: int = 0
+    """The parameters of its norms, and of biases of its dense or shared layers."""
+
+    def __post_init__(self) -> None:
+        if (self.experts is None) == (self.dense_H < 1):
+            raise ValueError(f"dense_H = {self.dense_H}: must be at least 1 without experts, and 0 with them")
+        _check_sizes(self, ("dense_H",) if self.dense_H else ())
+        if self.dense_gemms not in GEMMS.values():
+            raise ValueError(f"dense_gemms = {self.dense_gemms}: the choices are 2, 3")
+
+    def _rest(self, M: int) -> int:
+        return self.attention.num_parameters(M) + self.dense_gemms * M * self.dense_H + self.num_norms
+
+    def num_parameters(self, M: int) -> int:
+        """Return the number of all parameters."""
+        return self._rest(M) + (self.experts.num_parameters(M) if self.experts else 0)
+
+    def num_active(self, M: int) -> int:
+        """Return the number of parameters that one token uses."""
+        return self._rest(M) + (self.experts.num_active(M) if self.experts else 0)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A language model, block by block. Blocks that are alike are equal.
+
+    Raises:
+        ValueError: a size below 1, or no blocks.
+    """
+
+    name: str
+    source: str
+    """Where its sizes come from."""
+    M: int
+    vocab: int
+    is_tied: bool
+    """Whether the head is the transposed embedding."""
+    max_length: int
+    """The positions of the longest sample that it is made for."""
+    blocks: tuple[ModelBlock, ...]
+    num_other: int = 0
+    """The parameters outside blocks, embedding and head: the last norm, learned positions."""
+    dtype: str = "bf16"
+    """The type of its weights in its file: fp32, bf16 or fp16."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, ("M", "vocab", "max_length"))
+        if not 1 <= len(self.blocks) <= MOST_LAYERS:
+            raise ValueError(f"{self.name}: must have at least one block and at most {MOST_LAYERS}")
+        if self.num_parameters > MOST_PARAMETERS:
+            raise ValueError(f"{self.name}: {self.num_parameters:.3g} parameters: must be at most {MOST_PARAMETERS:g}")
+
+    @cached_property
+    def kinds(self) -> dict[ModelBlock, int]:
+        """Return each kind of block, and how many there are of it."""
+        return dict(Counter(self.blocks))
+
+    @property
+    def num_embedding(self) -> int:
+        """Return the number of parameters of embedding and head, once where they are tied."""
+        return self.M * self.vocab * (1 if self.is_tied else 2)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Return the number of all parameters."""
+        of_blocks = sum(count * each.num_parameters(self.M) for each, count in self.kinds.items())
+        return of_blocks + self.num_embedding + self.num_other
+
+    @cached_property
+    def num_expert_parameters(self) -> int:
+        """Return the number of parameters of all routed experts."""
+        return sum(
+            count * each.experts.num_expert_parameters(self.M)
+            for each, count in self.kinds.items()
+            if each.experts is not None
+        )
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Return the number of parameters that one token uses, embedding and head included."""
+        of_blocks = sum(count * each.num_active(self.M) for each, count in self.kinds.items())
+        return of_blocks + self.num_embedding + self.num_other
+
+    @cached_property
+    def moe_blocks(self) -> tuple[int, ...]:
+        """Return the places of the blocks that have experts."""
+        return tuple(place for place, each in enumerate(self.blocks) if each.experts is not None)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Return the largest number that divides the experts of all blocks that have some: the experts of each, where
+        all have as many; 0 without experts."""
+        return math.gcd(*(each.experts.E for each in self.kinds if each.experts is not None))
+
+    def first(self, num_blocks: int) -> Architecture:
+        """Return the same model with its first blocks alone.
+
+        Raises:
+            ValueError: more than there are, fewer than one, or none with experts among them.
+        """
+        if not 1 <= num_blocks <= len(self.blocks):
+            raise ValueError(f"layers = {num_blocks}: must be from 1 to the {len(self.blocks)} of {self.name}")
+        if self.moe_blocks and num_blocks <= self.moe_blocks[0]:
+            raise ValueError(
+                f"layers = {num_blocks}: must be at least {self.moe_blocks[0] + 1}, since the first "
+                f"{self.moe_blocks[0]} of {self.name} have no experts"
+            )
+        return replace(self, blocks=self.blocks[:num_blocks])
+
+    def with_experts(self, **changes: Any) -> Architecture:
+        """Return the same model with other experts in all blocks that have some.
+
+        Args:
+            changes: fields of :class:`BlockExperts`.
+
+        Raises:
+            ValueError: whatever :class:`BlockExperts` refuses.
+        """
+        of_kind = {
+            each: each if each.experts is None else replace(each, experts=replace(each.experts, **changes))
+            for each in self.kinds
+        }
+        return replace(self, blocks=tuple(of_kind[each] for each in self.blocks))
+
+
+def _check_sizes(sizes: object, names: tuple[str, ...]) -> None:
+    assert set(names) <= {each.name for each in fields(sizes)}  # type: ignore[arg-type]
+    for name in names:
+        value = getattr(sizes, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1")
+        if value > _MOST.get(name, MOST_WIDTH):
+            raise ValueError(f"{name} = {value}: must be at most {_MOST.get(name, MOST_WIDTH)}")
+
+
+def describe_model(architecture: Architecture) -> list[tuple[str, str]]:
+    """Return the lines about a model, each with its name: its blocks and parameters, its experts, its attention."""
+    num_blocks, num_moe = len(architecture.blocks), len(architecture.moe_blocks)
+    of_experts = "all with experts" if num_moe == num_blocks else f"{num_moe} of them with experts"
+    dense = sorted({each.dense_H for each in architecture.kinds if each.dense_H})
+    of_dense = f", the others {' or '.join(map(str, dense))} wide" if dense else ""
+    numbers = (architecture.num_parameters, architecture.num_expert_parameters, architecture.num_active_parameters)
+    whole, in_experts, active = (f"{each / 1e9:.1f} B" for each in numbers)
+    tied = ", head and embedding in one" if architecture.is_tied else ""
+    blocks = [architecture.blocks[place] for place in architecture.moe_blocks]
+    experts = Counter(each.experts for each in blocks if each.experts is not None)
+    attention = Counter(each.attention for each in architecture.blocks)
+    return [
+        ("model", f"{architecture.name}: {architecture.source}"),
+        (
+            "blocks",
+            f"{num_blocks}, {of_experts}{of_dense}, M = {architecture.M}, {architecture.vocab} words{tied}; {whole} "
+            f"parameters, {in_experts} of them in experts, {active} used by a token",
+        ),
+        ("experts", _counted({_of_experts(each): count for each, count in experts.items()})),
+        ("heads", _counted({_of_attention(each): count for each, count in attention.items()})),
+    ]
+
+
+def _of_experts(experts: BlockExperts) -> str:
+    groups = f" from {experts.groups[1]} of {experts.groups[0]} groups" if experts.groups is not None else ""
+    kind = "" if experts.gemms == 3 else ", two products each"
+    shared = f", beside shared ones {experts.shared_H} wide" if experts.shared_H else ""
+    return f"E = {experts.E}, k = {experts.K}{groups}, H = {experts.H}{kind}{shared}"
+
+
+def _of_attention(attention: Attention) -> str:
+    heads = f"{attention.heads} heads of {attention.head_dim}"
+    if attention.kind == "latent":
+        return f"{heads}, latent of rank {attention.kv_rank}"
+    of_keys = f", {attention.kv_heads} of keys and values" if attention.kv_heads != attention.heads else ""
+    kind = {"sliding": f", to {attention.window} positions", "linear": ", linear"}.get(attention.kind, "")
+    return f"{heads}{of_keys}{kind}"
+
+
+def _counted(texts: dict[str, int]) -> str:
+    """Return kinds in one line; with their numbers where there are several."""
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{count} x {text}" for text, count in texts.items())
+
+
+def step_flops(shape: Shape, num_layers: int, architecture: Architecture | None = None) -> float:
+    """Return the operations that one micro-batch needs, forward and backward, whatever is recomputed or dropped.
+
+    Args:
+        shape: with the samples and the length; without an architecture all sizes of a layer.
+        num_layers: of equal layers.
+        architecture: a whole model, of which ``num_layers`` blocks count; ``None``: equal layers and nothing else.
+    """
+    if architecture is None:
+        active = shape.attention_weights + shape.M * shape.E + GEMMS[shape.ffn] * shape.K * shape.M * shape.H
+        return num_layers * shape.B * (6.0 * active * shape.L + 12.0 * shape.M * shape.L**2)
+    model = architecture.first(num_layers)
+    embedding = 0 if model.is_tied else model.M * model.vocab
+    active = model.num_active_parameters - embedding
+    attention = 0.0
+    for block in model.blocks:
+        each = block.attention
+        attention += each.flops(model.M, shape.L) - 2.0 * shape.L * each.num_weights(model.M)
+    return shape.B * (6.0 * active * shape.L + 3.0 * attention)

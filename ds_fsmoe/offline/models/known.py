@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by their usual names: configurations as Hugging Face has them, and the three of the FSMoE paper.
+
+Those are there as whole models, and as the paper's figures 6 to 8 have them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
+from ds_fsmoe.offline.models.hf_config import read_hf_config
+from ds_fsmoe.planning.workload import Shape
+
+DEFAULT_EXPERTS = 8
+"""The number of experts of a model that does not state it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model by its name."""
+
+    num_layers: int
+    shape: Shape
+
+    def with_(self, **changes: Any) -> Model:
+        """Return the same model with another shape."""
+        return Model(self.num_layers, replace(self.shape, **changes))
+
+
+# Samples and length are the paper's for its testbed A (its section 6.4); they are meant to be replaced. So are the
+# experts of GPT2-XL, which has none of its own; the paper has as many as nodes.
+MODELS: dict[str, Model] = {
+    "gpt2-xl": Model(48, Shape(1, 1024, 1600, 6400, DEFAULT_EXPERTS, 2, 1.2, "gpt", 25)),
+    "mixtral-7b": Model(32, Shape(1, 1024, 4096, 14336, 8, 2, 1.2, "mixtral", 32, 8)),
+    "mixtral-22b": Model(56, Shape(1, 1024, 6144, 16384, 8, 2, 1.2, "mixtral", 48, 8)),
+}
+
+
+def model(name: str) -> Model:
+    """Return a model of the paper by its name there.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name not in MODELS:
+        raise ValueError(f"no model is called {name!r}: the choices are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+_FOLDER = Path(__file__).parent / "configs"
+PAPER = ("gpt2-xl", "mixtral-7b", "mixtral-22b")
+"""The models of the paper's section 6.4, which drop tokens."""
+_PAPERS_FACTOR = 1.2
+_SAME_SIZES = {"mixtral-7b": "mixtral-8x7b", "mixtral-22b": "mixtral-8x22b"}
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names of all models that come with the package."""
+    return (*(each.stem for each in sorted(_FOLDER.glob("*.json"))), *PAPER)
+
+
+def load_model(name_or_path: str) -> Architecture:
+    """Return a model by its name, or from a ``config.json`` or a folder that has one.
+
+    Raises:
+        ValueError: no such name or file, or whatever :func:`~ds_fsmoe.offline.models.hf_config.read_hf_config` refuses.
+    """
+    if name_or_path in PAPER:
+        return _of_paper(name_or_path)
+    known = model_names()
+    if name_or_path in known:
+        path = _FOLDER / f"{name_or_path}.json"
+        source = json.loads(path.read_text(encoding="utf-8"))["_source"]
+        return replace(read_hf_config(path, name_or_path), source=source)
+    if Path(name_or_path).exists():
+        return read_hf_config(name_or_path)
+    near = [each for each in known if each.startswith(name_or_path.lower())]
+    near = near or difflib.get_close_matches(name_or_path, known, 1)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near and name_or_path else ""
+    raise ValueError(
+        f"no model is called {name_or_path!r}, and there is no such file: {hint}the choices are {', '.join(known)}, or "
+        "the path of a config.json"
+    )
+
+
+def _of_paper(name: str) -> Architecture:
+    """Return a model of the paper, whole: with the embeddings that its numbers leave out."""
+    source = "FSMoE, ASPLOS'25, section 6.4, with a capacity factor of 1.2"
+    if name == "gpt2-xl":
+        # Eight experts instead of its dense layers, as many as the paper's testbed B has nodes.
+        M, heads, length = 1600, 25, 1024
+        attention = Attention(heads, heads, M // heads, M // heads, num_other=4 * M)
+        experts = BlockExperts(8, 2, 4 * M, gemms=2, has_bias=True, capacity_factor=_PAPERS_FACTOR)
+        gpt_blocks = (ModelBlock(attention, experts, num_norms=4 * M),) * 48
+        num_other = length * M + 2 * M
+        return Architecture(name, source, M, 50257, True, length, gpt_blocks, num_other=num_other, dtype="fp32")
+    whole = load_model(_SAME_SIZES[name])
+    dropping = {
+        block: replace(block, experts=replace(block.experts, capacity_factor=_PAPERS_FACTOR))
+        for block in whole.kinds
+        if block.experts is not None
+    }
+    blocks = tuple(dropping.get(each, each) for each in whole.blocks)
+    return replace(whole, name=name, source=source, blocks=blocks, dtype="fp32")

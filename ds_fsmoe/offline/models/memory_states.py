@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds of parameters, gradients and optimizer, stage by stage of ZeRO, in bytes; whatever the batch is.
+
+Experts are shared out over the ranks that hold the same ones (edp), everything else over all replicas (dp). The stages
+are those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5); the buffers besides are those that DeepSpeed
+0.19.8 allocates, and those of ``gradients/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, ModelBlock
+from ds_fsmoe.offline.models.training import MASTER, Training
+from ds_fsmoe.planning.groups import Groups
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of one rank before ZeRO cuts them, tensor by tensor, in the order of the model."""
+
+    dense: tuple[int, ...]
+    """The elements of each tensor that every rank has."""
+    experts: tuple[int, ...]
+    """Those of this rank's experts."""
+    experts_of_block: tuple[int, ...]
+    """Of each block, the elements of this rank's experts; 0 without."""
+    dense_of_block: tuple[int, ...]
+    """Of each block, the elements of all else."""
+    num_embedding: int = 0
+    """The elements of the embedding, where it is on this rank."""
+    num_head: int = 0
+    """The elements of the head, where it is on this rank and a tensor of its own."""
+    frozen: Parameters | None = None
+    """Those that are not trained, where these are adapters."""
+
+    @property
+    def whole(self) -> Parameters:
+        """Return all of them, frozen or not."""
+        if self.frozen is None:
+            return self
+        base = self.frozen
+        return replace(
+            base,
+            dense=base.dense + self.dense,
+            experts=base.experts + self.experts,
+            experts_of_block=tuple(map(sum, zip(base.experts_of_block, self.experts_of_block, strict=True))),
+            dense_of_block=tuple(map(sum, zip(base.dense_of_block, self.dense_of_block, strict=True))),
+        )
+
+    def adapters(self, blocks: Sequence[ModelBlock], M: int, groups: Groups, rank: int, targets: str) -> Parameters:
+        """Return adapters of these, which are frozen beside them.
+
+        Args:
+            blocks: those of these.
+            M: the width of the model.
+            groups: over which ranks experts are spread and cut.
+            rank: of the adapters.
+            targets: what has adapters, of ``training.LORA_TARGETS``.
+        """
+        dense, experts = [], []
+        for block in blocks:
+            dense.append([rank * each for pair in projections(block.attention, M) for each in pair])
+            of_experts: list[int] = []
+            if targets == "all" and block.experts is not None:
+                here, hidden = rank * block.experts.E // groups.ep, block.experts.H // groups.esp
+                of_experts = [here * M, here * (block.experts.gemms - 1) * hidden, here * hidden, here * M]
+            experts.append(of_experts)
+        sums = (tuple(map(sum, of)) for of in (experts, dense))
+        return Parameters(*(tuple(each for of in kind for each in of) for kind in (dense, experts)), *sums, frozen=self)
+
+    @property
+    def num_dense(self) -> int:
+        """Return the elements of all dense tensors."""
+        return sum(self.dense)
+
+    @property
+    def num_experts(self) -> int:
+        """Return the elements of this rank's experts."""
+        return sum(self.experts)
+
+    @classmethod
+    def of(
+        cls,
+        architecture: Architecture,
+        blocks: Sequence[ModelBlock],
+        groups: Groups,
+        ends: tuple[bool, bool] = (True, True),
+    ) -> Parameters:
+        """Return those of some blocks.
+
+        Args:
+            architecture: the model.
+            blocks: of one pipeline stage.
+            groups: over which ranks experts are spread and cut.
+            ends: whether the embedding, and whether the last norm and the head, are in this stage.
+        """
+        M = architecture.M
+        embedding = architecture.vocab * M
+        dense = [embedding] if ends[0] else []
+        experts: list[int] = []
+        of_experts, of_dense = [], []
+        for block in blocks:
+            own = _experts(block, M, groups)
+            rest = [*_attention(block.attention, M), *_others(block, M)]
+            dense += rest
+            experts += own
+            of_experts.append(sum(own))
+            of_dense.append(sum(rest))
+        head = embedding if ends[1] and not (architecture.is_tied and ends[0]) else 0
+        dense += [architecture.num_other, head] if ends[1] else []
+        tensors, of_all = ([each for each in of if each] for of in (dense, experts))
+        ends_numel = embedding if ends[0] else 0, head
+        return cls(tuple(tensors), tuple(of_all), tuple(of_experts), tuple(of_dense), *ends_numel)
+
+
+def projections(attention: Attention, M: int) -> list[tuple[int, int]]:
+    """Return the features in and out of each matrix of attention, in the order in which they are used."""
+    queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
+    if attention.kind != "latent":
+        keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
+        gate = [(M, values)] * attention.has_output_gate
+        return [(M, queries), (M, keys), (M, own_values), *gate, (values, M)]
+    rank, kv_rank = attention.query_rank, attention.kv_rank or 0
+    of_queries = [(M, queries)] if rank is None else [(M, rank), (rank, queries)]
+    unshared = attention.heads * (attention.head_dim - attention.rope_dim + attention.value_dim)
+    return [*of_queries, (M, kv_rank + attention.rope_dim), (kv_rank, unshared), (values, M)]
+
+
+def _attention(attention: Attention, M: int) -> list[int]:
+    queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
+    if attention.kind != "latent":
+        keys = attention.kv_heads * attention.head_dim
+        matrices = [M * queries, M * keys, M * attention.kv_heads * attention.value_dim, M * values]
+    else:
+        rank, kv_rank = attention.query_rank, attention.kv_rank or 0
+        of_queries = [M * queries] if rank is None else [M * rank, rank * queries]
+        unshared = attention.heads * (attention.head_dim - attention.rope_dim + attention.value_dim)
+        matrices = [*of_queries, M * (kv_rank + attention.rope_dim), kv_rank * unshared, M * values]
+    left = attention.num_parameters(M) - sum(matrices)
+    return [*matrices, left]
+
+
+def _others(block: ModelBlock, M: int) -> list[int]:
+    experts = block.experts
+    if experts is None:
+        return [M * block.dense_H] * block.dense_gemms + [block.num_norms]
+    router = experts.E * (M + experts.has_router_bias)
+    shared = [M * experts.shared_H] * experts.gemms if experts.shared_H else []
+    return [router, *shared, M * experts.has_shared_gate, block.num_norms]
+
+
+def _experts(block: ModelBlock, M: int, groups: Groups) -> list[int]:
+    """Return the elements of this rank's tensors of experts: the layers up, and the one down."""
+    experts = block.experts
+    if experts is None:
+        return []
+    here, hidden = experts.E // groups.ep, experts.H // groups.esp
+    up, biases = (experts.gemms - 1) * hidden, experts.has_bias
+    return [here * up * M, here * up * biases, here * hidden * M, here * M * biases]
+
+
+Account = Mapping[str, float]
+"""An item to its bytes."""
+
+PARAMETERS = "parameters"
+FROZEN = "frozen parameters"
+MASTERS = "master weights"
+OPTIMIZER = "optimizer states"
+GRADIENTS = "gradients"
+MESSAGE = "messages of gradients"
+BUCKETS = "DeepSpeed's buckets"
+GATHERED = "gathered parameters"
+STEP = "inside the optimizer step"
+
+MOST_SENT = 500_000_000
+"""The elements of a message of gradients without ZeRO, at the most."""
+FEWEST_SENT = 1 << 16
+"""With ZeRO 1 and 2, where ``reduce_bucket_size`` over the ranks is less."""
+SUB_GROUP = 1_000_000_000
+"""``zero_optimization.sub_group_size``, in elements: stage 3 updates as many at a time."""
+
+
+def plus(*accounts: Account) -> dict[str, float]:
+    """Return the sum, item by item."""
+    total: dict[str, float] = {}
+    for account in accounts:
+        for item, size in account.items():
+            total[item] = total.get(item, 0.0) + size
+    return total
+
+
+@dataclass(frozen=True)
+class States:
+    """Describes what a rank holds besides activations."""
+
+    rest: Account
+    """Between two steps."""
+    head: Account
+    """In the forward, and until the backward of the head is over, besides."""
+    before: tuple[Account, ...]
+    """In the backward of each block, until its experts have their gradients, besides."""
+    behind: tuple[Account, ...]
+    """In the backward of each block from there on, besides."""
+    after: Account
+    """At the end of the backward, when all gradients are there, besides."""
+    steps: tuple[Account, ...] = field(default=())
+    """At each moment of the optimizer step, besides."""
+    stay: bool = False
+    """Whether gradients of experts stay where the backward makes them."""
+    host: Account = field(default_factory=dict)
+    """In the memory of the host."""
+
+
+def states_of(parameters: Parameters, groups: Groups, training: Training) -> States:
+    """Return what a rank holds of a model, or of its pipeline stage."""
+    dp, edp = groups.stage // groups.mp, groups.edp
+    make = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[training.zero]
+    states = make(parameters, dp, edp, training)
+    if parameters.frozen is None:
+        return states
+    share = (1 / dp, 1 / edp) if training.zero == 3 else (1, 1)
+    frozen = share[0] * parameters.frozen.num_dense + share[1] * parameters.frozen.num_experts
+    return replace(states, rest=plus(states.rest, {FROZEN: training.number_bytes * frozen}))
+
+
+def _are_ours(dp: int, training: Training) -> bool:
+    """Whether gradients travel in our buffers; a model without a replica has nobody to reduce with, stage 3 reduces
+    them itself, and so does BF16_Optimizer."""
+    is_bf16_optimizer = training.zero == 1 and training.gradient_bytes > training.number_bytes
+    return training.early_gradients and dp > 1 and training.zero < 3 and not is_bf16_optimizer
+
+
+def _coming(parameters: Parameters, has_dense: bool, has_experts: bool) -> tuple[list[int], list[int]]:
+    """Return for each block how many elements have gradients, but for those that we send: when its backward begins, and
+    when its experts have theirs. A backward makes those of the head first.
+
+    Args:
+        parameters: the parameters.
+        has_dense, has_experts: whether we send those of dense parameters, and of experts.
+    """
+    blocks = list(zip(parameters.experts_of_block, parameters.dense_of_block, strict=True))
+    before, behind = [], []
+    there = (not has_dense) * parameters.num_head
+    for of_experts, of_dense in reversed(blocks):
+        before.append(there)
+        behind.append(there + (not has_experts) * of_experts)
+        there = behind[-1] + (not has_dense) * of_dense
+    return before[::-1], behind[::-1]
+
+
+def _temporary(training: Training, elements: float) -> float:
+    """Return what one update of so many numbers takes: torch's Adam makes the root of the second moment, and its sum
+    with epsilon from it, tensor by tensor; the fused kernels nothing."""
+    return 2 * MASTER * elements if training.optimizer == "torch_adam" else 0.0
+
+
+def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
+    a, dense, experts = training.number_bytes, parameters.num_dense, parameters.num_experts
+    everything = dense + experts
+    rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.state_bytes * everything}
+    if a < MASTER:
+        rest[MASTERS] = MASTER * everything
+    after = {GRADIENTS: a * everything}
+    largest = max((*parameters.dense, *parameters.experts))
+    if a == MASTER:
+        steps = [plus(after, {STEP: _temporary(training, largest)})]
+    elif training.optimizer == "adam":
+        # FP16_Optimizer: the gradients of a group in fp32, tensor by tensor and then end to end; the dense ones first.
+        steps = [plus(after, {STEP: MASTER * size}) for size in (2 * dense, dense + 2 * experts, everything) if size]
+    else:
+        # FP16_UnfusedOptimizer: all gradients in fp32, tensor by tensor.
+        steps = [plus(after, {STEP: MASTER * everything + _temporary(training, largest)})]
+    before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, False, False))
+    message: Account = {MESSAGE: a * min(MOST_SENT, dense) * _are_ours(dp, training)}
+    return States(rest, {}, before, behind, plus(after, message), tuple(steps), stay=True)
+
+
+def most_in_partition(sizes: Sequence[int], parts: int) -> int:
+    """Return the elements of all tensors that lie in the fullest part of a group, those that only begin or end there
+    whole: as many gradients ZeRO 1 and 2 copy."""
+    if not sum(sizes):
+        return 0
+    cut = -(-sum(sizes) // parts)
+    bounds = np.cumsum([0, *sizes])
+    begins = np.arange(parts) * cut
+    begins = begins[begins < bounds[-1]]
+    firsts = np.searchsorted(bounds[1:], begins, side="right")
+    behinds = np.searchsorted(bounds[:-1], begins + cut, side="left")
+    return int((bounds[behinds] - bounds[firsts]).max())
+
+
+def _most_of_a_block(parameters: Parameters, has_dense: bool, has_experts: bool) -> int:
+    """Return the elements of the block that has most of those that we send."""
+    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+    return max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
+
+
+def _waiting(sent: int, block: int, training: Training) -> int:
+    """Return how many elements of gradients that we send are there: at stage 2 a bucket and a block."""
+    return sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
+
+
+def _buckets(sent: int, dp: int, training: Training) -> float:
+    """Return the bytes of DeepSpeed's bucket or of ours: a message, what an owner of all of it gets, and the sum."""
+    ours = (dp + 2) * min(sent, max(FEWEST_SENT, training.reduce_bucket // dp))
+    return training.number_bytes * max(training.reduce_bucket, ours)
+
+
+def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
+    a, g, dense, experts = (
+        training.number_bytes,
+        training.gradient_bytes,
+        parameters.num_dense,
+        parameters.num_experts,
+    )
+    parts = [each for each in (dense / dp, experts / edp) if each]
+    held = sum(parts)
+    if training.offload:
+        return _offloaded(parameters, dp, edp, training, held)
+    rest: dict[str, float] = {
+        PARAMETERS: a * (dense + experts),
+        MASTERS: MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
+    }
+    if g > a and training.zero == 1:
+        # BF16_Optimizer: fp32 gradients of all parameters, end to end; and those that the backward makes stay.
+        rest[GRADIENTS] = g * (dense + experts)
+        before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, False, False))
+        after = {GRADIENTS: a * (dense + experts)}
+        steps = [plus(after, {STEP: _temporary(training, each)}) for each in parts]
+        return States(rest, {}, before, behind, after, tuple(steps), stay=True)
+    has_dense = _are_ours(dp, training)
+    has_experts = has_dense and edp > 1
+    ours = has_dense * dense + has_experts * experts
+    whole = most_in_partition(parameters.dense, dp) + most_in_partition(parameters.experts, edp)
+    copied = g * held if g > a else a * whole
+    left = (not has_experts) * experts + (not has_dense) * dense
+    soon = copied
+    if g > a:  # in fp32, group by group: those that we send get theirs at the end
+        soon = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
+
+    block = _most_of_a_block(parameters, has_dense, has_experts)
+
+    def there(elements: int, all_elements: int) -> Account:
+        # Of those that we send, at stage 2 a bucket and a block wait; of the others a rank keeps its own part.
+        sent = all_elements - elements
+        waiting = _waiting(sent, block, training)
+        kept = a * (waiting + (sent - waiting) * held / (dense + experts))
+        buckets = _buckets(sent, dp, training)
+        if training.zero == 1:
+            return {BUCKETS: buckets, GRADIENTS: a * elements + kept}
+        # When the first bucket is full the copies get their memory, all of it.
+        return {BUCKETS: buckets, GRADIENTS: kept + (soon if elements > training.reduce_bucket else 0.0)}
+
+    lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
+    early, late = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
+    left = max(0, left - training.reduce_bucket) if training.zero == 1 else 0
+    # What a rank has of sums is copied into its part then; at stage 1 all may be there just before.
+    own = a * ours * whole / (dense + experts)
+    bucket = a * training.reduce_bucket
+    full: Account = {BUCKETS: bucket, GRADIENTS: copied + a * left + max(own, (training.zero == 1) * a * ours - copied)}
+    steps = []
+    for place, part in enumerate(parts):
+        is_last = place == len(parts) - 1
+        flat = a * part if a < MASTER and g == a else 0.0
+        steps.append({GRADIENTS: copied, STEP: MASTER * part + flat})
+        # The copies are one memory, which goes with the last view of it.
+        steps.append({GRADIENTS: 0.0 if is_last else copied, STEP: MASTER * part + _temporary(training, part)})
+    stay = training.zero == 1 and not has_experts
+    return States(rest, {}, early, late, full, tuple(steps), stay)
+
+
+def _offloaded(parameters: Parameters, dp: int, edp: int, training: Training, held: float) -> States:
+    """Return what a rank holds where its part is updated on the host, to which each gradient goes when it is summed.
+
+    There DeepSpeed has masters, their gradients in fp32, states, what is copied back, and room for one gradient.
+    """
+    a, largest = training.number_bytes, max((*parameters.dense, *parameters.experts))
+    has_dense = _are_ours(dp, training)
+    has_experts = has_dense and edp > 1
+    rest: dict[str, float] = {
+        PARAMETERS: a * (parameters.num_dense + parameters.num_experts),
+        BUCKETS: a * largest,
+    }
+    host = {
+        MASTERS: MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
+        GRADIENTS: MASTER * held,
+        PARAMETERS: a * held,
+        BUCKETS: a * largest,
+    }
+    block = _most_of_a_block(parameters, has_dense, has_experts)
+
+    def there(elements: int, all_elements: int) -> Account:
+        sent = all_elements - elements
+        stays = _waiting(sent, block, training) + (training.zero == 1) * elements
+        return {BUCKETS: _buckets(sent, dp, training), GRADIENTS: a * stays}
+
+    lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
+    before, behind = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
+    full: Account = {BUCKETS: a * training.reduce_bucket}
+    return States(rest, {}, before, behind, full, ({},), training.zero == 1 and not has_experts, host)
+
+
+def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
+    a, g, dense, experts = (
+        training.number_bytes,
+        training.gradient_bytes,
+        parameters.num_dense,
+        parameters.num_experts,
+    )
+    parts = [dense / dp, experts / edp]
+    held = sum(parts)
+    # On a CPU DeepSpeed compares "cpu" with "cpu:0", and copies fp32 parameters that could be updated where they are.
+    is_shared = a == MASTER and training.device == "gpu"
+    rest: dict[str, float] = {
+        PARAMETERS: a * held,
+        MASTERS: 0.0 if is_shared else MASTER * held,
+        OPTIMIZER: training.state_bytes * held,
+        GRADIENTS: g * held,
+        BUCKETS: a * training.reduce_bucket,
+    }
+    whole = parameters.whole
+    of_blocks = [
+        (edp > 1) * of_experts + (dp > 1) * of_dense
+        for of_experts, of_dense in zip(whole.experts_of_block, whole.dense_of_block, strict=True)
+    ]
+    cut = (dp > 1) * whole.num_dense + (edp > 1) * whole.num_experts
+    small = sum(each for each in whole.dense if each < training.persistence) if dp > 1 else 0
+    # The prefetcher runs ahead, module by module, until so many parameters are there; those of experts that are on one
+    # rank alone count, and take nothing. What the module at hand needs comes on top.
+    share = min(1.0, training.max_live / max(1, whole.num_dense + whole.num_experts))
+    largest = max((edp > 1) * max((0, *whole.experts_of_block)), (dp > 1) * max(whole.dense))
+    most = share * cut + (largest if share < 1 else 0)
+
+    # A message stays as it came until the last of its parameters is asked for, beside those that are taken out of it.
+    message = min(training.prefetch_bucket, cut)
+
+    def gathered(elements: int) -> Account:
+        return {GATHERED: a * (max(0.0, min(elements, most) - small) + message)}
+
+    # What lies behind a block has been given back when its backward runs.
+    embedding = (dp > 1) * whole.num_embedding
+    ahead = tuple(gathered(embedding + sum(of_blocks[: place + 1])) for place in range(len(of_blocks)))
+    steps = []
+    for part in parts:
+        size = min(part, SUB_GROUP)
+        flat = g * size if g < MASTER else 0.0
+        steps.append({STEP: MASTER * size + max(flat, _temporary(training, size))})
+    rest[GATHERED] = a * small
+    return States(rest, gathered(cut), ahead, ahead, {}, tuple(steps))

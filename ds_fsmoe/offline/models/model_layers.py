@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of a whole model in a training step, as the layers that the planner knows: one for each block with experts.
+
+What else there is belongs to the layer that it is next to, as computation and as gradients: blocks without experts come
+before the next one with experts, shared experts behind it; the embedding is before the first layer, the head and what
+it gives for every word behind the last. Model parallelism divides all that but shared experts and gates, which every
+rank computes for its share of the tokens. Looking embeddings up, norms and activations take no time here, but their
+gradients are there.
+
+Letters: B samples per model-parallel group, L positions, M width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
+from ds_fsmoe.offline.models.memory_activations import has_sinks, norms_of_heads
+from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.rates import activation_bytes
+from ds_fsmoe.planning.schedule import ATTENTION, DENSE, ELEMENTWISE, MP_GATHER, MP_REDUCE, SOFTMAX, Lane
+from ds_fsmoe.planning.workload import (
+    GEMMS,
+    AllToAll,
+    BlockWork,
+    Gradient,
+    Layer,
+    Shape,
+    Work,
+    arranging,
+    check_divides,
+    collective,
+    moe_work,
+    summed,
+)
+
+_NORM_BYTES = 39
+"""For an element of a norm, a third of forward and backward: transformers' RMSNorm in fp32 takes nine kernels there."""
+_ROTATION_BYTES = 18
+"""For an element of queries and keys: the halves are exchanged (4), two products (8), a sum (6)."""
+_RESIDUAL_BYTES = 12
+"""For an element of a token: two sums."""
+_SCORE_BYTES = 21
+"""For a score of eager attention with sinks, a third of forward and backward: products (4), scaling (4), mask (4),
+sinks (4), largest (2), difference (4), softmax (4), without the sinks (4); backward 33."""
+_LOGIT_BYTES = 11
+"""For a logit, a third of forward and backward: it is written (2), made fp32 (6), its logarithm (8); backward 18."""
+_FFN = {gemms: name for name, gemms in GEMMS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStage:
+    """The part of a model that one pipeline stage holds."""
+
+    index: int
+    places: range
+    """The places of its blocks in the model."""
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStage:
+    """The work of a pipeline stage without experts: one operation after another, in which no gradients travel."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    """Where blocks run their forward again, with that ahead."""
+    gradients: tuple[Gradient, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Computation that is not cut into chunks, with the collectives around it."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
+    tensors: tuple[int, ...] = ()
+    """The elements of its tensors on a rank, in the order in which their gradients exist."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Holds what all parts of a step have in common."""
+
+    groups: Groups
+    B: int
+    L: int
+    M: int
+    dtype_bytes: int
+
+    @property
+    def tokens_S(self) -> float:
+        """The number of tokens on a rank between the parts that model parallelism divides."""
+        return self.B * self.L / self.groups.mp
+
+    def divided(self, works: Sequence[Work], tensors: Sequence[float], whole: int = 0) -> _Part:
+        """Return a part that model parallelism divides.
+
+        Args:
+            works: its computation in the forward on all ranks of a group.
+            tensors: the elements of its tensors on all of them.
+            whole: the elements of what each holds.
+        """
+        mp, size_bytes = self.groups.mp, self.B * self.L * self.M * self.dtype_bytes
+        gather, reduce = (collective(kind, self.groups.placements["mp"], size_bytes) for kind in (MP_GATHER, MP_REDUCE))
+        mine = [replace(each, size=each.size / mp) for each in works]
+        # What the forward reduced, the backward gathers, and the other way round.
+        return _Part(
+            (*gather, *mine, *reduce),
+            (*gather, *twice(mine), *reduce),
+            (*(round(each / mp) for each in tensors), *((whole,) if whole else ())),
+        )
+
+
+def twice(works: Sequence[Work]) -> tuple[Work, ...]:
+    """Return the backward of computation: gradients of inputs and of weights, the last first."""
+    return tuple(replace(each, size=2 * each.size, launches=2 * each.launches) for each in works[::-1])
+
+
+def stages(architecture: Architecture, pp: int) -> tuple[ModelStage, ...]:
+    """Divide the blocks of a model over pipeline stages as evenly as possible, the first ones having one more.
+
+    Raises:
+        ValueError: more stages than blocks.
+    """
+    num_blocks = len(architecture.blocks)
+    if pp > num_blocks:
+        raise ValueError(f"pp = {pp}: must be at most the number of blocks, {num_blocks}")
+    least, more = divmod(num_blocks, pp)
+    found, first = [], 0
+    for index in range(pp):
+        end = first + least + (index < more)
+        found.append(ModelStage(index, range(first, end), index == 0, index == pp - 1))
+        first = end
+    return tuple(found)
+
+
+def busiest_stage(architecture: Architecture, pp: int, length: int) -> ModelStage:
+    """Return the stage that computes the most of those that have experts: the others wait for it.
+
+    Args:
+        architecture: the model.
+        pp: the number of stages.
+        length: the positions of a sample.
+
+    Raises:
+        ValueError: more stages than blocks.
+    """
+    moe = set(architecture.moe_blocks)
+    with_experts = [each for each in stages(architecture, pp) if moe & set(each.places)]
+    return max(with_experts, key=lambda each: stage_flops(architecture, each, length))
+
+
+def stage_flops(architecture: Architecture, stage: ModelStage, length: int) -> float:
+    """Return the floating-point operations of a stage's forward for one sample."""
+    M = architecture.M
+    flops = sum(_flops(architecture.blocks[place], M, length) for place in stage.places)
+    return flops + (2.0 * length * M * architecture.vocab if stage.has_head else 0.0)
+
+
+def _flops(block: ModelBlock, M: int, length: int) -> float:
+    of_experts = 0 if block.experts is None else block.experts.num_active(M)
+    weights = of_experts + block.dense_gemms * M * block.dense_H
+    return block.attention.flops(M, length) + 2.0 * length * weights
+
+
+def commonest_moe(architecture: Architecture) -> ModelBlock:
+    """Return the kind of block with experts that a model has most of, the first of several."""
+    counts = {each: count for each, count in architecture.kinds.items() if each.experts is not None}
+    return max(counts, key=counts.__getitem__)
+
+
+def moe_shape(
+    architecture: Architecture,
+    block: ModelBlock,
+    samples: int,
+    length: int,
+    dtype_bytes: int,
+    capacity_factor: float | None = None,
+    imbalance: float = 1.0,
+) -> Shape:
+    """Return the sizes of a block's experts' part as a generalised layer has them.
+
+    Args:
+        architecture: the model.
+        block: one with experts.
+        samples, length: B, L.
+        dtype_bytes: the bytes of an element that is sent.
+        capacity_factor: another than the block has; ``None``: the block's.
+        imbalance: the rows of the fullest rank over those of the mean rank.
+    """
+    experts = block.experts
+    assert experts is not None
+    return Shape(
+        B=samples,
+        L=length,
+        M=architecture.M,
+        H=experts.H,
+        E=experts.E,
+        K=experts.K,
+        capacity_factor=experts.capacity_factor if capacity_factor is None else capacity_factor,
+        ffn=_FFN[experts.gemms],
+        heads=block.attention.heads,
+        kv_heads=block.attention.kv_heads,
+        dtype_bytes=dtype_bytes,
+        imbalance=imbalance,
+    )
+
+
+def model_layers(
+    architecture: Architecture,
+    groups: Groups,
+    samples: int,
+    length: int,
+    dtype_bytes: int,
+    alltoall: AllToAll = "flat",
+    recompute: bool = False,
+    crossings: Crossings | None = None,
+    capacity_factor: float | None = None,
+    imbalance: float = 1.0,
+    stage: ModelStage | None = None,
+) -> tuple[Layer, ...]:
+    """Return the layers of one pipeline stage in the order of the forward. Equal ones are the same object.
+
+    Args:
+        architecture: the model.
+        groups: the ranks that run it.
+        samples: per model-parallel group.
+        length: the positions of a sample.
+        dtype_bytes: the bytes of an element of what is sent.
+        alltoall: how tokens are exchanged.
+        recompute: whether blocks run their forward again in the backward. The head does not.
+        crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
+        capacity_factor: another than the blocks have; ``None``: theirs.
+        imbalance: the rows of the fullest rank over those of the mean rank, where no token is dropped.
+        stage: which; ``None``: the one that computes the most of those that have experts.
+
+    Raises:
+        ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks; more stages than
+            blocks; a stage without experts.
+    """
+    stage = stage or busiest_stage(architecture, groups.pp, length)
+    moe = [place for place in stage.places if architecture.blocks[place].experts is not None]
+    if not moe:
+        raise ValueError(f"stage {stage.index + 1} of {groups.pp}: none of its blocks has experts")
+    sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
+    is_tied_here = _is_tied_here(architecture, stage)
+    made: dict[tuple, Layer] = {}
+    layers = []
+    for place in moe:
+        is_first, is_last = place == moe[0], place == moe[-1]
+        start = stage.places[0] if is_first else max(each for each in moe if each < place) + 1
+        before = architecture.blocks[start:place]
+        behind = architecture.blocks[place + 1 : stage.places[-1] + 1] if is_last else ()
+        has_head = stage.has_head and is_last
+        # What stages share is summed over them first, when all backwards are over.
+        ends = is_first and (stage.has_embedding or is_tied_here), has_head
+        block = architecture.blocks[place]
+        key = block, before, behind, ends
+        if key not in made:
+            shape = moe_shape(architecture, block, samples, length, dtype_bytes, capacity_factor, imbalance)
+            check_divides(shape, groups)
+            parts = moe_work(shape, groups, alltoall, sizes.tokens_S, True, crossings)
+            head = _head(architecture, sizes, recompute) if has_head else _Part()
+            embedding = _embedding(architecture, sizes) if ends[0] else _Part()
+            made[key] = _layer(block, shape, sizes, parts, (before, behind), (embedding, head), recompute)
+        layers.append(made[key])
+    return tuple(layers)
+
+
+def dense_stage(
+    architecture: Architecture,
+    groups: Groups,
+    samples: int,
+    length: int,
+    dtype_bytes: int,
+    stage: ModelStage,
+    recompute: bool = False,
+) -> DenseStage:
+    """Return the work of a pipeline stage none of whose blocks has experts.
+
+    Args:
+        architecture, groups, samples, length, dtype_bytes, recompute: see :func:`model_layers`.
+        stage: which.
+    """
+    sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
+    blocks = [part for place in stage.places for part in _dense_block(architecture.blocks[place], sizes)]
+    head = _head(architecture, sizes, recompute) if stage.has_head else _Part()
+    parts = [*blocks, head]
+    forward = tuple(work for part in parts for work in part.forward)
+    backward = tuple(work for part in parts[::-1] for work in part.backward)
+    has_embedding = stage.has_embedding or _is_tied_here(architecture, stage)
+    ends = _embedding(architecture, sizes).tensors if has_embedding else ()
+    dense = [*(size for part in parts[::-1] for size in part.tensors), *ends]
+    gradients = tuple(each for each in summed(groups, dtype_bytes, dense, []) if each.size_bytes)
+    return DenseStage(forward, (*forward, *backward) if recompute else backward, gradients)
+
+
+def _is_tied_here(architecture: Architecture, stage: ModelStage) -> bool:
+    """Whether a stage has the embedding for its head alone. What is tied exists once on a stage, and its gradient when
+    the backward is through."""
+    return architecture.is_tied and stage.has_head and not stage.has_embedding
+
+
+def _embedding(architecture: Architecture, sizes: _Sizes) -> _Part:
+    """Return the part of the embedding: looking words up takes no time."""
+    return _Part(tensors=(round(sizes.M * architecture.vocab / sizes.groups.mp),))
+
+
+def _layer(
+    block: ModelBlock,
+    shape: Shape,
+    sizes: _Sizes,
+    parts: tuple,
+    around: tuple[tuple[ModelBlock, ...], tuple[ModelBlock, ...]],
+    ends: tuple[_Part, _Part],
+    recompute: bool,
+) -> Layer:
+    """Return the layer of one block with experts.
+
+    Args:
+        block, shape: the block, and its experts' part.
+        sizes: of the step.
+        parts: of the experts' part, forward and backward.
+        around: blocks without experts that come before it and behind it.
+        ends: embedding and head.
+        recompute: whether blocks run their forward again.
+    """
+    experts = block.experts
+    assert experts is not None
+    route, order, restore = arranging(shape, sizes.tokens_S)
+    before = [part for each in around[0] for part in _dense_block(each, sizes)]
+    before.append(_attention(block.attention, sizes, block.num_norms))
+    behind = [_shared(experts, sizes), *(part for each in around[1] for part in _dense_block(each, sizes)), ends[1]]
+    forward = BlockWork(
+        (*(work for part in before for work in part.forward), route, order),
+        parts[0],
+        (restore, *(work for part in behind for work in part.forward)),
+    )
+    backward = BlockWork(
+        (*(work for part in behind[::-1] for work in part.backward), restore),
+        parts[1],
+        (order, route, *(work for part in before[::-1] for work in part.backward)),
+    )
+    gate = experts.E * (sizes.M + experts.has_router_bias) + sizes.M * experts.has_shared_gate
+    dense = [
+        *(size for part in behind[::-1] for size in part.tensors),
+        gate,
+        *(size for part in before[::-1] for size in part.tensors),
+        *ends[0].tensors,
+    ]
+    groups = sizes.groups
+    of_expert = [sizes.M * (experts.H // groups.esp)] * experts.gemms
+    if experts.has_bias:
+        of_expert.append((experts.gemms - 1) * (experts.H // groups.esp) + sizes.M)
+    of_experts = of_expert * (experts.E // groups.ep)
+    gradients = summed(groups, sizes.dtype_bytes, dense, of_experts)
+    return Layer(forward, backward, gradients, recompute, numel=sum(dense) + sum(of_experts))
+
+
+def _attention(attention: Attention, sizes: _Sizes, num_norms: int) -> _Part:
+    """Return the part of attention, with the norms of its block."""
+    M, B, L = sizes.M, sizes.B, sizes.L
+    works = [Work(ATTENTION, (Lane.COMPUTE,), B * attention.flops(M, L))]
+    if attention.scores(L):
+        works.append(Work(SOFTMAX, (Lane.COMPUTE,), B * attention.scores(L)))
+    works.append(_elementwise(_attention_bytes(attention, M, B, L)))
+    return sizes.divided(works, attention.matrices(M)[::-1], attention.num_other + num_norms)
+
+
+def _dense_block(block: ModelBlock, sizes: _Sizes) -> tuple[_Part, _Part]:
+    """Return the parts of a block without experts."""
+    weights = sizes.M * block.dense_H
+    work = _dense(2.0 * block.dense_gemms * sizes.B * sizes.L * weights, block.dense_gemms)
+    activations = activation_bytes(sizes.B * sizes.L, block.dense_H, block.dense_gemms, sizes.dtype_bytes)
+    feed_forward = sizes.divided([work, _elementwise(activations)], [weights] * block.dense_gemms)
+    return _attention(block.attention, sizes, block.num_norms), feed_forward
+
+
+def _shared(experts: BlockExperts, sizes: _Sizes) -> _Part:
+    """Return the part of shared experts, which every rank has whole."""
+    if not experts.shared_H:
+        return _Part()
+    weights = sizes.M * experts.shared_H
+    activations = activation_bytes(sizes.tokens_S, experts.shared_H, experts.gemms, sizes.dtype_bytes)
+    works = [_dense(2.0 * experts.gemms * sizes.tokens_S * weights, experts.gemms), _elementwise(activations)]
+    return _Part(tuple(works), twice(works), (weights,) * experts.gemms)
+
+
+def _head(architecture: Architecture, sizes: _Sizes, recompute: bool) -> _Part:
+    """Return the part of the head and the loss."""
+    positions, vocab = sizes.B * sizes.L, architecture.vocab
+    product, loss = _dense(2.0 * positions * sizes.M * vocab, 1), Work(SOFTMAX, (Lane.COMPUTE,), positions * vocab)
+    tensors = [] if architecture.is_tied else [sizes.M * vocab]
+    traffic = _elementwise(_head_bytes(architecture, positions))
+    part = sizes.divided([product, loss, traffic], tensors, architecture.num_other)
+    # A layer that recomputes runs all its forward again, which counts the head once more than it is run.
+    return replace(part, backward=part.forward) if recompute else part
+
+
+def _dense(flops: float, launches: int) -> Work:
+    return Work(DENSE, (Lane.COMPUTE,), flops, launches)
+
+
+def _elementwise(size_bytes: float) -> Work:
+    """Return the traffic of kernels that are too many to count, each of which the cost of its bytes includes."""
+    return Work(ELEMENTWISE, (Lane.COMPUTE,), size_bytes, 0)
+
+
+def _attention_bytes(attention: Attention, M: int, samples: int, length: int) -> float:
+    """Return a third of the bytes of what is element-wise in attention and around it: norms, rotations, residuals, and
+    the scores of a family that has no fused attention."""
+    queries, keys, *_ = attention.widths
+    normed = 2 * M + (queries + keys if norms_of_heads(attention) else 0)
+    if attention.kind == "latent":
+        normed += (attention.query_rank or 0) + (attention.kv_rank or 0)
+        queries = keys = attention.heads * attention.rope_dim
+    found = _NORM_BYTES * normed + _ROTATION_BYTES * (queries + keys) + _RESIDUAL_BYTES * M
+    scores = attention.heads * length * length if has_sinks(attention, M) else 0
+    return samples * (length * found + _SCORE_BYTES * scores)
+
+
+def _head_bytes(architecture: Architecture, positions: float) -> float:
+    """Return a third of the bytes of the last norm and of the loss."""
+    return positions * (_NORM_BYTES * architecture.M + _LOGIT_BYTES * architecture.vocab)

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what tasks cost by the trace of a run: fitted to it, or measured before and corrected by it.
+
+Chunks of other sizes, as both phases have where their degrees differ, and plans that are tried, make a line. Of a
+single size nobody can tell what of its time is start-up: measurements say it, or a cluster's file, or it is taken to be
+none, and then more chunks seem to cost nothing. Where it is known how lanes slow each other down, that is taken out of
+the spans; otherwise it stays in them.
+
+The tasks are those of the rank whose steps are logged. Its runs of layers, and what is between them, make up its steps,
+with its waiting for others: where ranks drift apart, as they do in schedules with little overlap, that is part of what
+a step takes. Of each run the rank that waits least, or of each task, would seem to take less than steps do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ds_fsmoe.planning.call_shape import moe_work
+from ds_fsmoe.planning.chunks import chunk_shares
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import Cost, LinearCost, fit
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
+from ds_fsmoe.planning.schedule import (
+    A2A_IN_NODE,
+    EXPERT,
+    GRADIENT_TASKS,
+    HOLD,
+    REST,
+    SPREAD,
+    Lane,
+)
+from ds_fsmoe.planning.timeline import IDEAL, Contention
+from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
+
+_PHASES = {"fwd": False, "bwd": True}
+
+
+@dataclass(frozen=True)
+class TracedTask:
+    """One task of one run as a rank has traced it."""
+
+    label: str
+    backward: bool
+    step: int
+    turn: int
+    """The position among several runs of the phase in this step."""
+    index: int
+    kind: str
+    chunk: int
+    lane: Lane
+    begin_ms: float
+    end_ms: float
+
+
+class TracedChunk(NamedTuple):
+    """A chunk of a kind of task, in a phase of a layer that was run in so many chunks."""
+
+    label: str
+    backward: bool
+    alltoall: AllToAll
+    degree: int
+    kind: str
+    chunk: int
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """Holds what the trace of a rank tells of a job, in milliseconds."""
+
+    pieces_ms: Mapping[TracedChunk, float]
+    """Piece -> its time, the median over runs."""
+    runs_ms: Mapping[int, tuple[float, float]]
+    """Step -> the time of all runs of layers in its forwards, and in its backwards."""
+    behind_ms: float | None
+    """The time from one layer to the next in the backward, the least of all pairs, as gradients may be sent there;
+    ``None``: there is one layer."""
+
+
+def traced_tasks(events: Iterable[Mapping[str, Any]]) -> list[TracedTask]:
+    """Return the measured tasks of one rank.
+
+    Args:
+        events: the events of its trace, in Chrome's format; those of runs that did not end are left out.
+    """
+    found: dict[tuple[str, bool, int], dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        args = event.get("args", {})
+        if event.get("ph") != "X" or event.get("cat") != "measured" or args.get("cut_short") or "index" not in args:
+            continue
+        if args["phase"] in _PHASES and args["kind"] != HOLD:
+            found[args["layer"], _PHASES[args["phase"]], args["step"]][args["run"]].append(event)
+    tasks = []
+    for (label, backward, step), runs in found.items():
+        for turn, (_, of_run) in enumerate(sorted(runs.items())):
+            for event in of_run:
+                args, begin_ms = event["args"], event["ts"] / 1e3
+                what = args["index"], args["kind"], args["chunk"], Lane(args["lane"])
+                tasks.append(TracedTask(label, backward, step, turn, *what, begin_ms, begin_ms + args["ms"]))
+    return tasks
+
+
+def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, settled: int = 0) -> TracedJob:
+    """Return what the trace of a rank tells of a job.
+
+    Args:
+        tasks: the tasks of the rank whose steps are logged. Plans that were tried are welcome among them: they have
+            chunks of other sizes.
+        contention: how lanes slow each other down: what a task would have taken alone counts.
+        settled: the first step in which nothing is tried any more: only from there on steps are told as a whole.
+    """
+    runs = _runs(tasks)
+    behind: dict[int, list[float]] = defaultdict(list)
+    for place, time_ms in _behind_ms({run: each for run, each in runs.items() if run.step >= settled}):
+        behind[place].append(time_ms)
+    pieces: dict[TracedChunk, list[float]] = defaultdict(list)
+    runs_ms: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for run, of_run in runs.items():
+        if run.step >= settled:
+            runs_ms[run.step][run.backward] += _end_ms(of_run) - _begin_ms(of_run)
+        alltoall = _alltoall_of(of_run)
+        degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
+        for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
+            pieces[TracedChunk(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
+    return TracedJob(
+        _as_wholes({piece: statistics.median(each) for piece, each in pieces.items()}),
+        {step: (each[0], each[1]) for step, each in sorted(runs_ms.items())},
+        min(map(statistics.median, behind.values()), default=None),
+    )
+
+
+def _as_wholes(pieces_ms: dict[TracedChunk, float]) -> dict[TracedChunk, float]:
+    """Return the same pieces with the experts' backward as one task: 0.2.0 could run it as two, the weights' later."""
+    for piece in [each for each in pieces_ms if each.kind == "EXPERT_DX"]:
+        whole_ms = pieces_ms.pop(piece) + pieces_ms.pop(piece._replace(kind="EXPERT_DW"), 0.0)
+        pieces_ms.setdefault(piece._replace(kind=EXPERT), whole_ms)
+    return pieces_ms
+
+
+def _alltoall_of(tasks: Iterable[TracedTask]) -> AllToAll:
+    """Return the all-to-all that a run had: its tasks tell."""
+    kinds = {each.kind for each in tasks}
+    return ONCE_PER_NODE if SPREAD in kinds else "2dh" if A2A_IN_NODE in kinds else "flat"
+
+
+class _Run(NamedTuple):
+    """A run of a phase of a layer."""
+
+    label: str
+    backward: bool
+    step: int
+    turn: int
+
+
+def _runs(tasks: Iterable[TracedTask]) -> dict[_Run, list[TracedTask]]:
+    found: dict[_Run, list[TracedTask]] = defaultdict(list)
+    for each in tasks:
+        found[_Run(each.label, each.backward, each.step, each.turn)].append(each)
+    return found
+
+
+def _begin_ms(tasks: list[TracedTask]) -> float:
+    return min(each.begin_ms for each in tasks)
+
+
+def _end_ms(tasks: list[TracedTask]) -> float:
+    return max(each.end_ms for each in tasks)
+
+
+def _behind_ms(runs: Mapping[_Run, list[TracedTask]]) -> list[tuple[int, float]]:
+    """Return (place in the backward, time to the next layer) of the backwards of one rank."""
+    backwards: dict[tuple[int, int], list[list[TracedTask]]] = defaultdict(list)
+    for run, tasks in runs.items():
+        if run.backward:
+            backwards[run.step, run.turn].append(tasks)
+    found = []
+    for of_backward in backwards.values():
+        ordered = sorted(of_backward, key=_begin_ms)
+        for place, (before, after) in enumerate(itertools.pairwise(ordered)):
+            found.append((place, max(0.0, _begin_ms(after) - _end_ms(before))))
+    return found
+
+
+def _alone_ms(tasks: list[TracedTask], contention: Contention) -> list[float]:
+    """Return what each task of a run would have taken alone."""
+    if contention == IDEAL:
+        return [each.end_ms - each.begin_ms for each in tasks]
+    edges = sorted({edge for each in tasks for edge in (each.begin_ms, each.end_ms)})
+    found = [0.0] * len(tasks)
+    for begin_ms, end_ms in itertools.pairwise(edges):
+        under_way = [at for at, each in enumerate(tasks) if each.begin_ms <= begin_ms and each.end_ms >= end_ms]
+        busy = {tasks[at].lane for at in under_way}
+        for at in under_way:
+            found[at] += (end_ms - begin_ms) / contention.slowdown(tasks[at].lane, busy)
+    return found
+
+
+_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+_APART = 1.25
+"""Sizes that differ by less than this factor count as one: a line through them would be chance."""
+
+
+def fit_costs(
+    job: RecordedJob, traced: TracedJob, cluster: Cluster | None = None
+) -> tuple[dict[str, LayerCosts], tuple[str, ...]]:
+    """Return what the tasks of a job cost that measured nothing.
+
+    Args:
+        job: what its layers are.
+        traced: what its trace tells.
+        cluster: what start-up costs, where that is known.
+
+    Returns:
+        Label of a layer -> the costs of its tasks; and the kinds of tasks that had one size, so that nobody can tell
+        what of their time is start-up.
+
+    Raises:
+        ValueError: the trace has no task of a layer, or lacks a kind of task.
+    """
+    one_size: dict[str, None] = {}
+    costs: dict[str, LayerCosts] = {}
+    for kind in job.kinds:
+        way = next(iter(kind.ways.values()))
+        written = {} if cluster is None else kind_costs(cluster, kind.groups, way.planned)
+        found = _costs(kind, way.planned, _points(kind, way.planned, traced), written, one_size)
+        costs |= dict.fromkeys(kind.labels, found)
+    return costs, tuple(one_size)
+
+
+def corrected(job: RecordedJob, traced: TracedJob) -> RecordedJob:
+    """Return a job whose measured costs are corrected by what tasks took in its trace.
+
+    Measuring was a moment, and the trace is the training. Where a kind of task had several sizes there, as it has while
+    plans are tried, its cost is the line through them; where it had one, the measured cost times a factor. What the
+    trace does not have is corrected as the rest of its lane is.
+
+    Args:
+        job: the job, with measured costs.
+        traced: what its trace tells, of tasks alone.
+    """
+    kinds = []
+    for kind in job.kinds:
+        ways: dict[str, RecordedWay] = {}
+        seen: set[AllToAll] = set()
+        on_links: list[float] = []
+        for name, way in kind.ways.items():
+            # Of two that have the same tasks the first one is taken for what was traced.
+            points = {} if way.planned in seen else _points(kind, way.planned, traced)
+            seen.add(way.planned)
+            fitted = _corrected(job.costs_of(kind, name), points, on_links)
+            ways[name] = replace(way, profile=None, fitted=fitted)
+        kinds.append(replace(kind, ways=ways))
+    return replace(job, kinds=tuple(kinds), _costs={})
+
+
+def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int = 0) -> tuple[RecordedJob, TracedJob]:
+    """Return a job, and what its trace tells, with as much slowdown of lanes by each other as the spans show.
+
+    How lanes slow each other down was measured in a moment, too. Of a few shares of that the one is taken with which
+    tasks that ran beside others and tasks that ran alone lie nearest to one line.
+
+    Args:
+        job: the job, with measured costs.
+        tasks: the tasks of the rank whose steps are logged.
+        settled: the first step in which nothing is tried any more.
+    """
+    found: list[tuple[float, RecordedJob, TracedJob]] = []
+    for share in _SHARES:
+        factors = {pair: 1 + share * (factor - 1) for pair, factor in job.slowed.factors.items()}
+        slowed = replace(job, slowed=Slowdowns(factors), _costs={})
+        traced = read_tasks(tasks, slowed.contention, settled)
+        found.append((_off_lines(slowed, traced), slowed, traced))
+    _, best, traced = min(found, key=lambda each: each[0])
+    return best, traced
+
+
+def _off_lines(job: RecordedJob, traced: TracedJob) -> float:
+    """Return how far what was traced lies off the lines through it, as a mean of shares; 0 where there are none."""
+    off = []
+    for kind in job.kinds:
+        for alltoall in dict.fromkeys(way.planned for way in kind.ways.values()):
+            for points in _points(kind, alltoall, traced).values():
+                line = _line(points)
+                off += [abs(math.log(time_ms / line.ms(size))) for size, time_ms in points] if line else []
+    return statistics.fmean(off) if off else 0.0
+
+
+Points = Mapping[tuple[bool, str], Sequence[tuple[float, float]]]
+"""(whether it is the backward, kind of task), see :func:`_pooled` -> (size, time) of what was traced."""
+
+
+def _points(kind: RecordedKind, alltoall: AllToAll, traced: TracedJob) -> Points:
+    """Return what was traced of these layers with an all-to-all, without empty chunks."""
+    found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
+    moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]
+    works = [{each.kind: each for each in (*moe.collectives, moe.expert)} for moe in moes]
+    for piece, time_ms in traced.pieces_ms.items():
+        if piece.label not in kind.labels or piece.alltoall != alltoall or piece.kind not in works[piece.backward]:
+            continue
+        share = chunk_shares(moes[piece.backward].capacity, piece.degree)[piece.chunk]
+        if share:
+            size = works[piece.backward][piece.kind].size * share
+            found[_pooled(piece.backward, piece.kind)].append((size, time_ms))
+    return found
+
+
+def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> LayerCosts:
+    """Return costs corrected by what was traced.
+
+    Args:
+        costs: the costs as measured.
+        points: what was traced of these tasks.
+        on_links: the factors by which all-to-alls before this one were corrected; those of this one are added.
+    """
+    lines = {key: _line(each) for key, each in points.items()}
+    of_experts: dict[bool, list[float]] = {False: [], True: []}
+    factors: dict[tuple[bool, str], float] = {}
+    for (backward, name), found in points.items():
+        cost = costs.of(backward)[0].get(name)
+        expected = [(time_ms, cost.ms(size)) for size, time_ms in found] if cost is not None else []
+        ratios = [time_ms / expected_ms for time_ms, expected_ms in expected if expected_ms]
+        if ratios:
+            factors[backward, name] = statistics.median(ratios)
+            (of_experts[backward] if name == EXPERT else on_links).append(factors[backward, name])
+
+    def phase(own: Mapping[str, Cost], backward: bool) -> dict[str, Cost]:
+        found = {}
+        for name, cost in own.items():
+            key = _pooled(backward, name)
+            others = of_experts[backward] if name == EXPERT else on_links
+            factor = factors.get(key, statistics.median(others) if others else 1.0)
+            line = lines.get(key)
+            is_kept = name in (HOLD, REST, *GRADIENT_TASKS)
+            found[name] = cost if is_kept else line if line is not None else cost_times(cost, factor)
+        return found
+
+    rechunked = None if costs.rechunked is None else phase(costs.rechunked, True)
+    return replace(
+        costs, forward=phase(costs.forward, False), backward=phase(costs.backward, True), rechunked=rechunked
+    )
+
+
+def _costs(
+    kind: RecordedKind,
+    alltoall: AllToAll,
+    points: Points,
+    written: Mapping[str, LinearCost],
+    one_size: dict[str, None],
+) -> LayerCosts:
+    """Return what tasks of one kind of layers cost, and note the kinds of tasks that had one size."""
+    if not points:
+        raise ValueError(f"the trace has no task of {', '.join(kind.labels)}")
+    fitted: dict[tuple[bool, str], LinearCost] = {}
+    for key, traced in points.items():
+        line = _line(traced)
+        if line is None and key[1] not in written:
+            one_size.setdefault(key[1])
+        fitted[key] = line or _with_start_up(traced, written.get(key[1]))
+    phases: list[dict[str, Cost]] = []
+    for backward in (False, True):
+        moe = moe_work(kind.groups, backward, kind.shape, alltoall)
+        costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
+        for each in (*moe.collectives, moe.expert):
+            found = fitted.get(_pooled(backward, each.kind))
+            if found is None:
+                raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")
+            costs[each.kind] = found
+        phases.append(costs)
+    return LayerCosts(phases[0], phases[1], is_per_launch=False)
+
+
+def _pooled(backward: bool, kind: str) -> tuple[bool, str]:
+    """Return under which name the times of a task are put together with those of its like."""
+    return (backward, kind) if kind == EXPERT else (False, kind)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> LinearCost | None:
+    """Return the line through what was traced; ``None`` where it had one size, or too few points."""
+    sizes, times_ms = zip(*points, strict=True)
+    if len(points) < 3 or max(sizes) < _APART * min(sizes):
+        return None
+    cost = fit(sizes, times_ms).cost
+    assert isinstance(cost, LinearCost)
+    return cost
+
+
+def _with_start_up(points: Sequence[tuple[float, float]], written: LinearCost | None) -> LinearCost:
+    """Return a cost that gives what was traced of one size, with the start-up of another one."""
+    size, time_ms = (statistics.median(each) for each in zip(*points, strict=True))
+    alpha_ms = 0.0 if written is None else min(written.alpha_ms, 0.9 * time_ms)
+    return LinearCost(alpha_ms, (time_ms - alpha_ms) / size)

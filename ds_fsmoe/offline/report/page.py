@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds one self-contained HTML page: text, tables and interactive charts, with the program that draws them in it.
+
+What is shown comes from files that anybody may have written. It gets into the page as escaped text or as JSON, and the
+page allows no program but its own, and no address at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.files.runs import Run
+from ds_fsmoe.offline.report.palette import DARK, LIGHT
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from ds_fsmoe.offline.report.charts import Chart
+
+TEMPLATES = Path(__file__).parent / "templates"
+_CANNOT_BE_SHOWN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+
+
+@dataclass
+class Section:
+    """A part of the page under a heading, with what it holds from top to bottom."""
+
+    title: str
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def anchor(self) -> str:
+        """The name by which the table of contents leads here."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+
+class Page:
+    """A page of sections with a table of contents.
+
+    Args:
+        title: the title of the page.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._sections: list[Section] = []
+        self._open: Section | None = None
+
+    def section(self, write: Callable[..., None], *about: Any) -> None:
+        """Let a function write a part of the page. If its numbers contradict themselves, the page says only that.
+
+        Args:
+            write: a function of this page and of what it is about; its name says what could not be shown.
+            about: runs, or what was made of them.
+        """
+        before = [(each, len(each.parts)) for each in self._sections]
+        was_open = self._open
+        try:
+            write(self, *about)
+        except _CANNOT_BE_SHOWN as error:
+            self._sections = [each for each, _ in before]
+            for each, length in before:
+                del each.parts[length:]
+            self._open = was_open
+            what = write.__name__.strip("_").replace("_", " ")
+            self.warn(f"{_names(about)}: what was recorded cannot be shown ({what}): {type(error).__name__}: {error}")
+
+    def heading(self, words: str) -> None:
+        """Begin a section, or go on with the one of that title."""
+        self._open = self._titled(words)
+
+    def warn(self, words: str) -> None:
+        """Write a sentence about what is missing or wrong, near the top."""
+        self._titled(MISSING).parts.append({"kind": "paragraph", "words": words, "is_warning": True})
+
+    def paragraph(self, words: str, is_warning: bool = False) -> None:
+        """Write a sentence or two; a warning stands out."""
+        self._add("paragraph", words=words, is_warning=is_warning)
+
+    def subheading(self, words: str) -> None:
+        """Write a heading within a section."""
+        self._add("subheading", words=words)
+
+    def points(self, sentences: Iterable[str]) -> None:
+        """Write sentences as a list."""
+        if found := list(sentences):
+            self._add("points", sentences=found)
+
+    def code(self, words: str) -> None:
+        """Write a command line or the like, letter by letter."""
+        self._add("code", words=words)
+
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Write a table with the first column left-aligned, the others right-aligned; it scrolls on narrow screens."""
+        self._add("table", heads=heads, rows=[[_text(cell) for cell in row] for row in rows], is_text=False)
+
+    def texts(self, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Write a table of words, all columns left-aligned, whose long cells are broken."""
+        self._add("table", heads=heads, rows=[[_text(cell) for cell in row] for row in rows], is_text=True)
+
+    def tiles(self, values: Iterable[tuple[str, str]]) -> None:
+        """Write pairs of (value, what it is) in large type."""
+        self._add("tiles", values=list(values))
+
+    def chart(self, chart: Chart) -> None:
+        """Write a chart of the page's width; a broad one scrolls on narrow screens."""
+        self._add("charts", charts=[chart], is_grid=False)
+
+    def charts(self, charts: Sequence[Chart]) -> None:
+        """Write small charts beside each other, as many as there is room for."""
+        if charts:
+            self._add("charts", charts=list(charts), is_grid=True)
+
+    def html(self) -> str:
+        """Return the page as HTML.
+
+        Raises:
+            ModuleNotFoundError: what makes pages is missing; the message says how to get it.
+        """
+        # What is missing is found in any part, and said ahead of all that could be misread without.
+        places = {CONCLUSION: 0, MISSING: 1}
+        ordered = sorted(self._sections, key=lambda each: places.get(each.title, len(places)))
+        sections = [each for each in ordered if each.parts]
+        has_charts = any(part["kind"] == "charts" for each in sections for part in each.parts)
+        scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
+        if has_charts:
+            scripts = [_chart_program(), *scripts]
+        return (
+            environment()
+            .get_template("page.html")
+            .render(
+                title=self._title,
+                light=LIGHT,
+                dark=DARK,
+                sections=sections,
+                style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
+                scripts=scripts,
+                hashes=[_hash(each) for each in scripts],
+            )
+        )
+
+    def _add(self, kind: str, **values: Any) -> None:
+        (self._open or self._titled(CONCLUSION)).parts.append({"kind": kind, **values})
+
+    def _titled(self, title: str) -> Section:
+        for each in self._sections:
+            if each.title == title:
+                return each
+        self._sections.append(Section(title))
+        return self._sections[-1]
+
+
+CONCLUSION, MISSING = "Conclusion", "What is missing"
+
+
+@cache
+def environment() -> Environment:
+    """Return what renders the templates, which escapes all it is given.
+
+    Raises:
+        ModuleNotFoundError: jinja2 is missing; the message says how to get it.
+    """
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise _missing("jinja2") from error
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters["finite"] = finite
+    return made
+
+
+@cache
+def _chart_program() -> str:
+    try:
+        import vl_convert
+    except ModuleNotFoundError as error:
+        raise _missing("vl-convert-python") from error
+    return vl_convert.javascript_bundle()
+
+
+def _missing(what: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"a page needs {what}: pip install 'ds_fsmoe[plot]'", name=what)
+
+
+def _hash(script: str) -> str:
+    """Return how the page's policy names a program that may run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def finite(value: Any) -> Any:
+    """Return a value for JSON, with null for the numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _names(about: Sequence[Any]) -> str:
+    runs = [each for one in about for each in (one if isinstance(one, (list, tuple)) else (one,))]
+    return " and ".join(each.name for each in runs if isinstance(each, Run)) or "this run"

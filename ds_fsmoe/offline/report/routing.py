@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what recorded routing does to experts and ranks: load, skew and drift, as numbers, a table and charts.
+
+Letters: N steps, E experts, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ds_fsmoe.offline.report.charts import Chart, draw_heat, draw_lines
+from ds_fsmoe.offline.report.loads import MOST_CELLS
+from ds_fsmoe.offline.report.page import Page
+from ds_fsmoe.routes.parts import RoutingFileError
+from ds_fsmoe.routes.recorded import Recording, read_routing
+from ds_fsmoe.routes.written import RoutedLayer, parts_of
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.tables import Table
+
+MOST_LOADS_BYTES = 1 << 28
+"""The bytes of all loads, where a recording has fewer."""
+
+
+@dataclass(frozen=True)
+class RoutedLoad:
+    """What the experts of one layer got, over all ranks and micro-batches."""
+
+    layer: RoutedLayer
+    num_choices: int
+    """k of the first token that was recorded."""
+    load_NE: np.ndarray
+    """[N, E] int64: choices of each expert in each step that was recorded."""
+    fullest_rank_N: np.ndarray
+    """[N]: choices that fall on the fullest rank over the mean, of the ranks that share the experts; nan where there
+    are none."""
+
+    @property
+    def skew_N(self) -> np.ndarray:
+        """[N]: the fullest expert over the mean; nan in a step without choices."""
+        return _over_mean(self.load_NE)
+
+    @property
+    def variation_N(self) -> np.ndarray:
+        """[N]: the standard deviation of experts' loads over their mean."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.load_NE.std(axis=1) / self.load_NE.mean(axis=1)
+
+    @property
+    def drift_N(self) -> np.ndarray:
+        """[N]: the share of choices that fall on other experts than in the step before, ``sum |p - q| / 2`` of their
+        shares; nan in the first."""
+        return np.concatenate([[np.nan], _distance(self._shares[1:], self._shares[:-1])])[: len(self.load_NE)]
+
+    @property
+    def drift_over_all(self) -> float:
+        """The same between the first quarter of the steps and the last."""
+        quarter = max(1, len(self.load_NE) // 4)
+        ends = self.load_NE[:quarter].sum(axis=0), self.load_NE[-quarter:].sum(axis=0)
+        return float(_distance(*(_shares(each[None]) for each in ends))[0])
+
+    @property
+    def num_idle(self) -> int:
+        """The experts that got nothing in any step."""
+        return int((self.load_NE.sum(axis=0) == 0).sum())
+
+    @property
+    def _shares(self) -> np.ndarray:
+        return _shares(self.load_NE)
+
+
+def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda done, of: None) -> list[RoutedLoad]:
+    """Return the loads of all layers, each file read once and never held whole.
+
+    Args:
+        recording: the recording.
+        tell: told of (choices read, choices in all) from time to time.
+
+    Raises:
+        RoutingFileError: the loads would take far more memory than the recording has bytes, as no real one's do.
+    """
+    size_bytes = 8 * len(recording.steps) * sum(each.num_experts for each in recording.layers)
+    if size_bytes > max(MOST_LOADS_BYTES, recording.num_bytes):
+        raise RoutingFileError(
+            f"{len(recording.steps)} steps of {len(recording.layers)} layers: their loads would take "
+            f"{size_bytes / 2**30:.1f} GiB, more than what was recorded"
+        )
+    steps = {step: row for row, step in enumerate(recording.steps)}
+    layers = {layer.path: number for number, layer in enumerate(recording.layers)}
+    loads = [np.zeros((len(steps), layer.num_experts), dtype=np.int64) for layer in recording.layers]
+    groups: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+    num_choices = [0] * len(layers)
+    for done, key in enumerate(recording):
+        rank, step, _, number = key
+        layer = recording.ranks[rank].layers[number]
+        choices, at = recording.choices(*key), layers[layer.path]
+        counts_E = choices.counts(layer.num_experts)
+        loads[at][steps[step]] += counts_E
+        num_choices[at] = num_choices[at] or choices.indices_SK.shape[1]
+        num_ranks = len(layer.ep_ranks) if layer.num_experts % len(layer.ep_ranks) == 0 else 1
+        of_group = groups.setdefault((at, layer.ep_ranks), np.zeros((len(steps), num_ranks), dtype=np.int64))
+        of_group[steps[step]] += counts_E.reshape(num_ranks, -1).sum(axis=1)
+        tell(done + 1, len(recording))
+    fullest = [np.full(len(steps), np.nan) for _ in layers]
+    for (at, _), load_NR in groups.items():
+        fullest[at] = np.fmax(fullest[at], _over_mean(load_NR))
+    return [
+        RoutedLoad(layer, k, load_NE, fullest_N)
+        for layer, k, load_NE, fullest_N in zip(recording.layers, num_choices, loads, fullest, strict=True)
+    ]
+
+
+def mean_of(values_N: np.ndarray) -> float:
+    """Return the mean over steps, of those that have a value; nan where none has."""
+    return float(np.nanmean(values_N)) if np.isfinite(values_N).any() else float("nan")
+
+
+def _over_mean(load_NX: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return load_NX.max(axis=1) / load_NX.mean(axis=1)
+
+
+def _shares(load_NE: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return load_NE / load_NE.sum(axis=1, keepdims=True)
+
+
+def _distance(first_NE: np.ndarray, second_NE: np.ndarray) -> np.ndarray:
+    return np.abs(first_NE - second_NE).sum(axis=1) / 2
+
+
+ROUTING = "routing"
+"""The folder in that of a run in which its routing is looked for."""
+_HEADS = (
+    "layer",
+    "experts",
+    "k",
+    "choices",
+    "fullest expert",
+    "fullest rank",
+    "variation",
+    "idle",
+    "drift",
+    "over all",
+)
+_MOST_PICTURES = 6
+
+
+def has_routing(path: Path) -> bool:
+    """Return whether a path is a folder of recorded routing, or a packed file."""
+    return (path.suffix == ".npz" and path.is_file()) or bool(parts_of(path))
+
+
+def add_routing(page: Page, path: Path) -> list[str | Table]:
+    """Write a section about recorded routing, and return it to be printed.
+
+    Args:
+        page: the page.
+        path: the folder, or packed file.
+
+    Raises:
+        RoutingFileError: it cannot be read.
+    """
+    recording = read_routing(path)
+    loads = _read(recording, path.name)
+    about = _about(recording)
+    page.heading("Routing")
+    page.paragraph(about)
+    for problem in recording.problems:
+        page.warn(problem)
+    rows = [_row(each) for each in loads]
+    page.table(_HEADS, rows)
+    page.paragraph(_WORDS)
+    _draw(page, loads, recording.steps)
+    return [about, *recording.problems, Table(_HEADS, rows, has_rule=False), _WORDS]
+
+
+def _read(recording: Recording, name: str) -> list[RoutedLoad]:
+    """Return the loads of all layers, and say how far that has come."""
+    with Progress(f"reading {name}", len(recording), "choices") as progress:
+        return loads_of(recording, progress.tell)
+
+
+_WORDS = (
+    "Fullest expert and rank: over the mean, as a mean over steps; rank: of those that share the experts. Variation: "
+    "the standard deviation of loads over their mean. Idle: experts that got nothing at all. Drift: the share of "
+    "choices on other experts than in the step recorded before, as a mean; over all: last quarter of steps against the "
+    "first."
+)
+
+
+def _about(recording: Recording) -> str:
+    steps = recording.steps
+    which = f"{len(steps)} step(s), {steps[0]} to {steps[-1]}" if steps else "no step"
+    return f"Routing of {len(recording.layers)} MoE layer(s) on {len(recording.ranks)} rank(s): {which}."
+
+
+def _row(load: RoutedLoad) -> tuple[str, ...]:
+    numbers = (mean_of(each) for each in (load.skew_N, load.fullest_rank_N, load.variation_N))
+    drifts = (mean_of(load.drift_N), load.drift_over_all)
+    return (
+        *(load.layer.path, str(load.layer.num_experts), str(load.num_choices), f"{int(load.load_NE.sum()):,}"),
+        *(_number(each) for each in numbers),
+        str(load.num_idle),
+        *(_number(each) for each in drifts),
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if np.isfinite(value) else "-"
+
+
+def _draw(page: Page, loads: Sequence[RoutedLoad], steps: Sequence[int]) -> None:
+    if not steps:
+        return
+    skews = {each.layer.path: list(zip(steps, each.skew_N, strict=True)) for each in loads}
+    drifts = {each.layer.path: list(zip(steps, each.drift_N, strict=True))[1:] for each in loads}
+    worst = sorted(loads, key=lambda each: -np.nan_to_num(mean_of(each.skew_N)))[:_MOST_PICTURES]
+    names = [each.layer.path for each in worst]
+    if len(loads) > len(worst):
+        page.paragraph(f"Of the {len(loads)} layers the {len(worst)} most skewed are drawn.")
+    about = "fullest expert over the mean, over steps"
+    page.chart(draw_lines(about, {name: skews[name] for name in names}, "fullest expert / mean", from_zero=True))
+    if len(steps) > 1:
+        about = "share of choices on other experts than in the step before"
+        page.chart(draw_lines(about, {name: drifts[name] for name in names}, "drift", from_zero=True))
+    page.charts([_heat(each, steps) for each in worst])
+
+
+def _heat(load: RoutedLoad, steps: Sequence[int]) -> Chart:
+    stride = math.ceil(load.load_NE.size / MOST_CELLS)
+    mean_N1 = load.load_NE.mean(axis=1, keepdims=True)
+    share_NE = (load.load_NE / mean_N1.clip(min=1e-9))[::stride].tolist()
+    about = f"load of the experts of {load.layer.path} over steps"
+    return draw_heat(about, load.layer.path, steps[::stride], share_NE, "expert", "load over the mean")

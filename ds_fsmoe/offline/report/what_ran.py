@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows what ran, where, from which command and commit, and in what the configs of two runs differ."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.files.runs import Run
+from ds_fsmoe.offline.report.comparison import pair
+
+if TYPE_CHECKING:
+    from ds_fsmoe.offline.report.page import Page
+
+_NOT_SET, _NOT_RECORDED = "(not set)", "(not recorded)"
+
+
+def what_ran(page: Page, runs: Sequence[Run]) -> None:
+    """Write the section about what ran."""
+    known = [run for run in runs if run.facts]
+    if not known:
+        return
+    page.heading("What ran")
+    rows = [(name, *(_fact(run, read) for run in known)) for name, read in _FACTS.items()]
+    page.texts(("", *(run.name for run in known)), rows)
+    for run in known:
+        if run.facts.get("command"):
+            page.paragraph(f"The command of {run.name}, as rank 0 ran it:")
+            page.code(shlex.join(portable(run.facts["command"], run.facts.get("cwd"))))
+
+
+def portable(value: Any, cwd: str | None) -> Any:
+    """Return a recorded value with paths as they are from the folder that the run began in: pages are sent around.
+
+    Args:
+        value: a text, or lists and objects of texts.
+        cwd: the folder; ``None``: not recorded. Of a path outside of it, only the name is left.
+    """
+    if isinstance(value, Mapping):
+        return {key: portable(each, cwd) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(each, cwd) for each in value]
+    name, sign, path = value.rpartition("=") if isinstance(value, str) else ("", "", "")
+    if not path.startswith("/"):
+        return value
+    found = PurePosixPath(path)
+    inside = cwd is not None and found.is_relative_to(cwd)
+    return f"{name}{sign}{found.relative_to(cwd) if inside else f'.../{found.name}'}"
+
+
+def _fact(run: Run, read: Any) -> str:
+    found = read(run.facts)
+    return _NOT_RECORDED if found is None else str(found)
+
+
+def _batch(facts: Mapping[str, Any]) -> str | None:
+    batch = facts.get("batch")
+    if not batch:
+        return None
+    return (
+        f"{batch.get('all')} samples per step: {batch.get('micro_per_rank')} per rank and micro-batch, "
+        f"{batch.get('accumulation')} micro-batch(es)"
+    )
+
+
+_FACTS: dict[str, Any] = {
+    "ranks": lambda facts: facts.get("world_size"),
+    "device": lambda facts: facts.get("device"),
+    "host": lambda facts: facts.get("host"),
+    "MoE layers": lambda facts: len(facts["layers"]) if "layers" in facts else None,
+    "precision": lambda facts: facts.get("dtype"),
+    "ZeRO stage": lambda facts: facts.get("zero_stage"),
+    "batch": _batch,
+    "commit": lambda facts: facts.get("commit"),
+    "ds_fsmoe": lambda facts: facts.get("ds_fsmoe"),
+    "DeepSpeed": lambda facts: facts.get("deepspeed"),
+    "torch": lambda facts: facts.get("torch"),
+    "Python": lambda facts: facts.get("python"),
+    "began": lambda facts: facts.get("began"),
+    "ended": lambda facts: facts.get("ended", "no end recorded"),
+}
+
+
+def config_difference(page: Page, runs: Sequence[Run]) -> None:
+    """Write the section about the fields in which the configs of two runs differ."""
+    both = pair(runs) or (tuple(runs[:2]) if len(runs) == 2 else None)
+    if both is None:
+        return
+    configs = [
+        portable(run.facts.get("config") or {"fsmoe": run.facts["block"]}, run.facts.get("cwd"))
+        for run in both
+        if _has_config(run)
+    ]
+    if len(configs) < 2:
+        return
+    page.heading("Configuration difference")
+    found = [(path, *(_shown(each) for each in values)) for path, *values in differences(*configs)]
+    if found:
+        page.texts(("field", *(run.name for run in both)), found)
+    else:
+        page.paragraph("The configs are the same.")
+    if not all(run.facts.get("config") for run in both):
+        page.paragraph('Of the "fsmoe" block: the rest of the config was not recorded.')
+
+
+def _has_config(run: Run) -> bool:
+    return bool(run.facts.get("config") or run.facts.get("block") is not None)
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Return (path, value, value) of every field in which two configs differ; what is not set is ``None``."""
+    if isinstance(one, Mapping) and other is None:
+        other = {}  # field by field all the same
+    elif isinstance(other, Mapping) and one is None:
+        one = {}
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return [] if one == other else [(path, one, other)]
+    found = []
+    for key in [*one, *(each for each in other if each not in one)]:
+        found += differences(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _shown(value: Any) -> str:
+    return _NOT_SET if value is None else json.dumps(value, ensure_ascii=False)
