@@ -196,7 +196,7 @@ STATEMENTS: dict[str, int] = {
     "layer": 3399,
     "measuring": 1351,
     "observing": 1327,
-    "offline": 6239,
+    "offline": 6236,
     "ops": 780,
     "placement": 762,
     "planning": 5121,
