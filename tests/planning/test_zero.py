@@ -13,7 +13,7 @@ from ds_fsmoe import cli
 from ds_fsmoe.offline.models.architecture import step_flops
 from ds_fsmoe.offline.models.known import load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.offline.models.zero import Zero
+from ds_fsmoe.offline.models.zero import Zero, sharing_costs
 from ds_fsmoe.offline.plan.report import Report, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
@@ -27,7 +27,6 @@ from ds_fsmoe.planning.schedule import (
     PARAMETERS,
     Lane,
 )
-from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.stage_plan import stage_times
 
 CLUSTER, MODEL = load_cluster("testbed_a"), load_model("olmoe").first(4)

@@ -73,16 +73,20 @@ class Attention:
         head_dim, value_dim = self.head_dim, self.value_dim
         return self.heads * head_dim, self.kv_heads * head_dim, self.kv_heads * value_dim, self.heads * value_dim
 
+    def projections(self, M: int) -> list[tuple[int, int]]:
+        """Return the features in and out of each of its matrices, in the order in which they are used."""
+        queries, keys, values, results = self.widths
+        last = [*[(M, results)] * self.has_output_gate, (results, M)]
+        if self.kind != "latent":
+            return [(M, queries), (M, keys), (M, values), *last]
+        assert self.kv_rank is not None
+        of_queries = [(M, queries)] if self.query_rank is None else [(M, self.query_rank), (self.query_rank, queries)]
+        unshared = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        return [*of_queries, (M, self.kv_rank + self.rope_dim), (self.kv_rank, unshared), *last]
+
     def matrices(self, M: int) -> tuple[int, ...]:
         """Return the number of elements of each of its matrices, in the order in which they are used."""
-        queries, keys, values, results = self.widths
-        last = (M * results, M * results) if self.has_output_gate else (M * results,)
-        if self.kind != "latent":
-            return (M * queries, M * keys, M * values, *last)
-        assert self.kv_rank is not None
-        of_queries = (M * queries,) if self.query_rank is None else (M * self.query_rank, self.query_rank * queries)
-        unshared = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
-        return (*of_queries, M * (self.kv_rank + self.rope_dim), self.kv_rank * unshared, *last)
+        return tuple(features_in * features_out for features_in, features_out in self.projections(M))
 
     def num_weights(self, M: int) -> int:
         """Return the number of elements of its matrices."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_fsmoe.offline.models.architecture import Attention, BlockExperts, ModelBlock
-from ds_fsmoe.offline.models.memory_states import Account, plus, projections
+from ds_fsmoe.offline.models.memory_states import Account, plus
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import NUM_HALVES
@@ -87,7 +87,7 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
     queries, keys, own_values, values = attention.widths
     kept: float = a * S * M
     if training.lora:  # what its A gives to its B
-        kept += a * S * training.lora * len(projections(attention, M))
+        kept += a * S * training.lora * len(attention.projections(M))
     if attention.kind == "latent":
         rank, kv_rank = attention.query_rank, attention.kv_rank or 0
         if rank is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ds_fsmoe.offline.models.architecture import Architecture, Attention, ModelBlock
+from ds_fsmoe.offline.models.architecture import Architecture, ModelBlock
 from ds_fsmoe.offline.models.training import MASTER, Training
 from ds_fsmoe.planning.groups import Groups
 
@@ -63,7 +63,7 @@ class Parameters:
         """
         dense, experts = [], []
         for block in blocks:
-            dense.append([rank * each for pair in projections(block.attention, M) for each in pair])
+            dense.append([rank * each for pair in block.attention.projections(M) for each in pair])
             of_experts: list[int] = []
             if targets == "all" and block.experts is not None:
                 here, hidden = rank * block.experts.E // groups.ep, block.experts.H // groups.esp
@@ -105,7 +105,7 @@ class Parameters:
         of_experts, of_dense = [], []
         for block in blocks:
             own = _experts(block, M, groups)
-            rest = [*_attention(block.attention, M), *_others(block, M)]
+            rest = [*block.attention.matrices(M), block.attention.num_other, *_others(block, M)]
             dense += rest
             experts += own
             of_experts.append(sum(own))
@@ -115,33 +115,6 @@ class Parameters:
         tensors, of_all = ([each for each in of if each] for of in (dense, experts))
         ends_numel = embedding if ends[0] else 0, head
         return cls(tuple(tensors), tuple(of_all), tuple(of_experts), tuple(of_dense), *ends_numel)
-
-
-def projections(attention: Attention, M: int) -> list[tuple[int, int]]:
-    """Return the features in and out of each matrix of attention, in the order in which they are used."""
-    queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
-    if attention.kind != "latent":
-        keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
-        gate = [(M, values)] * attention.has_output_gate
-        return [(M, queries), (M, keys), (M, own_values), *gate, (values, M)]
-    rank, kv_rank = attention.query_rank, attention.kv_rank or 0
-    of_queries = [(M, queries)] if rank is None else [(M, rank), (rank, queries)]
-    unshared = attention.heads * (attention.head_dim - attention.rope_dim + attention.value_dim)
-    return [*of_queries, (M, kv_rank + attention.rope_dim), (kv_rank, unshared), (values, M)]
-
-
-def _attention(attention: Attention, M: int) -> list[int]:
-    queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
-    if attention.kind != "latent":
-        keys = attention.kv_heads * attention.head_dim
-        matrices = [M * queries, M * keys, M * attention.kv_heads * attention.value_dim, M * values]
-    else:
-        rank, kv_rank = attention.query_rank, attention.kv_rank or 0
-        of_queries = [M * queries] if rank is None else [M * rank, rank * queries]
-        unshared = attention.heads * (attention.head_dim - attention.rope_dim + attention.value_dim)
-        matrices = [*of_queries, M * (kv_rank + attention.rope_dim), kv_rank * unshared, M * values]
-    left = attention.num_parameters(M) - sum(matrices)
-    return [*matrices, left]
 
 
 def _others(block: ModelBlock, M: int) -> list[int]:

@@ -22,8 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.block import Slice
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
+from ds_fsmoe.planning.rates import cost_among
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
 from ds_fsmoe.planning.sharing import Sharing
 from ds_fsmoe.planning.workload import Gradient, Layer, Work
@@ -133,3 +137,19 @@ def gathers_of(gradients: Sequence[Gradient]) -> tuple[Slice, ...]:
         before = whole[each.kind].size_bytes if each.kind in whole else 0
         whole[each.kind] = Slice(each.kind, each.lanes, before + each.size)
     return tuple(whole.values())
+
+
+def sharing_costs(cluster: Cluster, groups: Groups) -> dict[str, LinearCost]:
+    """Return the cost of each kind of task of :class:`Sharing`; see
+    :func:`~ds_fsmoe.planning.workload.kind_costs`."""
+    costs = {}
+    for kind, group, collective in (
+        (PARAMETERS, "dp", "all_gather"),
+        (EXPERT_PARAMETERS, "edp", "all_gather"),
+        (GRAD_PARTS, "dp", "reduce_scatter"),
+        (EXPERT_GRAD_PARTS, "edp", "reduce_scatter"),
+    ):
+        at = groups.placements[group]
+        if at.size > 1:
+            costs[kind] = cost_among(cluster, group, at, collective, None)
+    return costs

@@ -16,7 +16,7 @@ from typing import Any
 from ds_fsmoe.offline.models.architecture import Architecture, describe_model
 from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers, stages
 from ds_fsmoe.offline.models.pipeline import PlannedPipeline, StageWork, pipeline_of_layers, pipeline_of_model
-from ds_fsmoe.offline.models.zero import NO_ZERO, Zero
+from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.cluster import Cluster
@@ -27,7 +27,6 @@ from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.plan_halves import plan_in_halves
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.search import Choice
-from ds_fsmoe.planning.sharing import sharing_costs
 from ds_fsmoe.planning.stage_plan import StagePlan, StageTimes, stage_times
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work

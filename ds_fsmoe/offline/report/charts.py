@@ -20,6 +20,8 @@ ROWS = "rows"
 """The name of the data of a chart."""
 _MOST_POINTS = 1500
 """The points that a line has at most; of longer runs every so manieth is drawn."""
+_MOST_CELLS = 6000
+"""The cells that the picture of a layer has at most."""
 _FEW = 60
 """The points up to which each has a mark of its own."""
 
@@ -210,33 +212,35 @@ def draw_dots(
 
 
 def draw_heat(
-    about: str, title: str, steps: Sequence[int], values_NE: Sequence[Sequence[float]], y_title: str, v_title: str
+    about: str, title: str, steps: Sequence[int], counts_NE: Sequence[Sequence[float]], v_title: str
 ) -> Chart:
-    """Return a cell for each step and expert, coloured by how far its value is above or below 1.
+    """Return a cell for each step and expert, coloured by how far its count is above or below the mean of the step.
 
     Args:
         about: what is shown.
         title: the title.
-        steps: the N steps.
-        values_NE: [N, E], such as loads over their mean.
-        y_title: what is counted by E.
-        v_title: what the values are.
+        steps: the N steps; of many every so manieth is drawn.
+        counts_NE: [N, E], such as tokens.
+        v_title: what a count over the mean is.
     """
     alt = library()
+    num_experts = max((len(each) for each in counts_NE), default=1)
+    stride = max(1, math.ceil(len(steps) * num_experts / _MOST_CELLS))
+    steps, counts_NE = steps[::stride], counts_NE[::stride]
+    means_N = [sum(counts) / len(counts) or 1.0 for counts in counts_NE]
     rows = [
-        {"x": str(step), "y": expert, "v": round(value, 3)}
-        for step, values in zip(steps, values_NE, strict=True)
-        for expert, value in enumerate(values)
-        if is_drawable(value)
+        {"x": str(step), "y": expert, "v": round(count / mean, 3)}
+        for step, counts, mean in zip(steps, counts_NE, means_N, strict=True)
+        for expert, count in enumerate(counts)
+        if is_drawable(count / mean)
     ]
-    num_experts = max((len(each) for each in values_NE), default=1)
     every = max(1, math.ceil(len(steps) / 6))
     shown = [str(each) for each in steps[::every]]
     axis = alt.Axis(values=shown, labelAngle=0, ticks=False, domain=False)
     cells = alt.Chart(alt.NamedData(ROWS)).mark_rect()
     chart = cells.encode(
         x=alt.X("x:O", sort=[str(each) for each in steps], title="optimizer step", axis=axis),
-        y=alt.Y("y:O", title=y_title, axis=alt.Axis(labelOverlap=True, ticks=False, domain=False)),
+        y=alt.Y("y:O", title="expert", axis=alt.Axis(labelOverlap=True, ticks=False, domain=False)),
         color=alt.Color(
             "v:Q",
             scale=alt.Scale(scheme="blueorange", domainMid=1, domainMin=0, domainMax=2, clamp=True),
@@ -244,7 +248,7 @@ def draw_heat(
         ),
         tooltip=[
             alt.Tooltip("x:O", title="step"),
-            alt.Tooltip("y:O", title=y_title),
+            alt.Tooltip("y:O", title="expert"),
             alt.Tooltip("v:Q", title=v_title, format=".3~g"),
         ],
     )

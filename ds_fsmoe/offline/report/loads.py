@@ -8,7 +8,6 @@ Letters: E experts, G ranks that share them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ _MOST_ROWS = 30
 """The decisions that a table has at most."""
 _MOST_LAYERS = 12
 """The layers that are drawn at most."""
-MOST_CELLS = 6000
-"""The cells that the picture of a layer has at most; of more steps every so manieth is drawn."""
 
 
 def loads(page: Page, run: Run) -> None:
@@ -57,12 +54,10 @@ def _most_uneven(page: Page, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _heat(layer: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
     own = [(row["step"], row["layers"][layer]["tokens_E"]) for row in rows if layer in row["layers"]]
-    own = own[:: math.ceil(len(own) * len(own[0][1]) / MOST_CELLS)]
-    shares_NE = [[each / (sum(tokens) / len(tokens) or 1.0) for each in tokens] for _, tokens in own]
-    if len({len(each) for each in shares_NE}) > 1:
+    if len({len(tokens) for _, tokens in own}) > 1:
         raise ValueError(f"{layer} has different numbers of experts in different steps")
-    about = f"tokens per expert of {layer} over steps"
-    return draw_heat(about, layer, [step for step, _ in own], shares_NE, "expert", "tokens over the mean")
+    steps, tokens_NE = zip(*own, strict=True)
+    return draw_heat(f"tokens per expert of {layer} over steps", layer, steps, tokens_NE, "tokens over the mean")
 
 
 def _load_cells(load: Mapping[str, Any]) -> tuple[str, ...]:

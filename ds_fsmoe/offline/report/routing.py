@@ -6,15 +6,13 @@ Letters: N steps, E experts, R ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ds_fsmoe.offline.report.charts import Chart, draw_heat, draw_lines
-from ds_fsmoe.offline.report.loads import MOST_CELLS
+from ds_fsmoe.offline.report.charts import draw_heat, draw_lines
 from ds_fsmoe.offline.report.page import Page
 from ds_fsmoe.routes.parts import RoutingFileError
 from ds_fsmoe.routes.recorded import Recording, read_routing
@@ -228,12 +226,9 @@ def _draw(page: Page, loads: Sequence[RoutedLoad], steps: Sequence[int]) -> None
     if len(steps) > 1:
         about = "share of choices on other experts than in the step before"
         page.chart(draw_lines(about, {name: drifts[name] for name in names}, "drift", from_zero=True))
-    page.charts([_heat(each, steps) for each in worst])
-
-
-def _heat(load: RoutedLoad, steps: Sequence[int]) -> Chart:
-    stride = math.ceil(load.load_NE.size / MOST_CELLS)
-    mean_N1 = load.load_NE.mean(axis=1, keepdims=True)
-    share_NE = (load.load_NE / mean_N1.clip(min=1e-9))[::stride].tolist()
-    about = f"load of the experts of {load.layer.path} over steps"
-    return draw_heat(about, load.layer.path, steps[::stride], share_NE, "expert", "load over the mean")
+    charts = []
+    for each in worst:
+        name = each.layer.path
+        about = f"load of the experts of {name} over steps"
+        charts.append(draw_heat(about, name, steps, each.load_NE.tolist(), "load over the mean"))
+    page.charts(charts)
