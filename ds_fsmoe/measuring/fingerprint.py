@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.fail_together import NCCL_BACKENDS, on_every_rank
 from ds_fsmoe.distributed.topology import Topology, world_size_now
-from ds_fsmoe.measuring.hardware import link_facts
+from ds_fsmoe.measuring.hardware import link_lines
 from ds_fsmoe.versions import VERSION
 
 Fingerprint = dict[str, Any]
@@ -46,7 +46,7 @@ def cluster_fingerprint(
         "host": socket.gethostname(),
         "device": name_of(device, root),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
-        "links": link_facts(root, cuda=device.type == "cuda").lines(),
+        "links": link_lines(root, cuda=device.type == "cuda"),
     }
     of_ranks = on_every_rank(own)
     links = {each["host"]: each["links"] for each in reversed(of_ranks)}
