@@ -53,10 +53,9 @@ if TYPE_CHECKING:
     from ds_fsmoe.config.reading import ConfigError
     from ds_fsmoe.engine.convert_layers import MoE
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
-    from ds_fsmoe.engine.gathered_experts import whole_parameters, whole_weight
     from ds_fsmoe.engine.inference import inference
-    from ds_fsmoe.engine.script_norms import gradient_norm
-    from ds_fsmoe.engine.transformers_seams import own_experts
+    from ds_fsmoe.engine.marked_experts import gradient_norm, whole_parameters, whole_weight
+    from ds_fsmoe.engine.own_experts import own_experts
     from ds_fsmoe.engine.way_back import make_whole
     from ds_fsmoe.layer.expert_shard import own_experts_of, own_part
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
@@ -105,13 +104,13 @@ _MODULE_OF_NAME = {
     "SwitchGate": "components.gates.switch",
     "TokenChoiceGate": "components.token_choice",
     "XMoEGate": "components.gates.xmoe",
-    "gradient_norm": "engine.script_norms",
+    "gradient_norm": "engine.marked_experts",
     "inference": "engine.inference",
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
     "make_whole": "engine.way_back",
-    "own_experts": "engine.transformers_seams",
+    "own_experts": "engine.own_experts",
     "read_routing": "routes.recorded",
     "register_alltoall": "registry",
     "register_expert": "registry",
@@ -121,9 +120,9 @@ _MODULE_OF_NAME = {
     "update_gates": "components.gate",
     "own_experts_of": "layer.expert_shard",
     "own_part": "layer.expert_shard",
-    "whole_parameters": "engine.gathered_experts",
+    "whole_parameters": "engine.marked_experts",
     "whole_state_dict": "checkpoint.whole_weights",
-    "whole_weight": "engine.gathered_experts",
+    "whole_weight": "engine.marked_experts",
 }
 
 # Written out, because type checkers read it.
