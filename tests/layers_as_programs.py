@@ -16,16 +16,14 @@ from torch import nn
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import communicator_like
-from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.node_exchange import NodeCall
-from ds_fsmoe.execution.node_sizes import NodeCounts
+from ds_fsmoe.execution.counts_exchange import NodeCall
 from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import ChunkSizes, PhaseSizes, RowSizes
+from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
+from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links

@@ -30,8 +30,8 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.halves.run import HalvesRun
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan

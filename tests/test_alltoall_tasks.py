@@ -25,7 +25,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost

@@ -112,8 +112,7 @@ TOP_LEVEL: dict[str, str] = {
 }
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {
-    "layer/stock_layer.py": "subclasses DeepSpeed's MoE modules",
-    "layer/expert_container.py": "knows DeepSpeed's module of experts from others",
+    "layer/stock_layer.py": "subclasses DeepSpeed's MoE modules; knows DeepSpeed's module of experts from others",
     "engine/engine.py": "subclasses DeepSpeed's engines; subclasses DeepSpeed's engine for pipeline stages",
     "engine/entry_points.py": (
         "stands in for DeepSpeed's initialize; knows DeepSpeed's models in pipeline stages from others"

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.topology import Topology, topology_of_hosts
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
-from ds_fsmoe.measuring import cluster_profile, contention, microbenchmarks, stopwatch
-from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.contention import slowdowns
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
-from ds_fsmoe.measuring.microbenchmarks import COMPUTING, ProfileNames, Shape, groups_of
-from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.measuring import cluster_profile, stopwatch
+from ds_fsmoe.measuring import cluster_profile as microbenchmarks
+from ds_fsmoe.measuring import stopwatch as contention
+from ds_fsmoe.measuring.cache import Measurements, Measuring
+from ds_fsmoe.measuring.cluster_profile import COMPUTING, ProfileNames, Shape, groups_of, profile_cluster
+from ds_fsmoe.measuring.stopwatch import Stopwatch, slowdowns
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.cluster_schema import UNITS

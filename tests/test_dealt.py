@@ -12,7 +12,7 @@ import torch
 
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.execution.token_cuts import TokenCuts
-from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
+from ds_fsmoe.layer.held_experts import HeldTable, dealt, rows_of_experts
 from ds_fsmoe.layer.row_routing import number_rows
 from ds_fsmoe.ops import REFERENCE
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedActivations
 from tests.expert_cases import (
     EVERY,
     EVERY_WRITTEN,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ds_fsmoe.distributed.topology import find_topology, topology_of_size
-from ds_fsmoe.measuring import fingerprint
+from ds_fsmoe.measuring import cache as fingerprint
 from ds_fsmoe.measuring import hardware as module
-from ds_fsmoe.measuring.fingerprint import by_ranks, cluster_fingerprint
+from ds_fsmoe.measuring.cache import by_ranks, cluster_fingerprint
 from ds_fsmoe.measuring.hardware import link_lines, read_nvlink_status
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S

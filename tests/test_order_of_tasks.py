@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline

@@ -25,9 +25,8 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.measuring import cluster_profile, profiler
-from ds_fsmoe.measuring.link_times import fastest, prepared, time_links
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
-from ds_fsmoe.measuring.profiler import Subject, measured_slots, profile, slowdowns_of
+from ds_fsmoe.measuring.cache import Measurements, Measuring
+from ds_fsmoe.measuring.profiler import Subject, fastest, measured_slots, prepared, profile, slowdowns_of, time_links
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups

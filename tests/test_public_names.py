@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ds_fsmoe
-from ds_fsmoe.components.gate_settings import SettingsGate
+from ds_fsmoe.components.gate import SettingsGate
 from tests.ranks import run_on_ranks
 
 # A name leaves this list only with a major version; one that is added here is promised.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.execution import lanes
-from ds_fsmoe.execution.dependencies import Dependencies, Step
+from ds_fsmoe.execution.lanes import Dependencies, Step
 from ds_fsmoe.execution.phase import Phase
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.stream_lanes import StreamLanes

@@ -19,7 +19,7 @@ from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
 from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedActivations
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import make_groups

@@ -16,9 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.components.gate import dropless_capacity, dropping_capacity
-from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option, takes_options_of
-from ds_fsmoe.components.router import entropy_of, mean_over_used, which_are_used, without_autocast
+from ds_fsmoe.components.gate import (
+    CapacitySettings,
+    SettingsGate,
+    dropless_capacity,
+    dropping_capacity,
+    entropy_of,
+    mean_over_used,
+    option,
+    takes_options_of,
+    which_are_used,
+    without_autocast,
+)
 from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.ops.reference import Slots, with_capacity

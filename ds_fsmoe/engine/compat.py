@@ -95,7 +95,7 @@ REPLACEABLE_FROM_2_14: dict[str, str] = {
     "(gradients/reducer.py)",
     "torch.distributed:register_pre_hook, register_post_hook": "see each collective of a group, with its name and "
     "number, and could stand for the wrappers of collectives in the watchdog and the trace "
-    "(observing/deepspeeds_waits.py, observing/trace.py)",
+    "(observing/other_ranks.py, observing/trace.py)",
     "torch.distributed:all_gather_single, reduce_scatter_single": "are the names of 2.13 and later; 2.11 has others "
     "(distributed/nccl.py, execution/collectives.py)",
     "torch.utils.cpp_extension": "locks the file of a build, and could wait by itself (op_builder/locks.py)",

@@ -47,10 +47,9 @@ from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer, own_class_of
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter
 from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
+from ds_fsmoe.layer.own_experts_marks import loaded_part, replace_all, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts
-from ds_fsmoe.layer.replaced_parameters import replace_all
-from ds_fsmoe.layer.router_choice import RouterWatch
+from ds_fsmoe.layer.replay import RouterWatch
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.terminal.tables import Message, Table

@@ -21,7 +21,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
-from ds_fsmoe.layer.over_ranks import joined
+from ds_fsmoe.layer.expert_shard import joined
 from ds_fsmoe.layer.own_experts_marks import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0

@@ -33,7 +33,7 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
-from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import (
@@ -67,8 +67,8 @@ from ds_fsmoe.layer.expert_checks import uncompiled
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.state import facts_of_experts
 from ds_fsmoe.layer.stock_layer import StockMoE
-from ds_fsmoe.layer.unsharded import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.plan import mode_of

@@ -56,9 +56,8 @@ from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.engine.set_up import check_stages, refused_on_all_stages, wait_for_all_ranks
 from ds_fsmoe.engine.telemetry import claim_folders, watch_ours, watch_stock
 from ds_fsmoe.engine.way_back import take_back
-from ds_fsmoe.layer.expert_container import check_containers
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.stock_layer import StockMoE
+from ds_fsmoe.layer.stock_layer import StockMoE, check_containers
 from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.ops.loading import LIBRARIES
 

@@ -29,11 +29,21 @@ from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.engine.convert_adapters import adapters_of
-from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, gradient_of, mark, origin_of, tensors_in, unmark
+from ds_fsmoe.layer.expert_shard import (
+    METADATA,
+    TRUSTED,
+    ExpertShard,
+    Origin,
+    WholeOfParts,
+    asking,
+    gradient_of,
+    mark,
+    origin_of,
+    tensors_in,
+    unmark,
+)
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.over_ranks import Origin, WholeOfParts
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.shard_functions import METADATA
 
 # ---- Gives scripts whole weights of experts: within ``deepspeed.zero.GatheredParameters``, in a loss, and one
 # by one

@@ -17,8 +17,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.distributed.stages import Stages
-from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.topology import Stages, world_size_now
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.way_back import forget_graph

@@ -7,22 +7,61 @@ and end (results are there), and what another part of the batch has to compute r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ds_fsmoe.execution.lanes import Body, Run
-from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.pauses import Half
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
-from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS
 
 if TYPE_CHECKING:
     from ds_fsmoe.execution.pipeline import Pipeline
     from ds_fsmoe.planning.phase_plan import PhasePlan
+
+
+# ---- Lets a call of a layer pause while its tokens travel, so that another part of the batch computes
+# meanwhile
+#
+# Whoever runs parts of a batch in turns calls the layers inside of :meth:`Half.running`; a call that finds a half
+# there pauses twice, see :mod:`~ds_fsmoe.execution.paused`. What runs in a pause is the same on every rank.
+
+
+_current: ContextVar[Half | None] = ContextVar("half", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """One of the parts of a batch that take turns."""
+
+    pause: Callable[[], None]
+    """Lets the others compute, and returns when it is this part's turn again."""
+    is_last_in_backward: bool
+    """True if its backward comes last, when the layers behind have all their gradients: then some may travel."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let layers that are called meanwhile pause."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+def half_now() -> Half | None:
+    """Return the part of a batch for which a layer is called now; ``None``: the whole batch."""
+    return _current.get()
+
+
+# ---- One call of the experts' part of a layer, in the graph of autograd: at once, or in three steps with
+# pauses between
 
 
 class ExpertCall(Protocol):

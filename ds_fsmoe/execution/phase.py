@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Run
+from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Run, dependencies_of
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,

@@ -18,16 +18,13 @@ from typing import Protocol
 
 import torch
 
-from ds_fsmoe.execution.call import Call, ExpertCall, Layout, RowCall, Window, at_once, with_pauses
-from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Lanes, Observer, Together
-from ds_fsmoe.execution.pauses import half_now
+from ds_fsmoe.execution.call import Call, ExpertCall, Layout, RowCall, Window, at_once, half_now, with_pauses
+from ds_fsmoe.execution.collectives import FULL, Collectives
+from ds_fsmoe.execution.lanes import Lanes, Observer, Together, dependencies_of
 from ds_fsmoe.execution.phase import Hook
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.unchunked import WholeExperts, run_whole
-from ds_fsmoe.execution.wires import FULL
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT_NODE

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from ds_fsmoe.execution.captures import beside_captures, is_capturing
-from ds_fsmoe.execution.dependencies import Dependencies
-from ds_fsmoe.execution.lanes import Lanes, Run, Work, name_of
+from ds_fsmoe.execution.device_tables import beside_captures, is_capturing
+from ds_fsmoe.execution.lanes import Dependencies, Lanes, Run, Work, name_of
 from ds_fsmoe.planning.schedule import Lane, Task
 
 _HIGH_PRIORITY = -1

@@ -20,7 +20,7 @@ from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import Subject
 from ds_fsmoe.planning.call_shape import CallShape

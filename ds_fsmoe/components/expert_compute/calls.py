@@ -13,16 +13,22 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall, GroupedExperts, Run, joined, runs_of
+from ds_fsmoe.components.expert_compute.grouped_call import (
+    GroupedCall,
+    GroupedExperts,
+    GroupedRowsCall,
+    Run,
+    can_be_grouped,
+    joined,
+    runs_of,
+)
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, modules_of
 from ds_fsmoe.components.expert_compute.plan import ExpertPlan, PlannedExpert
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun
-from ds_fsmoe.components.expert_compute.row_grouped import GroupedRowsCall, can_be_grouped
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 
 class ExpertCall:

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.linears import add_bias_products, add_gradients, apply_linear, rows_gradient
+from ds_fsmoe.components.expert_compute.linears import (
+    RowWeights,
+    add_bias_products,
+    add_gradients,
+    apply_linear,
+    rows_gradient,
+)
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedActivations
 
 _VERSION = operator.attrgetter("_version")
 

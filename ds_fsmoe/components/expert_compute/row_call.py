@@ -17,13 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.linears import RowWeights
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 
 class ChunkRows(Protocol):

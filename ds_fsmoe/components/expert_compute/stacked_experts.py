@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.adapters import Adapter
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
 from ds_fsmoe.ops import Ops
 

@@ -20,9 +20,9 @@ from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.linears import RowWeights
 from ds_fsmoe.components.expert_compute.manual_call import check_versions, versions_of
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
 """``(hidden_states, top_k_index, top_k_weights) -> hidden_states`` of the module of the experts."""

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.gate_settings import option, takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import in_backward, linear_scores, option, takes_options_of
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores, takes_options_of
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fsmoe.components.gate_settings import takes_options_of
+from ds_fsmoe.components.gate import takes_options_of
 from ds_fsmoe.components.gates.mixtral import MixtralGate, MixtralSettings
 from ds_fsmoe.components.token_choice import Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores
 from ds_fsmoe.components.token_choice import Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 

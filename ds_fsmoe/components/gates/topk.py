@@ -18,8 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate, takes_options_of
-from ds_fsmoe.components.router import entropy_of, which_are_used
+from ds_fsmoe.components.gate import (
+    CapacitySettings,
+    OptionError,
+    SettingsGate,
+    entropy_of,
+    takes_options_of,
+    which_are_used,
+)
 from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.components.token_choice import best_slots, first_capacity, last_capacity
 from ds_fsmoe.ops import REFERENCE, Ops

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import option, takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores, option, takes_options_of
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
