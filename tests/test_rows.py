@@ -28,7 +28,7 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import FULL, Collectives, Wires
 from ds_fsmoe.execution.counts_exchange import RoutingError
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
@@ -166,7 +166,7 @@ def run_layer(
         nodes=exchange.nodes,
         wires=wires,
     )
-    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute)
+    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute)
     num_experts = case.experts_per_rank * layout.ep_size
     gate = LinearGate(k=min(case.k, num_experts), drop_tokens=False, top2_2nd_expert_sampling=False)
     gate.build_once(WIDTH, num_experts)

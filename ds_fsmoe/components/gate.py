@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.routing import Given, Routing, RoutingBase
+from ds_fsmoe.components.routing import ReplayedRouting, Routing, RoutingBase
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.ops import REFERENCE, Ops
 
@@ -63,7 +63,7 @@ class GateBase(nn.Module):
     calls the gate says so."""
     takes_given: ClassVar[bool] = False
     """Whether each token chooses experts here, and the choice can be :attr:`given`."""
-    given: Given | None = None
+    given: ReplayedRouting | None = None
     """The choice to go by in the next call, instead of the highest scores; whoever calls the gate says so. Weights,
     losses and what is drawn at random stay those of the call."""
     takes_width: int | None = None

@@ -19,7 +19,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Given:
+class ReplayedRouting:
     """A choice that was made before, for a gate to go by again: its weights still come from the scores of its call."""
 
     experts_KS: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class RoutingBase(ABC):
         """Scalars: how many choices have found a place, and of how many."""
         return self.counts_E.sum(), self.counts_E.sum()
 
-    def given(self) -> Given | None:
+    def given(self) -> ReplayedRouting | None:
         """What a gate needs to decide the same again; ``None`` where it has nothing to choose."""
         return None
 
@@ -141,8 +141,8 @@ class Routing(RoutingBase):
             return self.experts_KS
         return self.slots_KS.div(max(1, self.capacity), rounding_mode="floor")
 
-    def given(self) -> Given | None:
-        return Given(self.experts_KS, slots_KS=self.slots_KS, capacity=self.capacity)
+    def given(self) -> ReplayedRouting | None:
+        return ReplayedRouting(self.experts_KS, slots_KS=self.slots_KS, capacity=self.capacity)
 
     def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
         return (self.slots_KS < self.num_slots).sum(), self.counts_E.sum()
@@ -191,7 +191,7 @@ class BareRouting(Routing):
 
 
 @dataclass(frozen=True)
-class Places:
+class RowPlaces:
     """Where the rows of all slots lie, both ways."""
 
     row_of_slot: torch.Tensor
@@ -200,14 +200,14 @@ class Places:
     """[R] int64, E * C for a row that is no slot's."""
 
 
-def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> Places | None:
+def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> RowPlaces | None:
     """What ``place`` does to all slots; ``None`` if every slot's row has the slot's own number."""
     slots = torch.arange(num_slots, device=device)
     row_of_slot = place(slots)
     if row_of_slot is slots and num_rows == num_slots:
         return None
     slot_of_row = torch.full((num_rows,), num_slots, device=device).scatter_(0, row_of_slot, slots)
-    return Places(row_of_slot, slot_of_row)
+    return RowPlaces(row_of_slot, slot_of_row)
 
 
 def kind_of(gate: Any) -> type[RoutingBase]:
@@ -255,7 +255,7 @@ class DenseRouting(RoutingBase):
     capacity: int
     num_experts: int
     entropy: torch.Tensor | None = None
-    places: Places | None = None
+    places: RowPlaces | None = None
 
     def relaid(self, place: Place, capacity: int) -> DenseRouting:
         assert self.places is None, "relaid once already"
@@ -307,8 +307,8 @@ class SlotRouting(RoutingBase):
         is_taken = self.tokens_R.new_zeros(self.num_tokens + 1).index_fill_(0, self.tokens_R, 1)[:-1]
         return is_taken.sum(), torch.full_like(is_taken.sum(), self.num_tokens)
 
-    def given(self) -> Given:
-        return Given(tokens_R=self.tokens_R, capacity=self.capacity)
+    def given(self) -> ReplayedRouting:
+        return ReplayedRouting(tokens_R=self.tokens_R, capacity=self.capacity)
 
     def relaid(self, place: Place, capacity: int) -> SlotRouting:
         places = find_places(place, self.num_slots, self.num_experts * capacity, self.tokens_R.device)

@@ -28,7 +28,7 @@ from ds_fsmoe.components.gate import (
     which_are_used,
     without_autocast,
 )
-from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.components.routing import ReplayedRouting, Routing
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.ops.reference import Slots, with_capacity
 
@@ -169,7 +169,7 @@ def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings
 
 
 def best_slots(
-    ops: Ops, scores_SE: torch.Tensor, k: int, capacity: int, used_S: torch.Tensor | None, given: Given | None
+    ops: Ops, scores_SE: torch.Tensor, k: int, capacity: int, used_S: torch.Tensor | None, given: ReplayedRouting | None
 ) -> Slots:
     """Slots for the k best experts of each token, or for those that are given, in the order of the tokens.
 
@@ -196,7 +196,7 @@ def last_capacity(
     settings: CapacitySettings,
     group: dist.ProcessGroup | None,
     needs_capacity: bool = True,
-    given: Given | None = None,
+    given: ReplayedRouting | None = None,
 ) -> tuple[Slots, int]:
     """The slots and the capacity to go by: if nothing is dropped, what the fullest expert of all ranks needs.
 

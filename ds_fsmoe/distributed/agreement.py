@@ -68,7 +68,7 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
     if is_alike:
         return
     ranks = list(range(size)) if group is None else dist.get_process_group_ranks(group)
-    raise DisagreementError(describe(dict(zip(ranks, on_every_rank(stated, group), strict=True)), what))
+    raise DisagreementError(describe_disagreement(dict(zip(ranks, on_every_rank(stated, group), strict=True)), what))
 
 
 def _digest(facts: Mapping[str, str]) -> bytes:
@@ -82,7 +82,7 @@ def _digest(facts: Mapping[str, str]) -> bytes:
     return digest.digest()
 
 
-def describe(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:
+def describe_disagreement(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:
     """Return a message that says, for each field that differs, which ranks have which value.
 
     Args:

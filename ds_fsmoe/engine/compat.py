@@ -407,7 +407,8 @@ def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()
         signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
         raise IncompatibleError(
-            f"{described(function)} stands in the place of deepspeed.initialize and does not take its arguments: it "
+            f"{name_and_place(function)} stands in the place of deepspeed.initialize and does not take its arguments: "
+            "it "
             f"takes {signature} ({error}). ds_fsmoe passes them on by name; do without this wrapper, or let it take "
             "**kwargs"
         ) from error
@@ -419,7 +420,7 @@ def _is_deepspeeds(function: Callable[..., Any]) -> bool:
     return code is not None and code.co_filename == sys.modules["deepspeed"].__file__
 
 
-def described(function: Callable[..., Any]) -> str:
+def name_and_place(function: Callable[..., Any]) -> str:
     """Return a function's own name and place, also behind ``functools.wraps``: ``tracked (acme/patch.py, line 12)``."""
     if _is_deepspeeds(function):
         return "deepspeed.initialize"

@@ -47,7 +47,7 @@ from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer, own_class_of
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter
 from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.own_experts_marks import loaded_part, replace_all, unmark
+from ds_fsmoe.layer.own_experts_marks import loaded_part, replace_all, unmark_loaded
 from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.replay import RouterWatch
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -479,7 +479,7 @@ def _take_loaded(module: nn.Module, contract: Contract, part: ExpertPart, group_
         )
     for name in contract.weights:
         tag_as_experts(getattr(module, name), part, group_name)
-    unmark(module)
+    unmark_loaded(module)
 
 
 def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward | None:

@@ -286,7 +286,7 @@ def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict
     return {name: getattr(stock, name) for name in names if takes_all or name in parameters}
 
 
-def restore(layer: StockMoE) -> None:
+def restore_stock(layer: StockMoE) -> None:
     """Turn a layer back into stock's, in place: undo :func:`convert` with the layer's own gate and experts."""
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:

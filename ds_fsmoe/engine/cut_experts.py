@@ -21,7 +21,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
-from ds_fsmoe.layer.expert_shard import joined
+from ds_fsmoe.layer.expert_shard import joined_over_ranks
 from ds_fsmoe.layer.own_experts_marks import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -77,7 +77,7 @@ def join_parts(parameter: nn.Parameter, places: Sequence[int] | None = None) -> 
     assert part is not None
     whole = parameter.detach().clone()
     if part.num_parts > 1:
-        whole = joined(parameter, part, stock_groups._get_expert_parallel_group(parameter.group_name))
+        whole = joined_over_ranks(parameter, part, stock_groups._get_expert_parallel_group(parameter.group_name))
     return whole if places is None else part.in_order(whole, places)
 
 

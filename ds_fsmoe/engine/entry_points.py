@@ -41,7 +41,7 @@ from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine import own_experts as transformers_seams
+from ds_fsmoe.engine import own_experts as building
 from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_experts import (
     check_experts_modules,
@@ -50,10 +50,10 @@ from ds_fsmoe.engine.convert_experts import (
     find_experts,
     num_experts_of,
 )
-from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers, restore
+from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers, restore_stock
 from ds_fsmoe.engine.cut_experts import check_shards_of_experts
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
-from ds_fsmoe.engine.set_up import check_stages, refused_on_all_stages, wait_for_all_ranks
+from ds_fsmoe.engine.set_up import check_engine_stages, refused_on_all_stages, wait_for_all_ranks
 from ds_fsmoe.engine.telemetry import claim_folders, watch_ours, watch_stock
 from ds_fsmoe.engine.way_back import take_back
 from ds_fsmoe.layer.parts import LayerError
@@ -122,14 +122,14 @@ _depth = 0
 
 
 @dataclass
-class Given:
+class InitializeArgs:
     """Holds the block that was given from outside, and whether an engine has taken it."""
 
     block: dict[str, Any]
     is_used: bool = False
 
 
-_given: Given | None = None
+_given: InitializeArgs | None = None
 
 
 def initialize(
@@ -228,7 +228,7 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
         # The stages have found each other when they were built, on the devices that they were put on.
         get_accelerator().set_device(model.local_rank)
         with refused_on_all_stages():
-            check_stages(model)
+            check_engine_stages(model)
             check_before_any_group(block, ds_config, model, model.mpu())
     else:
         check_before_any_group(block, ds_config, model, mpu)
@@ -280,7 +280,8 @@ def _engine_of(made: Any) -> Any:
     engine = next((each for each in (made if isinstance(made, tuple) else (made,)) if hasattr(each, "fsmoe")), None)
     if engine is None:
         raise compat.IncompatibleError(
-            f"{compat.described(_function_beneath())} stands in the place of deepspeed.initialize and has not returned "
+            f"{compat.name_and_place(_function_beneath())} stands in the place of deepspeed.initialize and has not "
+            "returned "
             "an engine of ds_fsmoe: it has to call deepspeed.initialize and to return what that returns"
         )
     return engine
@@ -338,7 +339,7 @@ def _make_stock(model: nn.Module, mpu: Any) -> None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
     check_sequence_parallel(layers, sizes_of_mpu(mpu)[0])
     for layer in layers.values():
-        restore(layer)
+        restore_stock(layer)
 
 
 @contextmanager
@@ -388,9 +389,9 @@ def install(block: Mapping[str, Any] | None = None) -> None:
         _refuse_to_be_gone_past(_beneath)
     launch_order.ask()
     accelerate.leave_block_alone()
-    transformers_seams.follow(lambda: None if _given is None else _given.block)
+    building.follow(lambda: None if _given is None else _given.block)
     if block is not None:
-        _given = Given(dict(block))
+        _given = InitializeArgs(dict(block))
 
 
 def _refuse_to_be_gone_past(functions: Sequence[Callable[..., Any]]) -> None:
@@ -424,7 +425,7 @@ def uninstall() -> None:
     """
     global _given, _replaced
     accelerate.look_at_block_again()
-    transformers_seams.unfollow()
+    building.unfollow()
     if _replaced is not None:
         deepspeed.initialize = _replaced
     del _beneath[1:]

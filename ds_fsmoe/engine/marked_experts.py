@@ -53,7 +53,7 @@ from ds_fsmoe.layer.parts import LayerError
 # gather for their own purposes, get this rank's part.
 
 
-class WholeExperts(nn.Parameter):
+class GatheredWeight(nn.Parameter):
     """Stands for a parameter of experts while it is whole. A loss on it has the gradient of this rank's part."""
 
     @classmethod
@@ -69,7 +69,7 @@ class WholeExperts(nn.Parameter):
 
 
 def _with_gradients(value: Any) -> Any:
-    if isinstance(value, WholeExperts) and value.requires_grad:
+    if isinstance(value, GatheredWeight) and value.requires_grad:
         origin = value.fsmoe_origin
         return WholeOfParts.apply(value, value.data, origin.cut, origin.group)
     if isinstance(value, (list, tuple)):
@@ -97,7 +97,7 @@ class _Gathering:
         for each in self._parameters:
             self._own.append(each.data)
             each.data = each.fsmoe_origin.whole(each)
-            each.__class__ = WholeExperts
+            each.__class__ = GatheredWeight
 
     def __exit__(self, *error: Any) -> None:
         has_failed = error and error[0] is not None

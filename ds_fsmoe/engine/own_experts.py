@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds Hugging Face models with this rank's experts only, from when they are made: no rank holds all experts.
-
-What is done to ``transformers`` for it is in ``transformers_seams.py``; here is when and how experts are cut.
-"""
+"""Builds Hugging Face models with this rank's experts only, from when they are made: no rank holds all experts."""
 
 from __future__ import annotations
 
@@ -258,7 +255,7 @@ def find_ranks() -> int:
     return world_size_now()
 
 
-def block_of(ds_config: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+def with_block_from_outside(ds_config: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a config with the block given from outside, if one was."""
     return dict(ds_config) if given is None else dict(ds_config) | {BLOCK: given}
 
@@ -355,7 +352,7 @@ def own_experts(config: Any = None) -> Iterator[None]:
     _patch(modeling)
     ds_config = modeling.deepspeed_config() or {} if config is None else compat.load_ds_config(config)
     is_off = BLOCK in ds_config and Wanted.by(ds_config) is None
-    wanted = None if is_off else Wanted.by(block_of(ds_config, _block_from_outside()))
+    wanted = None if is_off else Wanted.by(with_block_from_outside(ds_config, _block_from_outside()))
     if wanted is None and not is_off:
         raise ConfigError(
             f"own_experts(): no {BLOCK} block is known yet; give it the DeepSpeed config that initialize() gets"
@@ -407,7 +404,7 @@ def _begin(modeling: ModuleType) -> Build | None:
     if _asked:
         wanted = _asked[-1]
     elif _given is not None:
-        wanted = Wanted.by(block_of(modeling.deepspeed_config() or {}, _block_from_outside()))
+        wanted = Wanted.by(with_block_from_outside(modeling.deepspeed_config() or {}, _block_from_outside()))
     else:
         wanted = None
     if wanted is None or find_ranks() == 1:

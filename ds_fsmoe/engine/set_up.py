@@ -118,7 +118,7 @@ def refused_on_all_stages() -> Iterator[None]:
         raise LayerError(f"rank {told[0]}, in another stage of the PipelineModule, has been refused: {told[1]}")
 
 
-def check_stages(model: Any) -> None:
+def check_engine_stages(model: Any) -> None:
     """Refuse stages that are not laid out as DeepSpeed's groups of experts are: each a run of neighbouring ranks.
 
     Args:

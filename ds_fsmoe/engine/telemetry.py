@@ -30,7 +30,7 @@ from ds_fsmoe.files.runs import check_run_folder
 from ds_fsmoe.files.whole_files import create
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.observing.call_observer import sizes_of, trace_folder
+from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.events import Event, as_rows
@@ -76,7 +76,7 @@ def claim_folders(block: FSMoEBlock) -> None:
         if problem:
             raise ConfigError(f"fsmoe.record.dir = {shown(block.record.dir)}: {problem}")
     if block.trace.enabled:
-        folder = trace_folder(block)
+        folder = folder_of_trace(block)
         problems = on_every_rank(_why_not_written_to(folder, f".rank{rank_now()}.writable"))
         if wrong := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
             name = "fsmoe.trace.path" if folder == Path(block.trace.path) else "fsmoe.record.dir"
@@ -158,7 +158,7 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
     watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers}, first)]
     if block.trace.enabled:
         asked = block.trace
-        watching.append(StockTracer(engine, trace_folder(block), rank_now(), asked.start_step, asked.num_steps))
+        watching.append(StockTracer(engine, folder_of_trace(block), rank_now(), asked.start_step, asked.num_steps))
     destroy = engine.destroy
 
     @functools.wraps(destroy)
@@ -263,7 +263,7 @@ class Telemetry:
 
         def note(at: CallSizes) -> None:
             if at.capacity:
-                found = sizes_of(at, call.experts)
+                found = call_sizes(at, call.experts)
                 # One product of all weights, as the autotuner measures it.
                 self._shapes[call.label] = replace(found, num_products=1, num_weights=max(1, found.num_weights))
 

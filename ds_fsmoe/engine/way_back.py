@@ -17,7 +17,7 @@ from ds_fsmoe.components.expert_compute.contract import OWN_NAMES
 from ds_fsmoe.config.reading import BLOCK
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.engine.convert_adapters import wrappers_around
-from ds_fsmoe.engine.convert_layers import check_left, restore
+from ds_fsmoe.engine.convert_layers import check_left, restore_stock
 from ds_fsmoe.engine.cut_experts import join_parts
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, own_class_of
 from ds_fsmoe.layer.own_experts_marks import loaded_in, replace_all
@@ -92,7 +92,7 @@ def make_whole(model: nn.Module) -> nn.Module:
         replace_all(take_up(experts, wrappers.values()), *next(iter(wrappers.items()), (name, experts)))
     for layer in stock.values():
         if isinstance(layer.deepspeed_moe.gate, FSMoEGate):  # with a gate of ours it runs on as ours
-            restore(layer)
+            restore_stock(layer)
     _take_deepspeeds_off(model)
     return model
 
@@ -223,7 +223,7 @@ def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> N
             setattr(engine, name, refuse)
     for _, experts in _experts_in(model):
         if not is_left(experts):
-            leave(experts)
+            leave_experts(experts)
 
 
 def _take_deepspeeds_off(model: nn.Module) -> None:
@@ -255,7 +255,7 @@ OURS = ("allreduce", "group_name", "fsmoe_part")
 """The attributes of a parameter of experts that are ours, besides those that DeepSpeed gives to all."""
 
 
-def leave(module: FSMoEExperts) -> None:
+def leave_experts(module: FSMoEExperts) -> None:
     """Take all of ours off a converted module, and off PEFT's wrappers around it, whose experts stay as they lie.
 
     Args:
@@ -282,8 +282,8 @@ def is_left(module: nn.Module) -> bool:
 def take_up(
     module: nn.Module, wrappers: Iterable[nn.Module], wanted: Mapping[str, ExpertPart] | None = None
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Take up a module that :func:`leave` has left: as it lies, or with all of its experts, and of the wrappers around
-    it all adapters, put together one parameter at a time. Collective over the ranks that share them.
+    """Take up a module that :func:`leave_experts` has left: as it lies, or with all of its experts, and of the wrappers
+    around it all adapters, put together one parameter at a time. Collective over the ranks that share them.
 
     Args:
         module: the module; nothing happens to another one.
@@ -412,7 +412,7 @@ def _stand_weakly(stack: list[Any], model: Any) -> None:
     def leave(dead: Any) -> None:
         stack[:] = [each for each in stack if each is not dead]
 
-    stack[:] = [weakref.proxy(model, leave) if each is model else each for each in stack]
+    stack[:] = [weakref.proxy(model, leave_experts) if each is model else each for each in stack]
 
 
 def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ds_fsmoe.execution.lanes import Body, Run
-from ds_fsmoe.execution.phase import Direction, Hook, Phase
+from ds_fsmoe.execution.lanes import Body, LaneRun
+from ds_fsmoe.execution.phase import Direction, Hook, PhaseRun
 from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS
 
 if TYPE_CHECKING:
-    from ds_fsmoe.execution.pipeline import Pipeline
+    from ds_fsmoe.execution.pipeline import LayerPipeline
     from ds_fsmoe.planning.phase_plan import PhasePlan
 
 
@@ -64,7 +64,7 @@ def half_now() -> Half | None:
 # pauses between
 
 
-class ExpertCall(Protocol):
+class CallOnSlots(Protocol):
     """One call of this rank's experts; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
 
     def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
@@ -80,8 +80,8 @@ class ExpertCall(Protocol):
     def rows(self) -> list[torch.Tensor]: ...
 
 
-class RowCall(Protocol):
-    """One call of this rank's experts on rows; as :class:`ExpertCall`, with chunks by their number."""
+class CallOnRows(Protocol):
+    """One call of this rank's experts on rows; as :class:`CallOnSlots`, with chunks by their number."""
 
     def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
 
@@ -106,21 +106,21 @@ Layout = SlotLayout | RowLayout | NodeLayout
 """Says how the rows of a call lie, and how they are cut."""
 
 
-class GradientSlice(Protocol):
+class SliceToReduce(Protocol):
     """A slice of gradients."""
 
     @property
     def kind(self) -> str: ...
 
 
-class Window(Protocol):
+class GradientWindow(Protocol):
     """Other data that travels in a layer's backward: gradients that the backward has already finished."""
 
-    def open(self, label: str) -> Sequence[GradientSlice]: ...
+    def open(self, label: str) -> Sequence[SliceToReduce]: ...
 
-    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]: ...
+    def tasks(self, parcel: SliceToReduce) -> tuple[str, ...]: ...
 
-    def send(self, parcel: GradientSlice, task: str) -> None: ...
+    def send(self, parcel: SliceToReduce, task: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -271,9 +271,9 @@ class Call:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: LayerPipeline,
         layout: Layout,
-        experts: ExpertCall | RowCall,
+        experts: CallOnSlots | CallOnRows,
         hook: Hook | None,
         half: Half | None = None,
     ) -> None:
@@ -284,8 +284,8 @@ class Call:
         self._half = half
         # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
         self._window = pipeline.window if half is None or half.is_last_in_backward else None
-        self._phase: Phase | None = None
-        self._run: Run | None = None
+        self._phase: PhaseRun | None = None
+        self._run: LaneRun | None = None
         self._num_tasks = 0
         self._held: list[torch.Tensor] = []
 
@@ -355,12 +355,12 @@ class Call:
         self._held = []
         self.experts.release()
 
-    def _begin_phase(self, direction: Direction, rows_RM: torch.Tensor) -> Phase:
+    def _begin_phase(self, direction: Direction, rows_RM: torch.Tensor) -> PhaseRun:
         chunks = self._layout.chunks(self._pipeline.collectives, direction, rows_RM)
-        return Phase(chunks, self._hook, direction, self._pipeline.lanes.runs_behind)
+        return PhaseRun(chunks, self._hook, direction, self._pipeline.lanes.runs_behind)
 
     def _begin(
-        self, phase: Phase, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
+        self, phase: PhaseRun, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
     ) -> None:
         pipeline = self._pipeline
         schedule, pause = plan.sending(slices), 0
@@ -372,7 +372,7 @@ class Call:
         if self._half is not None:
             self._run.go(pause)
 
-    def _end(self) -> Phase:
+    def _end(self) -> PhaseRun:
         phase, run = self._phase, self._run
         assert phase is not None
         assert run is not None

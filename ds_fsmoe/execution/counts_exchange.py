@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.device_tables import TABLES, HostCopy
-from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized_in_levels
 from ds_fsmoe.execution.row_sizes import (
-    Block,
     ChunkSizes,
     NodeCounts,
     NodePhase,
     PassedOn,
     PhaseSizes,
+    RowBlock,
     RowSizes,
     expert_ends,
     moves,
@@ -51,7 +51,7 @@ class RoutingError(ValueError):
     """A gate's decision contradicts itself. Raised on every rank that shares the experts."""
 
 
-def raise_fault(headers_N: np.ndarray, block: Block, name: str) -> None:
+def raise_fault(headers_N: np.ndarray, block: RowBlock, name: str) -> None:
     """Raise what is wrong with the decision of a rank, if anything is.
 
     Args:
@@ -78,7 +78,7 @@ def raise_fault(headers_N: np.ndarray, block: Block, name: str) -> None:
 class CountsExchange:
     """An exchange of counts, while it travels. Made by :meth:`begin`."""
 
-    block: Block
+    block: RowBlock
     cuts: TokenCuts
     own_ET: torch.Tensor
     received: torch.Tensor
@@ -93,7 +93,7 @@ class CountsExchange:
         cls,
         counts_ET: torch.Tensor,
         fault: torch.Tensor,
-        block: Block,
+        block: RowBlock,
         cuts: TokenCuts,
         passes_on: PassedOn | None = None,
         name: str = "",
@@ -165,19 +165,19 @@ class CountsExchange:
         return counts.sizes(self.own_ET, arrived_NeT)
 
 
-def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: Block, *others: Any) -> torch.Tensor:
+def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: RowBlock, *others: Any) -> torch.Tensor:
     # A table is not to keep a process group.
     made_of = replace(block, group=None), *others
     return TABLES.get((make, *made_of), like, lambda device: torch.from_numpy(make(*made_of)).to(device))
 
 
-def _passed(block: Block, of_ranks: Sequence[Sequence[int]]) -> list[int]:
+def _passed(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
     """Return for each rank of the block how many destinations go with its counts: those of its EP group alone have
     any."""
     return [len(of_ranks[ep]) if esp == block.esp_index else 0 for ep, esp in block.places]
 
 
-def _sent(block: Block, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
+def _sent(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
     """Return where what is sent lies among the header, the counts for each rank and the totals for each."""
     first = 1 + block.num_exchanging * (here - 1)
     found = []
@@ -188,7 +188,7 @@ def _sent(block: Block, here: int, num_segments: int, passes_on: PassedOn) -> np
     return np.concatenate(found)
 
 
-def _received(block: Block, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
+def _received(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
     """Return where the headers and counts lie in what was received, source by source, and then what is passed on."""
     counts = _passed(block, passes_on.hears)
     starts = np.cumsum([0, *(here + num_segments * each for each in counts)])
@@ -206,7 +206,7 @@ def _pairs(passes_on: PassedOn) -> tuple[tuple[int, int], ...]:
 class _Counts:
     """The counts of a call on the host, from which all sizes follow."""
 
-    block: Block
+    block: RowBlock
     cuts: TokenCuts
     own_ET: np.ndarray
     arrived_NeT: np.ndarray
@@ -292,7 +292,7 @@ class NodeExchange:
     """An exchange of counts, while it travels. Made by :meth:`begin`."""
 
     rows: NodeRows
-    block: Block
+    block: RowBlock
     links: NodeLinks
     cuts: TokenCuts
     received_GX: torch.Tensor
@@ -306,7 +306,7 @@ class NodeExchange:
     def begin(
         cls,
         rows: NodeRows,
-        block: Block,
+        block: RowBlock,
         links: NodeLinks,
         cuts: TokenCuts,
         name: str = "",
@@ -388,7 +388,7 @@ class NodeExchange:
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
         packed_RW = torch.cat([words_R1, _as_words(weights_R)], dim=1)
         with waiting("the exchange of records of", self.name):
-            received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
+            received_RW = exchange_sized_in_levels(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
         # To the relay in a node go the copies for its ranks: the tokens with an expert on each, rank by rank.
         is_on_GS = rows.is_on_GS[self.links.rank_of_each(rows.is_on_GS)]
@@ -398,7 +398,9 @@ class NodeExchange:
         copies = numbers_GS.new_empty(sum(copies_sent) + 1)
         copies = copies.scatter_(0, place_GS.reshape(-1), numbers_GS.reshape(-1))[:-1]
         with waiting("the exchange of records of", self.name):
-            relay_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
+            relay_records = exchange_sized_in_levels(
+                copies.to(torch.int32), copies_sent, copies_received, self.block.group
+            )
         shape = counts.choices_GeT.shape
         choices_GeT = self.received_GX[:, 1 : 1 + shape[1] * shape[2]].reshape(shape)
         sizes = counts.sizes(rows.counts_nT, choices_GeT, relay_records.long(), received_RW[:, 0].long(), num_choices)
@@ -417,7 +419,7 @@ class NodeCall:
     sizes: RowSizes[NodePhase]
     weights_R: torch.Tensor
     """The weights of the choices of experts here, in the order of records."""
-    block: Block
+    block: RowBlock
     choices_sent: list[int]
     """The records to each of G ranks."""
     choices_received: list[int]
@@ -432,4 +434,4 @@ class NodeCall:
             gradients_R: those of the choices of experts here, in the order of records.
         """
         with waiting("the gradients of the weights of choices"):
-            return exchange_sized(gradients_R, self.choices_received, self.choices_sent, self.block.group)
+            return exchange_sized_in_levels(gradients_R, self.choices_received, self.choices_sent, self.block.group)

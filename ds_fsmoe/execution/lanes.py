@@ -157,7 +157,7 @@ class Mark:
         self.finished: tuple[str, Task] | None = None
 
 
-class Work:
+class LaneWork:
     """The work that one run asks of its lanes."""
 
     def __init__(self, bodies: Mapping[str, Body], label: str, observer: Observer | None) -> None:
@@ -181,12 +181,12 @@ class Work:
                 finally:
                     observer.end(step.index, task)
         except BaseException as error:
-            error.add_note(f"raised by task {step.index} of the schedule, {name_of(mark.begun)}, on lane {task.lane}")
+            error.add_note(f"raised by task {step.index} of the schedule, {lane_name(mark.begun)}, on lane {task.lane}")
             raise
         mark.finished = mark.begun
 
 
-class Run(ABC):
+class LaneRun(ABC):
     """A run that has begun. Its tasks are handed out in the order of the list, up to a point at a time; others may be
     begun in between. Every rank hands out the same tasks of the same runs in the same order."""
 
@@ -275,7 +275,7 @@ class Lanes(ABC):
         bodies: Mapping[str, Body],
         label: str = "",
         observer: Observer | None = None,
-    ) -> Run:
+    ) -> LaneRun:
         """Begin a run and do nothing of it yet; arguments and errors as in :meth:`run`."""
         self._check_free()
         crossings = dependencies_of(schedule)
@@ -288,7 +288,7 @@ class Lanes(ABC):
             except BaseException as error:
                 self._tell(error)
                 raise
-        return self._run_of(crossings, Work(bodies, label, observer))
+        return self._run_of(crossings, LaneWork(bodies, label, observer))
 
     def _check_free(self) -> None:
         if self._is_closed:
@@ -299,8 +299,8 @@ class Lanes(ABC):
                 "layer), or from a second thread, needs lanes and process groups of its own"
             )
 
-    def _let(self, run: Run, stop: int | None, joins: bool) -> None:
-        """Let a run go on, and end if it is to be joined; see :meth:`Run.go`."""
+    def _let(self, run: LaneRun, stop: int | None, joins: bool) -> None:
+        """Let a run go on, and end if it is to be joined; see :meth:`LaneRun.go`."""
         self._check_free()
         was_running = self._is_running
         try:
@@ -320,7 +320,7 @@ class Lanes(ABC):
             self.on_error(error)
 
     @abstractmethod
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         """Return a run of these steps."""
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
@@ -328,7 +328,7 @@ class Lanes(ABC):
 
         For a watchdog: it may be called from any thread, while a run is under way and while it hangs.
         """
-        return {lane: (name_of(mark.begun), name_of(mark.finished)) for lane, mark in self._marks.items()}
+        return {lane: (lane_name(mark.begun), lane_name(mark.finished)) for lane, mark in self._marks.items()}
 
     def close(self) -> None:
         """Release everything; running afterwards is an error, closing again is not.
@@ -341,7 +341,7 @@ class Lanes(ABC):
         self._is_closed = True
 
 
-def name_of(at: tuple[str, Task] | None) -> str:
+def lane_name(at: tuple[str, Task] | None) -> str:
     """Return "label/name" of a task for messages; "" for none."""
     if at is None:
         return ""
@@ -358,14 +358,14 @@ class SerialLanes(Lanes):
     overlap: ClassVar[Mapping[Lane, str]] = dict.fromkeys(Lane, "the caller's thread and stream; overlaps with nothing")
     _nests: ClassVar[bool] = True
 
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         return _SerialRun(self, crossings, work)
 
 
-class _SerialRun(Run):
+class _SerialRun(LaneRun):
     """Does one task after another in the caller's thread."""
 
-    def __init__(self, lanes: SerialLanes, crossings: Dependencies, work: Work) -> None:
+    def __init__(self, lanes: SerialLanes, crossings: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
         self._steps = crossings.steps
         self._work = work

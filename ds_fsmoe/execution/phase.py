@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Run, dependencies_of
+from ds_fsmoe.execution.lanes import Body, LaneRun, Lanes, Observer, dependencies_of
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -69,7 +69,7 @@ class Chunks(Protocol):
     def result(self) -> torch.Tensor: ...
 
 
-class Phase:
+class PhaseRun:
     """Moves the chunks through a phase: each task takes its chunk from where the previous task left it.
 
     Args:
@@ -90,7 +90,7 @@ class Phase:
 
     def begin(
         self, lanes: Lanes, schedule: Schedule, compute: Mapping[str, Body], label: str, observer: Observer | None
-    ) -> Run:
+    ) -> LaneRun:
         """Begin to run the schedule; when it has come to its end, :meth:`result` has the rows that came back.
 
         Args:

@@ -106,7 +106,7 @@ def moves(
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """The ranks that share the experts of a layer, as one of them sees them."""
 
     group: dist.ProcessGroup | None
@@ -143,7 +143,7 @@ class Block:
         return tuple(sorted(range(len(self.places)), key=lambda each: self.places[each][::-1]))
 
 
-ALONE = Block(None)
+ALONE = RowBlock(None)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from ds_fsmoe.execution.lanes import Dependencies, Lanes, Mark, Run, Step, Work
+from ds_fsmoe.execution.lanes import Dependencies, LaneRun, Lanes, LaneWork, Mark, Step
 from ds_fsmoe.planning.schedule import Lane
 
 # ---- The state that torch keeps per thread and that a body relies on: taken from one thread, applied in
@@ -119,7 +119,7 @@ class ThreadLanes(Lanes):
         super().__init__()
         self._workers: dict[Lane, _Worker] = {}
 
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         return _ThreadRun(self, crossings, work)
 
     def worker(self, lane: Lane) -> _Worker:
@@ -135,12 +135,12 @@ class ThreadLanes(Lanes):
         self._workers.clear()
 
 
-class _ThreadRun(Run):
+class _ThreadRun(LaneRun):
     """One run: it has a lock per crossing, held until the crossing is open."""
 
     _lanes: ThreadLanes
 
-    def __init__(self, lanes: ThreadLanes, crossings: Dependencies, work: Work) -> None:
+    def __init__(self, lanes: ThreadLanes, crossings: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
         self._by_lane = crossings.by_lane
         self._links = crossings.links

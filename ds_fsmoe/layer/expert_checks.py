@@ -129,7 +129,7 @@ Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LawFinding:
     """A reason against running the experts of a layer in chunks, if there is one."""
 
     kind: Kind = "none"
@@ -138,16 +138,16 @@ class Finding:
     """The reason in words, such as "expert 1: ..."; empty if there is none."""
 
 
-def by_class(experts: ExpertSet) -> Finding:
+def by_class(experts: ExpertSet) -> LawFinding:
     """Return what the experts' modules say of themselves, in the mode they are in: nothing is computed."""
     for index, expert in enumerate(experts.experts):
         for name, module in expert.named_modules():
             what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
             if _draws(module):
-                return Finding("draws", f"{what} draws random numbers, and in chunks it would draw others")
+                return LawFinding("draws", f"{what} draws random numbers, and in chunks it would draw others")
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                return Finding("mixes", f"{what} is not row-wise: it normalises over all rows")
-    return Finding()
+                return LawFinding("mixes", f"{what} is not row-wise: it normalises over all rows")
+    return LawFinding()
 
 
 def _draws(module: nn.Module) -> bool:
@@ -158,7 +158,7 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd) and 0 < module.p < 1
 
 
-def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
+def by_trial(experts: ExpertSet, x: torch.Tensor) -> LawFinding:
     """Return the worst result of a few rows of random numbers, the same on every rank, for experts that are not known
     to be row-wise.
 
@@ -167,37 +167,37 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
         x: [..., M], whose width, dtype and device the rows have.
     """
     if getattr(experts, "is_row_wise", False):
-        return Finding()
+        return LawFinding()
     found = [
         _tried(index, expert, x, experts.keep_expert_dim)
         for index, expert in enumerate(experts.experts)
         if manual_form(expert) is None
     ]
-    return worst_of(Finding(), *found)
+    return worst_of(LawFinding(), *found)
 
 
-def worst_of(*found: Finding) -> Finding:
+def worst_of(*found: LawFinding) -> LawFinding:
     """Return the first of the worst findings."""
     return max(found, key=lambda each: get_args(Kind).index(each.kind))
 
 
-def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> Finding:
+def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> LawFinding:
     kind = type(expert).__name__
     try:
         with uncompiled():
             draws = check_row_wise(expert, x.shape[-1], dtype=x.dtype, device=x.device, keep_expert_dim=keep_expert_dim)
     except RowShapeError as error:
-        return Finding("shape", f"expert {index}: {error}")
+        return LawFinding("shape", f"expert {index}: {error}")
     except NotRowWiseError as error:
-        return Finding("mixes", f"expert {index}: {error}")
+        return LawFinding("mixes", f"expert {index}: {error}")
     except Exception as error:  # whatever an expert has against so few rows
         said = f"{type(error).__name__}: {error}".split("\n")[0]
-        return Finding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
+        return LawFinding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
     if draws:
-        return Finding(
+        return LawFinding(
             "draws", f"expert {index}: expert {kind} draws random numbers, and in chunks it would draw others"
         )
-    return Finding()
+    return LawFinding()
 
 
 def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
@@ -209,7 +209,7 @@ def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
 
 
 def agreed(
-    found: Finding,
+    found: LawFinding,
     is_error: bool,
     path: str,
     group: dist.ProcessGroup | None,

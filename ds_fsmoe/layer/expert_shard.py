@@ -101,7 +101,7 @@ class Origin:
 
     def whole(self, own: torch.Tensor) -> torch.Tensor:
         """Return the whole of what each rank has, with experts in the model's own order. Collective."""
-        whole, places = joined(own, self.part, self.group), self.places()
+        whole, places = joined_over_ranks(own, self.part, self.group), self.places()
         return whole if places is None else self.part.in_order(whole, places)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class WholeOfParts(torch.autograd.Function):
 
 
 @torch.no_grad()
-def joined(part: torch.Tensor, description: ExpertPart, group: dist.ProcessGroup) -> torch.Tensor:
+def joined_over_ranks(part: torch.Tensor, description: ExpertPart, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a whole weight, of which each rank of a group has a part. Collective over the group.
 
     Args:

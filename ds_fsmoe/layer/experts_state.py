@@ -19,16 +19,16 @@ from ds_fsmoe.components.expert_compute import grouped_products as products
 from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.orders.sparse import SimpleOrder
-from ds_fsmoe.components.routing import Given
+from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.call import half_now
 from ds_fsmoe.execution.collectives import FULL
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
 from ds_fsmoe.layer.replay import ReplayError, RouterChoice, RouterWatch
@@ -182,7 +182,7 @@ class ExpertsState(LayerState):
                 f"{self.path}: its router does not choose {given.experts_KS.shape[0]} experts for a token by "
                 "torch.topk, so no other choice can be given to it, and the one that was given is not its own"
             )
-        keep(self, Given(chosen_KS.to(torch.int32)) if can_take and is_kept() else None)
+        keep(self, ReplayedRouting(chosen_KS.to(torch.int32)) if can_take and is_kept() else None)
         return chosen_KS
 
 
@@ -196,7 +196,7 @@ class ExpertsState(LayerState):
 # experts are gated, else H.
 
 
-def why_general(state: ExpertsState, pipeline: Pipeline, experts: StackedExperts) -> str:
+def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedExperts) -> str:
     """Return why a layer takes the general way whatever it is called with; empty where it need not.
 
     Args:
@@ -230,7 +230,7 @@ def why_general(state: ExpertsState, pipeline: Pipeline, experts: StackedExperts
 
 
 @dataclass(slots=True)
-class _Call(Groups):
+class _Call(RowGroups):
     """One call: where its rows lie."""
 
     rows_KS: torch.Tensor
@@ -241,7 +241,7 @@ class _Call(Groups):
 class ShortWay:
     """Runs one layer the short way, as long as its pipeline and experts are these."""
 
-    pipeline: Pipeline
+    pipeline: LayerPipeline
     experts: StackedExperts
     why_general: str
     """The reason against it; empty where there is none."""
@@ -258,7 +258,7 @@ class ShortWay:
     """Within this no operator asks for derivatives of its own, which compiled ones have."""
 
     @classmethod
-    def of(cls, state: ExpertsState, pipeline: Pipeline, experts: StackedExperts) -> ShortWay:
+    def of(cls, state: ExpertsState, pipeline: LayerPipeline, experts: StackedExperts) -> ShortWay:
         """Return the short way of a layer as it is now."""
         why, contract = why_general(state, pipeline, experts), experts.contract
         of_experts = experts.module, experts.gate, state.order.ops, (contract.up, contract.down)
@@ -357,7 +357,7 @@ def _of_up(ctx: Any, dup_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_weight = products.weight_gradient(x_RM, dup_RF, way.is_transposed, call)
         del x_RM
     if ctx.needs_input_grad[0]:
-        dx_RM = products.rows_gradient(dup_RF, weight, way.is_transposed, call)
+        dx_RM = products.grouped_rows_gradient(dup_RF, weight, way.is_transposed, call)
         with way.below_autograd():
             of_tokens = way.ops.restore(dx_RM, call.rows_KS, None, dx_RM.dtype, True)
     return of_tokens, of_weight, None
@@ -391,7 +391,7 @@ def _of_down(ctx: Any, dy_SM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     with way.below_autograd():
         dy_RM, of_weights_KS = way.ops.restore_backward(dy_SM, y_RM, call.rows_KS, weights_KS)
     del y_RM
-    dh_RH = products.rows_gradient(dy_RM, weight, way.is_transposed, call)
+    dh_RH = products.grouped_rows_gradient(dy_RM, weight, way.is_transposed, call)
     dup_RF, h_RH = way.gate.backward(up_RF, dh_RH)
     del up_RF, dh_RH
     of_weight = None

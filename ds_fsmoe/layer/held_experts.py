@@ -25,7 +25,7 @@ from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.row_sizes import RowBlock
 from ds_fsmoe.layer.expert_forms import CalledExperts, ExpertForm
 from ds_fsmoe.ops import Ops
 
@@ -258,7 +258,7 @@ class Buffered:
         room: the memory for them, its stacks filled, if there are any.
     """
 
-    def __init__(self, form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, room: Room) -> None:
+    def __init__(self, form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> None:
         stacks = room.stacks or None
         self._form, self._homes, self._block, self._stacks = form, homes, block, stacks
         self._rank = block.ep_index
@@ -364,7 +364,7 @@ class Buffered:
 
 
 def gather_stacks(
-    stacks: Mapping[str, torch.Tensor], form: ExpertForm, homes: Sequence[Sequence[int]], block: Block
+    stacks: Mapping[str, torch.Tensor], form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock
 ) -> None:
     """Fill stacks with all experts' weights. Collective over the block. One expert of each rank travels at a time.
 
@@ -389,7 +389,7 @@ def computes_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, room: Room) -> HeldExperts:
+def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> HeldExperts:
     """Return the experts of a layer for inference. Collective over the block where there are stacks.
 
     Args:

@@ -37,7 +37,7 @@ def loaded_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertPart]]:
             yield name, module, part
 
 
-def unmark(module: nn.Module) -> None:
+def unmark_loaded(module: nn.Module) -> None:
     """Let a marked module run: it has an engine."""
     if loaded_part(module) is not None:
         getattr(module, _HANDLE).remove()

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.routing import Given
+from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
@@ -33,7 +33,7 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self._choices: dict[str, Given | None] | None = None
+        self._choices: dict[str, ReplayedRouting | None] | None = None
         self._names: dict[str, str] = {}
         self._is_checked = False
         self._has_any = False
@@ -55,7 +55,7 @@ class Replay:
                     self._control = dist.new_group(backend="gloo")
         return self._control
 
-    def arm(self, choices: Mapping[str, Given | None] | None, names: Mapping[str, str]) -> None:
+    def arm(self, choices: Mapping[str, ReplayedRouting | None] | None, names: Mapping[str, str]) -> None:
         """Replay the next forward; the same on every rank, whatever each has.
 
         Args:
@@ -84,7 +84,7 @@ class Replay:
             names = ", ".join(self._names[label] for label in left)
             raise ReplayError(f"routing was to be replayed in {names}, which did not run in this forward")
 
-    def take(self, label: str) -> Given | None:
+    def take(self, label: str) -> ReplayedRouting | None:
         """Return the choices of a layer in this forward.
 
         Raises:
@@ -109,7 +109,7 @@ class Replay:
             self._replayed.add(label)
         return given
 
-    def check(self, label: str, given: Given | None, num_tokens: int) -> None:
+    def check(self, label: str, given: ReplayedRouting | None, num_tokens: int) -> None:
         """Look whether a layer's choices are for its tokens. Collective at the first layer of a forward.
 
         Raises:
@@ -135,7 +135,9 @@ def _raise(problem: Exception | None) -> None:
         raise problem
 
 
-def choices_of(array: Any, device: torch.device, num_experts: list[int], is_own: bool = False) -> list[Given | None]:
+def choices_on_device(
+    array: Any, device: torch.device, num_experts: list[int], is_own: bool = False
+) -> list[ReplayedRouting | None]:
     """Return the choices of layers, on a device; ``None`` for one in which all tokens choose by themselves.
 
     Args:
@@ -155,7 +157,7 @@ def choices_of(array: Any, device: torch.device, num_experts: list[int], is_own:
         on_host = on_host.pin_memory()
     on_device = on_host.to(device, non_blocking=True)
     return [
-        None if tokens and is_live else Given(each, leaves_some=some)
+        None if tokens and is_live else ReplayedRouting(each, leaves_some=some)
         for each, some, is_live, tokens in zip(on_device, leaves, alone, sizes, strict=True)
     ]
 
@@ -204,7 +206,7 @@ class RouterChoice(TorchFunctionMode):
         given: the choice to go by; ``None``: the router's own is remembered.
     """
 
-    def __init__(self, num_experts: int, given: Given | None) -> None:
+    def __init__(self, num_experts: int, given: ReplayedRouting | None) -> None:
         super().__init__()
         self.given = given
         self.chosen_KS: torch.Tensor | None = None

@@ -59,7 +59,7 @@ class RowRouting:
     """Scalar int64: what is wrong with the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
 
 
-def number_rows(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool = False) -> RowRouting:
+def number_rows_of_layer(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool = False) -> RowRouting:
     """Number the rows of a decision; nothing waits for the device.
 
     Args:
@@ -172,7 +172,7 @@ def number_by_node(routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops
     dtype = torch.promote_types(routing.weights_KS.dtype, torch.float32)
     ones_nS = torch.ones(is_in_nS.shape, dtype=dtype, device=slots_KS.device)
     to_nodes = BareRouting.of(torch.where(is_in_nS, nodes_n1, links.num_nodes), ones_nS, links.num_nodes)
-    numbered = number_rows(to_nodes, cuts, ops, is_trusted=True)
+    numbered = number_rows_of_layer(to_nodes, cuts, ops, is_trusted=True)
     counts = counts_ET, in_segments(is_on_GS), numbered.counts_ET
     rows = NodeRows(*counts, of_choices.rows_KS, rank_KS, is_on_GS, is_in_nS, of_choices.fault)
     return NodeRouting(numbered.routing, rows, routing.weights_KS.to(dtype))

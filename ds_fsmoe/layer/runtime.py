@@ -25,8 +25,8 @@ from ds_fsmoe.execution.collectives import Collectives, Wires
 from ds_fsmoe.execution.counts_exchange import FAULTS, RoutingError
 from ds_fsmoe.execution.device_tables import HostCopy, is_capturing
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.execution.row_sizes import ALONE, Block
+from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.row_sizes import ALONE, RowBlock
 from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.layer.parts import Exchange, exchange_in
 from ds_fsmoe.layer.recomputed import tape_torchs_functions
@@ -176,7 +176,7 @@ class LateFaults:
 
 def pipeline_without_engine(
     alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
-) -> Pipeline:
+) -> LayerPipeline:
     """Return the pipeline of a layer that belongs to no engine of ours.
 
     Args:
@@ -189,10 +189,10 @@ def pipeline_without_engine(
     groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
     plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
     if ranks == 1:
-        return Pipeline(lanes, Collectives(alltoall.exchange, None, None), *plans)
-    block = Block(group, tuple((each, 0) for each in range(ranks)), dist.get_rank(group))
+        return LayerPipeline(lanes, Collectives(alltoall.exchange, None, None), *plans)
+    block = RowBlock(group, tuple((each, 0) for each in range(ranks)), dist.get_rank(group))
     rows = alltoall.exchange_rows if alltoall.takes_rows else None
-    return Pipeline(lanes, Collectives(alltoall.exchange, group, None, exchange_rows=rows, block=block), *plans)
+    return LayerPipeline(lanes, Collectives(alltoall.exchange, group, None, exchange_rows=rows, block=block), *plans)
 
 
 # ---- Runs the layers of one engine: by the plan that a block asks for, on lanes and groups that all layers
@@ -219,7 +219,7 @@ def planned_links(block: FSMoEBlock) -> Links:
     return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
 
 
-def block_of(groups: FSMoEGroups) -> Block:
+def block_of(groups: FSMoEGroups) -> RowBlock:
     """Return the ranks that share the experts of a layer, as the exchange of counts needs them."""
     if groups.block_group is None:
         return ALONE
@@ -227,7 +227,7 @@ def block_of(groups: FSMoEGroups) -> Block:
     places = tuple(
         (layout.group_of("ep", each).index(each), layout.group_of("esp", each).index(each)) for each in ranks
     )
-    return Block(groups.block_group, places, ranks.index(groups.rank))
+    return RowBlock(groups.block_group, places, ranks.index(groups.rank))
 
 
 class LayerRuntime:
@@ -384,7 +384,7 @@ class LayerRuntime:
                 logging.WARNING,
             )
 
-    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
+    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> LayerPipeline:
         """Return the pipeline that runs one layer by a plan.
 
         Args:
@@ -411,7 +411,7 @@ class LayerRuntime:
             exchange.nodes,
             Wires(self.block.wires.dispatch, self.block.wires.combine),
         )
-        return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
+        return LayerPipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 
     def at_step(self, number: int) -> None:
         """Take note that optimizer step ``number`` is about to begin, or goes on."""

@@ -18,14 +18,14 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import Given
+from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.call import Window
+from ds_fsmoe.execution.call import GradientWindow
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.opaque import Handle
@@ -178,7 +178,7 @@ class LayerState:
     """The path of the layer in its model, for messages."""
     tensor_parallel: TensorParallelUse
 
-    pipeline: Pipeline | None = None
+    pipeline: LayerPipeline | None = None
     """The pipeline that runs the layer; set in this class alone. ``None`` until the layer's groups are there."""
     plan: LayerPlan | None = None
     """The plan applied last; a layer that is run uncut has one chunk whatever it says."""
@@ -251,13 +251,13 @@ class LayerState:
             self.forwards = Forwards(self.path or self.label)
         return self.forwards.begin(is_training, in_backward())
 
-    def next_given(self) -> Given | None:
+    def next_given(self) -> ReplayedRouting | None:
         """Return the choice by which the call that begins is to go: of its forward, if it runs again; or replayed."""
         if runs_again():
             return take(self)
         return None if self.running is None else self.running.replay.take(self.label)
 
-    def check_given(self, given: Given | None, num_tokens: int) -> None:
+    def check_given(self, given: ReplayedRouting | None, num_tokens: int) -> None:
         """Look whether a choice is for the tokens of a call. Collective where routing is replayed.
 
         Raises:
@@ -346,7 +346,7 @@ class LayerState:
         if self.pipeline is not None and self.pipeline.is_cut:
             self.pipeline = self.pipeline.uncut()
 
-    def attach(self, window: Window | None, observer: Observer | None = None) -> None:
+    def attach(self, window: GradientWindow | None, observer: Observer | None = None) -> None:
         """From the next call on, let gradients travel in the layer's backward, and report its tasks to an observer.
 
         Args:

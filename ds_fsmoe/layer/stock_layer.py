@@ -31,7 +31,7 @@ from ds_fsmoe.components.expert_compute.manual_ffn import is_observed, runs_unob
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.routing import (
-    Given,
+    ReplayedRouting,
     Routing,
     RoutingBase,
     StockMasks,
@@ -41,7 +41,7 @@ from ds_fsmoe.components.routing import (
     stock_routes,
 )
 from ds_fsmoe.distributed.groups import sizes_of_mpu
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.moe_layer import token_path
@@ -131,7 +131,7 @@ class FSMoEGate(StockTopKGate):
     needs_capacity: bool = True
     """Whether ranks have to agree on a capacity, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     takes_given: ClassVar[bool] = True
-    given: Given | None = None
+    given: ReplayedRouting | None = None
     """The choice to go by, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     _decided: Routing | None = None
 
@@ -228,7 +228,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         return self.fsmoe.label
 
     @property
-    def pipeline(self) -> Pipeline | None:
+    def pipeline(self) -> LayerPipeline | None:
         """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
 

@@ -134,7 +134,7 @@ def cluster_fingerprint(
     """
     own = {
         "host": socket.gethostname(),
-        "device": name_of(device, root),
+        "device": device_name(device, root),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "links": link_lines(root, cuda=device.type == "cuda"),
     }
@@ -190,7 +190,7 @@ def by_ranks(values: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def name_of(device: torch.device, root: Path = Path("/")) -> str:
+def device_name(device: torch.device, root: Path = Path("/")) -> str:
     """Return the model of a GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -79,7 +79,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MeasuredShape:
     """The shape of the measured cluster: its nodes, and the ranks of each."""
 
     num_nodes: int
@@ -87,7 +87,7 @@ class Shape:
     """The number of ranks of the smallest node."""
 
     @classmethod
-    def of(cls, topology: Topology) -> Shape:
+    def of(cls, topology: Topology) -> MeasuredShape:
         """Return the shape that all nodes have in common."""
         nodes = _nodes(topology)
         return cls(len(nodes), min(map(len, nodes)))
@@ -97,10 +97,10 @@ class Shape:
         return self.num_nodes if link == "inter" else self.per_node
 
 
-def groups_of(topology: Topology, link: str) -> tuple[Ranks, ...]:
+def lane_groups(topology: Topology, link: str) -> tuple[Ranks, ...]:
     """All groups that use a link at the same time, as they do in training: of ``inter`` each has one rank per node, of
     ``intra`` the ranks of a node. Where nodes are not equally large, ranks are left over, each a group by itself."""
-    nodes, per_node = _nodes(topology), Shape.of(topology).per_node
+    nodes, per_node = _nodes(topology), MeasuredShape.of(topology).per_node
     measured = [ranks[:per_node] for ranks in nodes]
     groups = list(zip(*measured, strict=True)) if link == "inter" else measured
     return tuple(groups) + tuple((rank,) for ranks in nodes for rank in ranks[per_node:])
@@ -246,7 +246,7 @@ class ProfileNames:
     """
 
     def __init__(self, topology: Topology, lanes: Lanes, dtype: torch.dtype, max_bytes: int = MAX_BYTES) -> None:
-        self.shape = Shape.of(topology)
+        self.shape = MeasuredShape.of(topology)
         self.links = [link for link in LINKS if self.shape.ranks_of(link) > 1]
         self.overlap = bool(self.links) and not isinstance(lanes, SerialLanes)
         """Return whether there are lanes that could slow each other down."""
@@ -379,7 +379,7 @@ class _Profiler:
     def _trials(self) -> Iterator[list[Trial]]:
         """Yield all operations that can be timed here, links first; the communicators end with the context."""
         device = self._measuring.watch.device
-        kinds = [groups_of(self._topology, link) for link in self._names.links]
+        kinds = [lane_groups(self._topology, link) for link in self._names.links]
         with passing_communicators(kinds, "fsmoe_profile", self._max_ctas) as groups:
             trials = [
                 trial

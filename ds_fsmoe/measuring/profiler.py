@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.distributed.fail_together import MeasuringError
-from ds_fsmoe.execution.call import ExpertCall
+from ds_fsmoe.execution.call import CallOnSlots
 from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
-from ds_fsmoe.execution.pipeline import CallSizes, Experts
+from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.measuring.cache import Measuring
 from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, slowdowns
@@ -49,20 +49,20 @@ Reduces = tuple[tuple[float, ReduceMethod], ...]
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The times of several layers' collectives, by :meth:`Subject.link_name`."""
+    """The times of several layers' collectives, by :meth:`ProfiledLayer.link_name`."""
 
     timings: Mapping[str, Timing]
     reduces: Mapping[str, Reduces]
     """The fastest way to reduce-scatter, by size."""
 
 
-def time_links(measuring: Measuring, subjects: Sequence[Subject]) -> LinkTimes:
+def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkTimes:
     """Time every collective of these layers. Collective.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
-    uses: dict[str, list[tuple[str, Subject]]] = {}
+    uses: dict[str, list[tuple[str, ProfiledLayer]]] = {}
     for subject in subjects:
         for name in subject.links:
             uses.setdefault(subject.link_name(name), []).append((name, subject))
@@ -113,7 +113,7 @@ def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
 
 
 def prepared(
-    subject: Subject, name: str, collectives: Collectives, device: torch.device
+    subject: ProfiledLayer, name: str, collectives: Collectives, device: torch.device
 ) -> tuple[Prepare, int, dist.ProcessGroup | None]:
     """Return what prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean counts.
 
@@ -156,7 +156,7 @@ def _time(
     measuring: Measuring,
     full_name: str,
     name: str,
-    subject: Subject,
+    subject: ProfiledLayer,
     collectives: Collectives,
     sizes_bytes: Sequence[int],
 ) -> Timing:
@@ -191,7 +191,7 @@ _HOST_RUNS = 8
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProfiledLayer:
     """One layer, as it was called."""
 
     name: str
@@ -199,7 +199,7 @@ class Subject:
     kind: str
     """The text that is the same for equal layers, which are measured once."""
     collectives: Collectives
-    experts: Experts
+    experts: LayerExperts
     num_local_experts: int
     """The number of this rank's experts, e."""
     num_weights: int
@@ -263,7 +263,7 @@ def measured_slots(capacity: int) -> list[int]:
     return found
 
 
-def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Schedule) -> LayerProfile:
+def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule: Schedule) -> LayerProfile:
     """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.measuring.profiler`.
 
     Collective; random numbers and buffers are left as they were.
@@ -293,7 +293,9 @@ def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Sche
     return LayerProfile(operations, task_ms, bool(drew))
 
 
-def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: Callable[[str], Lane]) -> Slowdowns:
+def slowdowns_of(
+    measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, lane_of: Callable[[str], Lane]
+) -> Slowdowns:
     """Measure how much a layer's traffic and computation slow each other down. Collective.
 
     Args:
@@ -325,14 +327,14 @@ def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: 
 
 
 _Work = Callable[[], object]
-_Body = Callable[[ExpertCall, int, torch.Tensor], _Work]
+_Body = Callable[[CallOnSlots, int, torch.Tensor], _Work]
 """A function from a finished forward call, its slots and a gradient of its results to the work to time."""
 
 
 class _Computations:
     """The computations of experts on made-up rows."""
 
-    def __init__(self, device: torch.device, subject: Subject, draws: _Draws) -> None:
+    def __init__(self, device: torch.device, subject: ProfiledLayer, draws: _Draws) -> None:
         self._device = device
         self._subject = subject
         self._draws = draws
@@ -356,7 +358,7 @@ class _Computations:
         shape = ranks, self._subject.num_local_experts, slots, sizes.width
         return torch.randn(*shape, device=self._device).to(sizes.dtype)
 
-    def _call(self, same_cuts: bool = True) -> ExpertCall:
+    def _call(self, same_cuts: bool = True) -> CallOnSlots:
         with self._subject.surroundings():
             return self._subject.experts.call(True, same_cuts=same_cuts, recompute=self._subject.recompute)
 

@@ -146,7 +146,7 @@ _PACKAGES = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<"
 """What paths of our code, of Python's own and of none begin with."""
 
 
-class OtherRanks:
+class PeerReports:
     """Asks the other ranks, and answers them, for one watchdog.
 
     A store that does not answer holds up a thread of its own, and nothing else.
@@ -185,7 +185,7 @@ class OtherRanks:
             self._is_asked = is_long or store.check([_ASKED])
             if self._is_asked:
                 is_at_work = waits.working.now() and not waits.waiting.now()
-                store.set(_key(rank_now()), ("w" if is_at_work else "-") + said())
+                store.set(_key(rank_now()), ("w" if is_at_work else "-") + said_of_peers())
             return store.get(_HANG).decode() if store.check([_HANG]) else None
 
         before, self._told_of = self._told_of, self._in_time(look) or self._told_of
@@ -243,7 +243,7 @@ def _key(rank: int) -> str:
     return f"fsmoe/watchdog/rank{rank}"
 
 
-def said() -> str:
+def said_of_peers() -> str:
     """Return what this rank says of itself, in a line: its waits, its last forward, and where its main thread is."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     places: list[str] = []

@@ -33,7 +33,7 @@ from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.lanes import Lanes
 from ds_fsmoe.files.whole_files import new_file
 from ds_fsmoe.observing.clock import HOST, Clock
-from ds_fsmoe.observing.other_ranks import DeepSpeedsWaits, OtherRanks, said
+from ds_fsmoe.observing.other_ranks import DeepSpeedsWaits, PeerReports, said_of_peers
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
 from ds_fsmoe.untrusted import read_regular
@@ -79,7 +79,7 @@ def attending() -> tuple[Listener, ...]:
     return () if _hooks is None else tuple(_hooks.listeners)
 
 
-def leave(listener: Listener) -> None:
+def stop_attending(listener: Listener) -> None:
     """Stop telling a listener; the last one to leave restores what was taken over."""
     global _hooks
     if _hooks is not None and listener in _hooks.listeners:
@@ -287,7 +287,7 @@ class Watchdog:
         self._seen_progress: _Progress | None = None
         self._answer: tuple[bool, _Progress] = False, {}
         self._asking: threading.Thread | None = None
-        self._others = OtherRanks(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
+        self._others = PeerReports(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
         self._states: list[str] = []
         self._deepspeeds = DeepSpeedsWaits()
         self._waited: dict[int, tuple[waits.waiting, float]] = {}
@@ -297,7 +297,7 @@ class Watchdog:
         self._closed = threading.Event()
         attend(self)
         # Where lanes are dropped: most often in the main thread, which alone can give SIGTERM back.
-        weakref.finalize(lanes, leave, self).atexit = False
+        weakref.finalize(lanes, stop_attending, self).atexit = False
         self._thread = threading.Thread(target=self._watch, name="fsmoe-watchdog", daemon=True)
         self._thread.start()
 
@@ -325,7 +325,7 @@ class Watchdog:
         # not even to its end.
         if self._is_finalizing():
             return
-        leave(self)
+        stop_attending(self)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -340,7 +340,7 @@ class Watchdog:
         while not self._host.wait(self._closed, self._poll_s):
             lanes = self._lanes()
             if lanes is None:
-                leave(self)
+                stop_attending(self)
                 return
             now_s = self._host.monotonic()
             # More has passed only if this process was stopped, or got no time, and then its tasks have waited for that.
@@ -453,7 +453,7 @@ class Watchdog:
                 with self._writing:
                     self._write(reason, details)
                 written.append(self.file)
-                more = "".join(f"\n  {each}" for each in ((said(), *self._states) if self._states else ()))
+                more = "".join(f"\n  {each}" for each in ((said_of_peers(), *self._states) if self._states else ()))
                 logger.error("rank %s: %s; what it was doing: %s%s", self._rank, reason, self.file, more)
             except OSError as error:
                 logger.error("%s\nno report could be written: %s", self._head(reason), error)
@@ -493,7 +493,7 @@ class Watchdog:
             f"host:   {socket.gethostname()}, process {os.getpid()}",
             f"reason: {reason}",
             f"run:    {run}",
-            f"rank:   {said()}",
+            f"rank:   {said_of_peers()}",
             *(f"        {each}" for each in self._states),
             "",
             *Table(("lane", "begun last", "finished last"), rows, has_rule=False).lines(),

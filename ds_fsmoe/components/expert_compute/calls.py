@@ -16,12 +16,12 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_call import (
+    ExpertRun,
     GroupedCall,
     GroupedExperts,
     GroupedRowsCall,
-    Run,
     can_be_grouped,
-    joined,
+    joined_parts,
     runs_of,
 )
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
@@ -44,7 +44,7 @@ class ExpertCall:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[ExpertRun],
         sums: GradientSums,
         autocast: AutocastState,
         needs_backward: bool,
@@ -143,7 +143,7 @@ class ExpertCall:
         """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
         if len(self._runs) == 1 and not isinstance(self._runs[0].call, GraphCall):  # written out, and so new memory
             return self._runs[0].through(tensor_NeCM, way).contiguous()
-        return joined((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
+        return joined_parts((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
 
 
 class ExpertSet:
@@ -237,7 +237,7 @@ class ExpertSet:
                 call = ManualCall(expert, sums, recompute=recompute, **options)
             else:
                 call = self._graph_call(first, sums, keeps_graph=keeps_graph, **options)
-            runs.append(Run(first, last, call))
+            runs.append(ExpertRun(first, last, call))
         return ExpertCall(runs, sums, AutocastState.now(self._device_types()), needs_backward)
 
     def call_rows(

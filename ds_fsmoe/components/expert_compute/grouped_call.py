@@ -17,7 +17,7 @@ import torch
 
 from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups, takes_grouped
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups, takes_grouped
 from ds_fsmoe.components.expert_compute.linears import (
     GroupedLinear,
     RowWeights,
@@ -29,8 +29,8 @@ from ds_fsmoe.components.expert_compute.linears import (
 from ds_fsmoe.components.expert_compute.manual_call import (
     ManualCall,
     back_to_rows,
-    check_versions,
-    rows_of,
+    check_unchanged,
+    flat_rows,
     versions_of,
 )
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
@@ -77,8 +77,8 @@ class GroupedCall:
     """Computes what calls of its experts would compute, all at once where that pays and nothing is copied for it.
 
     That is where the experts' weights lie side by side in memory
-    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`): copying them costs more than it gives. Of a cut
-    that went at once one tensor of each kind is kept for all experts; should the backward need them one by
+    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`): copying them costs more than it gives. Of a
+    cut that went at once one tensor of each kind is kept for all experts; should the backward need them one by
     one, each expert has its part of it.
 
     Args:
@@ -141,7 +141,7 @@ class GroupedCall:
             self._check_is_new(start, stop)
             self._cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
         self._cuts_at_once.append((start, stop))
-        h_kRH = rows_of(form.hidden(kept))
+        h_kRH = flat_rows(form.hidden(kept))
         del kept
         return _by_rank(apply_linear(form.down, h_kRH), x_NkcM.shape)
 
@@ -150,7 +150,7 @@ class GroupedCall:
         form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
         if form is None:
             return self._back_one_by_one(start, stop, dy_NkcM)
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         x_NkcM, *read = self._cuts.take(start, stop)
         kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
         del read
@@ -160,7 +160,7 @@ class GroupedCall:
             h_kRH = left.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
             add_stacked_gradients(self._sums, self._down, left.dy_RM, h_kRH)
             left.h_NcH = h_kRH = None
-            x_kRM = rows_of(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
+            x_kRM = flat_rows(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
             for up, delta_kRH in zip(self._up, left.deltas_RH, strict=True):
                 add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
         return _by_rank(dx_kRM, dy_NkcM.shape)
@@ -191,7 +191,7 @@ class GroupedCall:
     def _kept(self, form: ManualExpert, x_NkcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of rows [N, k, c, M] what the rest needs, each [k, N, c, H]."""
         num_ranks, k, slots, _ = x_NkcM.shape
-        kept = form.kept(rows_of(x_NkcM.transpose(0, 1)))
+        kept = form.kept(flat_rows(x_NkcM.transpose(0, 1)))
         return tuple(each.view(k, num_ranks, slots, each.shape[-1]) for each in kept)
 
     @property
@@ -202,7 +202,7 @@ class GroupedCall:
         return self._calls
 
     def _back_one_by_one(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         calls = self._alone
         went_at_once = any(first < stop and start < last for first, last in self._cuts_at_once)
         read = self._read_each(start, stop) if went_at_once else None
@@ -243,11 +243,11 @@ class GroupedCall:
 
     def _one_by_one(self, tensor_NkcM: torch.Tensor, way: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         parts = (way(i, tensor_NkcM[:, i]).unsqueeze(1) for i in range(len(self._experts)))
-        return joined(parts, len(self._experts))
+        return joined_parts(parts, len(self._experts))
 
 
 @dataclass(frozen=True)
-class Run:
+class ExpertRun:
     """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
 
     first: int
@@ -281,7 +281,7 @@ def runs_of(planned: Sequence[PlannedExpert | None], together: GroupedExperts) -
     return runs
 
 
-def joined(parts: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor:
+def joined_parts(parts: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor:
     """Results [N, k, c, M] of some experts each, to [N, e, c, M] in new memory. A part goes before the next is made."""
     whole_NeCM, first = None, 0
     for part in parts:
@@ -361,7 +361,7 @@ class GroupedRowsCall:
         """Hold the weights' memory no longer, which somebody may want to move."""
         self._stacks = None
 
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same shape.
 
         Args:
@@ -378,10 +378,10 @@ class GroupedRowsCall:
         return form.down(form.hidden(kept))
 
     def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         form = self._form(groups)
         x_1RM, *read = self._saved.take(chunk)
         kept = tuple(each.unsqueeze(0) for each in form.kept(x_1RM[0])) if self._recompute else tuple(read)
@@ -404,7 +404,7 @@ class GroupedRowsCall:
             self._stacks = None if any(each is None for each in found) else found
         return self._stacks
 
-    def _form(self, groups: Groups) -> ManualExpert:
+    def _form(self, groups: RowGroups) -> ManualExpert:
         """The experts as one, for rows that lie there."""
         stacks = self._stacked()
         if stacks is None:

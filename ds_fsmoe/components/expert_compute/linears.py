@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, stacked
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 
 # ---- The weights of experts' results in the sums of their tokens, where those are added up before they travel
 # back
@@ -147,7 +147,7 @@ class GroupedLinear:
     weight_kOI: torch.Tensor
     bias_kO: torch.Tensor | None
     """Of those that add it."""
-    groups: Groups
+    groups: RowGroups
     """Where the rows of each lie."""
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def rows_gradient(
 ) -> torch.Tensor:
     """The gradient of the results [R, O] to that of the rows [R, I]; [k, R, O] to [k, R, I] for a stacked one."""
     if type(linear) is GroupedLinear:
-        return grouped_products.rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
+        return grouped_products.grouped_rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
     return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
 
 
@@ -220,7 +220,7 @@ def add_grouped_gradients(
     linears: Sequence[nn.Linear | LinearWeights],
     dy_RO: torch.Tensor,
     x_RI: torch.Tensor | None,
-    groups: Groups,
+    groups: RowGroups,
 ) -> None:
     """:func:`add_gradients` for layers of one shape in k experts, whose rows lie expert by expert.
 

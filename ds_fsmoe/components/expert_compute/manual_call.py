@@ -39,7 +39,7 @@ class Left:
 
     def hidden_rows(self, form: ManualExpert) -> torch.Tensor:
         """Return the rows of the last layer, [R, H]."""
-        return rows_of(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+        return flat_rows(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
 
 
 def back_to_rows(
@@ -56,19 +56,19 @@ def back_to_rows(
     Returns:
         The gradient of the rows, [N * c, M], and what is left to do for the weights, without the rows.
     """
-    dy_RM = rows_of(dy_NcM)
+    dy_RM = flat_rows(dy_NcM)
     dh_RH = rows_gradient(form.down, dy_RM)
     weighted_NcH = None
     if weights is not None:
         weighted_NcH = form.hidden(kept)
-        weights.add_products(dh_RH, rows_of(weighted_NcH))
+        weights.add_products(dh_RH, flat_rows(weighted_NcH))
         add_bias_products(form.down, dy_RM, weights)
         dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
     dh_NcH = dh_RH.view(*dy_NcM.shape[:-1], dh_RH.shape[-1])
     del dh_RH
     deltas_NcH, h_NcH = form.backward_hidden(dh_NcH, kept)
     h_NcH = weighted_NcH if h_NcH is None else h_NcH
-    deltas_RH = tuple(map(rows_of, deltas_NcH))
+    deltas_RH = tuple(map(flat_rows, deltas_NcH))
     del dh_NcH, deltas_NcH
     dx_RM = rows_gradient(form.up[0], deltas_RH[0])
     for linear, delta_RH in zip(form.up[1:], deltas_RH[1:], strict=True):
@@ -124,7 +124,7 @@ class ManualCall:
         Raises:
             RuntimeError: a weight was changed in place since the forward.
         """
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         x_NcM, *kept = self.cuts.take(start, stop)
         return x_NcM, tuple(kept)
 
@@ -146,7 +146,7 @@ class ManualCall:
         dx_RM, left = back_to_rows(self.written, kept, dy_NcM, weights)
         if self.wants_up:
             # A copy where they are strided, so that the memory of those that came is free.
-            left.x_RM = rows_of(x_NcM)
+            left.x_RM = flat_rows(x_NcM)
         return dx_RM.view(dy_NcM.shape), left
 
     def add_gradients(self, left: Left) -> None:
@@ -169,7 +169,7 @@ def versions_of(weights: Sequence[torch.Tensor]) -> list[int]:
     return list(map(_VERSION, weights))
 
 
-def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
+def check_unchanged(weights: Sequence[torch.Tensor], before: list[int]) -> None:
     """Refuse weights that were changed in place.
 
     Raises:
@@ -179,6 +179,6 @@ def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
         raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
 
 
-def rows_of(x_NcM: torch.Tensor) -> torch.Tensor:
+def flat_rows(x_NcM: torch.Tensor) -> torch.Tensor:
     """[N, c, M] to [N * c, M]; [k, N, c, M] to [k, N * c, M]."""
     return x_NcM.reshape(*x_NcM.shape[:-3], x_NcM.shape[-3] * x_NcM.shape[-2], x_NcM.shape[-1])

@@ -19,7 +19,7 @@ import torch
 
 from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.linears import RowWeights
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
 from ds_fsmoe.components.expert_compute.saved import SavedRows
@@ -108,10 +108,10 @@ class GroupsCall(Protocol):
     def stores(self) -> Sequence[SavedRows]:
         """Of what is kept for the backward."""
 
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor: ...
 
     def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor: ...
 
     def forget(self) -> None: ...
@@ -254,7 +254,7 @@ class RowCall:
         sizes, ends = phase.chunks[chunk].of_experts, phase.ends[chunk, run.first : run.last]
         if run.first:
             ends = ends - phase.ends[chunk, run.first - 1]
-        return do(chunk, tensor_RM, Groups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
+        return do(chunk, tensor_RM, RowGroups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
 
 
 def _row_weights(weights_R: torch.Tensor | None, gradients_R: torch.Tensor | None) -> RowWeights | None:

@@ -19,9 +19,9 @@ from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.linears import RowWeights
-from ds_fsmoe.components.expert_compute.manual_call import check_versions, versions_of
+from ds_fsmoe.components.expert_compute.manual_call import check_unchanged, versions_of
 from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
@@ -38,7 +38,7 @@ class _Left:
     dy_RM: torch.Tensor | None
 
 
-class Written:
+class ManualStackedFFN:
     """The products written out. Kept are the rows and what the first product makes of them; the rest is made again.
 
     Args:
@@ -92,7 +92,7 @@ class Written:
     def forget(self) -> None:
         """Hold parameters alone: their memory may be moved."""
 
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same."""
         self._row_dtype = x_RM.dtype
         x_RM = self._cast(x_RM)
@@ -107,7 +107,7 @@ class Written:
         return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
 
     def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
         left = self._through_gate(chunk, dy_RM, groups, weights)
@@ -119,10 +119,10 @@ class Written:
         left.x_RM = None
         return self._gradient_of_rows(left.dup_RF, groups)
 
-    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None) -> _Left:
+    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None) -> _Left:
         """Return what the gradients of the weights and of the rows are made of."""
         with torch._C.DisableTorchFunctionSubclass():
-            check_versions(self._weights, self._versions)
+            check_unchanged(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
         x_RM = None if x_1RM is None else x_1RM[0]
         up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
@@ -141,11 +141,13 @@ class Written:
         dup_RF, h_RH = self._gate.backward(up_RF, dh_RH)
         return _Left(x_RM, dup_RF, h_RH, dy_RM)
 
-    def _gradient_of_rows(self, dup_RF: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _gradient_of_rows(self, dup_RF: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
-    def _add_gradients(self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor | None, groups: Groups) -> None:
+    def _add_gradients(
+        self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor | None, groups: RowGroups
+    ) -> None:
         """Add to the gradients of a weight, its bias and its adapters.
 
         Args:
@@ -163,13 +165,13 @@ class Written:
             found = products.bias_gradient(dy_RO, groups)
             self._add(f"{name}_bias", found if self._adds_bias(name) else torch.zeros_like(found))
 
-    def _up(self, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _up(self, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self._linear(self._contract.up, x_RM, groups)
 
-    def _down(self, h_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _down(self, h_RH: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self._linear(self._contract.down, h_RH, groups)
 
-    def _linear(self, name: str, x_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _linear(self, name: str, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         weight_k = self._weight(name)
         x_RI = x_RI.to(weight_k.dtype)
         y_RO = products.product(x_RI, weight_k, self._contract.is_transposed, groups)
@@ -179,8 +181,8 @@ class Written:
             y_RO.add_(groups.rows_of_each(self._weight(f"{name}_bias")))
         return y_RO
 
-    def _rows_gradient(self, name: str, dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
-        dx_RI = products.rows_gradient(dy_RO, self._weight(name), self._contract.is_transposed, groups)
+    def _rows_gradient(self, name: str, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        dx_RI = products.grouped_rows_gradient(dy_RO, self._weight(name), self._contract.is_transposed, groups)
         for each in self._adapters.get(name, ()):
             dx_RI.add_(each.rows_gradient(dy_RO, groups))
         return dx_RI
@@ -189,7 +191,7 @@ class Written:
         return self._contract.has_bias and (name != self._contract.down or self._contract.adds_down_bias)
 
     def _before_norm(
-        self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None
+        self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None
     ) -> torch.Tensor:
         """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights and of the weights
         of its results."""
@@ -229,7 +231,7 @@ class Written:
         return getattr(self._module, name) if found is None else found
 
 
-class Called:
+class AutogradStackedFFN:
     """The module's own forward, differentiated by autograd.
 
     Args:
@@ -270,7 +272,7 @@ class Called:
     def forget(self) -> None:
         """Hold parameters alone: their memory may be moved."""
 
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same."""
         if self._needs_backward:
             self._saved.put(chunk, (x_RM.unsqueeze(0),))
@@ -280,7 +282,7 @@ class Called:
         return self._own(x_RM, groups, {})
 
     def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
         (x_1RM,) = self._saved.take(chunk)
@@ -297,7 +299,7 @@ class Called:
             self._sums.add(parameter, torch.zeros_like(alias) if gradient is None else gradient)
         return torch.zeros_like(leaf_RM) if dx_RM is None else dx_RM
 
-    def _recorded(self, x_RM: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
+    def _recorded(self, x_RM: torch.Tensor, groups: RowGroups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
         # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
         every = *self._named.values(), *(parameter for each in self._adapters for parameter in each.parameters)
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
@@ -305,7 +307,7 @@ class Called:
             leaf_RM = x_RM.detach().requires_grad_()
             return leaf_RM, self._own(leaf_RM.view_as(leaf_RM), groups, aliases), aliases
 
-    def _own(self, x_RM: torch.Tensor, groups: Groups, aliases: _Aliases) -> torch.Tensor:
+    def _own(self, x_RM: torch.Tensor, groups: RowGroups, aliases: _Aliases) -> torch.Tensor:
         of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
         arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
         if not self._needs_backward and not self._adapters:

@@ -26,7 +26,7 @@ from ds_fsmoe.components.gate import (
     takes_options_of,
     which_are_used,
 )
-from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.components.routing import ReplayedRouting, Routing
 from ds_fsmoe.components.token_choice import best_slots, first_capacity, last_capacity
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.ops.reference import Slots
@@ -121,7 +121,7 @@ def route_top_k(
     ops: Ops = REFERENCE,
     says_entropy: bool = False,
     needs_capacity: bool = True,
-    given: Given | None = None,
+    given: ReplayedRouting | None = None,
 ) -> Routing:
     """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
 
@@ -196,7 +196,7 @@ def _route_top_1(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
-    given: Given | None,
+    given: ReplayedRouting | None,
 ) -> Routing:
     """Switch Transformer's gate: the weight is the chosen expert's probability, not renormalised."""
     num_tokens, num_experts = logits_SE.shape
@@ -230,7 +230,7 @@ def _route_top_2(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
-    given: Given | None,
+    given: ReplayedRouting | None,
 ) -> Routing:
     """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
@@ -261,7 +261,7 @@ def _route_more(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
-    given: Given | None,
+    given: ReplayedRouting | None,
 ) -> Routing:
     """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
