@@ -196,11 +196,12 @@ def facts_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def facts_of_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the installed versions, such as those of torch and deepspeed."""
-    return {f"version of {package}": _version(package) for package in packages}
+    return {f"version of {package}": version_of(package) for package in packages}
 
 
 @cache
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the installed version of a package, or that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:  # raised here, it would leave the other ranks waiting

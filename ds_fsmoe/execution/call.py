@@ -64,12 +64,8 @@ def half_now() -> Half | None:
 # pauses between
 
 
-class CallOnSlots(Protocol):
-    """One call of this rank's experts; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
-
-    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+class CallOfExperts(Protocol):
+    """One call of this rank's experts; keeps what its backward needs."""
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
@@ -80,8 +76,16 @@ class CallOnSlots(Protocol):
     def rows(self) -> list[torch.Tensor]: ...
 
 
-class CallOnRows(Protocol):
-    """One call of this rank's experts on rows; as :class:`CallOnSlots`, with chunks by their number."""
+class CallOnSlots(CallOfExperts, Protocol):
+    """A call on slots. Cuts are [start, stop) of the capacity."""
+
+    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+
+class CallOnRows(CallOfExperts, Protocol):
+    """A call on rows, with chunks by their number."""
 
     def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
 
@@ -92,14 +96,6 @@ class CallOnRows(Protocol):
         weights_R: torch.Tensor | None = None,
         gradients_R: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
-
-    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
-
-    def release(self) -> list[torch.Tensor | None]: ...
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
-
-    def rows(self) -> list[torch.Tensor]: ...
 
 
 Layout = SlotLayout | RowLayout | NodeLayout

@@ -245,7 +245,7 @@ class AllOnHost:
 
     def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
         """Return one call of the experts of the last table."""
-        return self._called.call_rows(self._experts, rows, x_RM)
+        return self._called(self._experts, rows, x_RM)
 
 
 class Buffered:
@@ -306,7 +306,7 @@ class Buffered:
         self._finish()
         if self._called is None:
             self._called = self._form.called(self._buffers)
-        return self._called.call_rows(tuple(range(len(self._held))), rows, x_RM)
+        return self._called(tuple(range(len(self._held))), rows, x_RM)
 
     def _at_hand(self, name: str, expert: int) -> torch.Tensor | None:
         """Return a weight that need not be fetched."""

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed import nccl
+from ds_fsmoe.distributed.agreement import version_of
 from ds_fsmoe.distributed.fail_together import NCCL_BACKENDS, on_every_rank
 from ds_fsmoe.distributed.topology import Topology, world_size_now
 from ds_fsmoe.files.whole_files import write_whole
@@ -146,7 +146,7 @@ def cluster_fingerprint(
         "ranks_per_node": list(topology.node_sizes),
         "devices": by_ranks([each["device"] for each in of_ranks]),
         "links": {host: links[host] for host in sorted(links)},
-        "versions": {"torch": str(torch.__version__), "deepspeed": _version("deepspeed"), "ds_fsmoe": VERSION},
+        "versions": {"torch": str(torch.__version__), "deepspeed": version_of("deepspeed"), "ds_fsmoe": VERSION},
         "backend": _backend(),
     }
     if device.type == "cuda":
@@ -207,13 +207,6 @@ def _backend() -> str:
         return "none"
     name = str(dist.get_backend())
     return f"{name} {'.'.join(map(str, nccl.version()))}" if name in NCCL_BACKENDS else name
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # raised here, it would leave the other ranks waiting
-        return "not installed"
 
 
 # ---- Measurements kept between runs: one JSON file for each cluster that they hold for

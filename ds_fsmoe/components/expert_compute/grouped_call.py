@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,7 @@ from ds_fsmoe.components.expert_compute.manual_call import (
 )
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
+from ds_fsmoe.components.expert_compute.row_call import joined_parts
 from ds_fsmoe.components.expert_compute.saved import SavedActivations, SavedRows
 
 GroupedExperts = Literal["auto", "never", "always"]
@@ -279,20 +280,6 @@ def runs_of(planned: Sequence[PlannedExpert | None], together: GroupedExperts) -
         most = most_together(planned[alike[0]], together) if len(alike) > 1 else 1
         runs += [(first, min(first + most, alike[-1] + 1)) for first in range(alike[0], alike[-1] + 1, most)]
     return runs
-
-
-def joined_parts(parts: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor:
-    """Results [N, k, c, M] of some experts each, to [N, e, c, M] in new memory. A part goes before the next is made."""
-    whole_NeCM, first = None, 0
-    for part in parts:
-        if whole_NeCM is None:
-            whole_NeCM = part.new_empty(part.shape[0], num_experts, *part.shape[2:])
-        elif part.dtype != whole_NeCM.dtype:
-            whole_NeCM = whole_NeCM.to(torch.promote_types(part.dtype, whole_NeCM.dtype))
-        whole_NeCM[:, first : first + part.shape[1]] = part
-        first += part.shape[1]
-        del part
-    return whole_NeCM
 
 
 def _by_rank(y_kRM: torch.Tensor, shape: torch.Size) -> torch.Tensor:
