@@ -64,12 +64,10 @@ class LinearGate(SettingsGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``drop_tokens``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
         drop_policy: see there; for k >= 3 only, below each formula has a rule of its own.
         noisy_gate_policy: ``"Jitter"`` scales the router's input by a random factor near 1, ``"RSample"`` (k = 1) adds
             Gumbel noise.
