@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
@@ -24,10 +24,6 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Contention, Timeline
 from ds_fsmoe.planning.workload import AllToAll, kind_costs
-
-if TYPE_CHECKING:
-    pass
-
 
 _MOST_KEPT = 256
 """The most timelines kept for one kind of layer, one for each set of call sizes."""
