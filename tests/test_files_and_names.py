@@ -17,17 +17,59 @@ MORE_FILES: dict[str, int] = {"planning": 73, "checkpoint_files": 23, "commands"
 OF_A_FAMILY: dict[str, str] = {
     **dict.fromkeys(("add_arguments", "run", "main"), "commands"),
     **dict.fromkeys(
-        ("add_rows", "arrange", "gated", "gated_backward", "gather_rows", "number_rows", "register_formulas", "restore")
-        + ("restore_backward", "take_slots", "top_k_slots"),
+        (
+            "add_rows",
+            "arrange",
+            "gated",
+            "gated_backward",
+            "gather_rows",
+            "number_rows",
+            "register_formulas",
+            "restore",
+            "restore_backward",
+            "take_slots",
+            "top_k_slots",
+        ),
         "ops: compiled, of torch's operators, and the loop that is the oracle",
     ),
 }
 # Still twice, and no family. A name may only go.
-TWICE = set(
-    """Block Choice Fit Gain Index LayerLoad Loads Part Phase Piece Rows Source Stage StepTimes Traced Way choices_of
-    config_of describe fits headline index_of is_number joined live_groups merged moe_work named names obstacle_to
-    parts_of read_file rows_of schema""".split()
-)
+TWICE = {
+    "Block",
+    "Choice",
+    "Fit",
+    "Gain",
+    "Index",
+    "LayerLoad",
+    "Loads",
+    "Part",
+    "Phase",
+    "Piece",
+    "Rows",
+    "Source",
+    "Stage",
+    "StepTimes",
+    "Traced",
+    "Way",
+    "choices_of",
+    "config_of",
+    "describe",
+    "fits",
+    "headline",
+    "index_of",
+    "is_number",
+    "joined",
+    "live_groups",
+    "merged",
+    "moe_work",
+    "named",
+    "names",
+    "obstacle_to",
+    "parts_of",
+    "read_file",
+    "rows_of",
+    "schema",
+}
 
 
 def test_a_folder_has_few_files() -> None:
