@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -52,7 +51,7 @@ class RowLayout:
 
 
 class RowChunks:
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.PhaseRun`.
 
     Args:
         collectives: the collectives to the other ranks.
@@ -220,12 +219,8 @@ class RowChunks:
 # Letters: R rows or copies, M width, J the most copies of a row.
 
 
-class AddUp(Protocol):
-    """Adds up rows: ``(y_RM, copies_JN, weights_JN) -> [N, M]``, see :attr:`ds_fsmoe.ops.Ops.restore`."""
-
-    def __call__(
-        self, y_RM: torch.Tensor, copies_JN: torch.Tensor, weights_JN: torch.Tensor | None
-    ) -> torch.Tensor: ...
+AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Adds up rows: ``(y_RM, copies_JN, weights_JN) -> [N, M]``, see :attr:`ds_fsmoe.ops.Ops.restore`."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +257,7 @@ class NodeLayout:
 
 
 class NodeChunks(RowChunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.PhaseRun`.
 
     Args:
         collectives: those of the layer.

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -202,15 +202,7 @@ class PhaseSizes:
         return None if self.order is None else self.order[self.places[chunk] : self.places[chunk + 1]]
 
 
-class SizesOfPhase(Protocol):
-    """The sizes of one phase."""
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The first row of each chunk among those at the experts, and last their number."""
-
-
-Phase = TypeVar("Phase", bound=SizesOfPhase)
+Phase = TypeVar("Phase", "PhaseSizes", "NodePhase")
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class SlotLayout:
 
 
 class SlotChunks:
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.PhaseRun`.
 
     Args:
         collectives: the collectives to the other ranks.

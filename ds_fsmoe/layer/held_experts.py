@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -204,22 +204,6 @@ class Room:
         return (num_experts if where == "host" else 0) * of_expert, (most if is_buffered else 0) * of_expert
 
 
-class HeldExperts(Protocol):
-    """The experts of this rank in one layer, by a table that changes from call to call."""
-
-    may_be_early: bool
-    """Whether :meth:`prepare` may be called outside of the layer's forward; the same on every rank."""
-
-    def arranged(self, table: HeldTable) -> HeldTable:
-        """Return the table with the places as they suit these experts."""
-
-    def prepare(self, table: HeldTable) -> None:
-        """Begin to have the experts of this table. Collective over the block where weights are fetched."""
-
-    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
-        """Return one call of the experts of the last table, without a backward."""
-
-
 class AllOnHost:
     """All experts, in memory in which they are computed.
 
@@ -230,6 +214,7 @@ class AllOnHost:
     """
 
     may_be_early = True
+    """Whether :meth:`prepare` may be called outside of the layer's forward; the same on every rank."""
 
     def __init__(self, form: ExpertForm, stacks: Mapping[str, torch.Tensor], rank: int) -> None:
         self._called, self._rank = form.called(stacks), rank
@@ -387,6 +372,10 @@ def gather_stacks(
 def computes_on_host(device: torch.device) -> bool:
     """Return whether the host's memory is where experts on this device are computed."""
     return device.type == "cpu"
+
+
+HeldExperts = AllOnHost | Buffered
+"""The experts of this rank in one layer, by a table that changes from call to call."""
 
 
 def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> HeldExperts:

@@ -24,7 +24,7 @@ from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -49,23 +49,10 @@ TERMINATED_STATUS = 128 + signal.SIGTERM
 _MAIN_LIMIT_S = 1.0
 
 
-class Listener(Protocol):
-    """Is told when the process ends."""
-
-    limit_s: float
-    """The most seconds that :meth:`terminated` takes."""
-
-    def failed(self, error: BaseException) -> None:
-        """React to an error that nobody has caught."""
-
-    def terminated(self) -> None:
-        """React to SIGTERM."""
-
-
 _hooks: _Hooks | None = None
 
 
-def attend(listener: Listener) -> None:
+def attend(listener: Watchdog) -> None:
     """Tell a listener when the process ends."""
     global _hooks
     if _hooks is None:
@@ -74,12 +61,12 @@ def attend(listener: Listener) -> None:
     _hooks.take_sigterm()
 
 
-def attending() -> tuple[Listener, ...]:
+def attending() -> tuple[Watchdog, ...]:
     """Return the listeners that are told."""
     return () if _hooks is None else tuple(_hooks.listeners)
 
 
-def stop_attending(listener: Listener) -> None:
+def stop_attending(listener: Watchdog) -> None:
     """Stop telling a listener; the last one to leave restores what was taken over."""
     global _hooks
     if _hooks is not None and listener in _hooks.listeners:
@@ -110,7 +97,7 @@ class _Hooks:
     meanwhile and call ours; so ours keep working after the end, and only pass on."""
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[Watchdog] = []
         self._old_excepthook = sys.excepthook
         self._old_sigterm: Any = None
         self._pipe: tuple[int, int] | None = None
