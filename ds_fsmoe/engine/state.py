@@ -30,7 +30,7 @@ from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
 from ds_fsmoe.layer.unchunked import Uncut
-from ds_fsmoe.observing.predicted import Predicts
+from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.block import BlockPlan
@@ -315,7 +315,7 @@ class FSMoEState:
             self.uncut.look_again()
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
-    def _predictors(self) -> Mapping[str, Predicts]:
+    def _predictors(self) -> Mapping[str, MeasuredPredictor]:
         return {} if self.autotune is None else self.autotune.predictors
 
     def _plan_again(self, reason: str) -> None:

@@ -26,7 +26,7 @@ from ds_fsmoe.execution.pipeline import LayerExperts, LayerPipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.files.runs import TRACE
 from ds_fsmoe.observing.instruments import Instrument, LayerCall
-from ds_fsmoe.observing.predicted import Predictor, Predictors, Predicts
+from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor, Predictors
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.call_shape import CallShape
@@ -70,7 +70,7 @@ class CallObserver:
 
     tracer: Tracer | None = None
     clock: StepClock | None = None
-    predictor: Predictor | Predicts | None = None
+    predictor: Predictor | MeasuredPredictor | None = None
     """The predictor of all layers, for the trace."""
     predictors: Predictors = dict
     """Predictors of layers from what was measured here: for the trace where there is no other."""
