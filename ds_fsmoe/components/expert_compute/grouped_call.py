@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -158,12 +159,8 @@ class GroupedCall:
         dx_kRM, left = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
         del kept
         if self._first.wants_any:
-            h_kRH = left.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
-            add_stacked_gradients(self._sums, self._down, left.dy_RM, h_kRH)
-            left.h_NcH = h_kRH = None
             x_kRM = flat_rows(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
-            for up, delta_kRH in zip(self._up, left.deltas_RH, strict=True):
-                add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
+            left.add_gradients(self._sums, self._first.form, add_stacked_gradients, self._up, self._down, x_kRM)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> ManualExpert | None:
@@ -212,9 +209,7 @@ class GroupedCall:
             if read is None:
                 return calls[i].backward(start, stop, dy_NcM)
             (x_NcM, *kept), read[i] = read[i], ()
-            dx_NcM, left = calls[i].gradient_of_rows(x_NcM, tuple(kept), dy_NcM)
-            calls[i].add_gradients(left)
-            return dx_NcM
+            return calls[i].gradient_of_rows(x_NcM, tuple(kept), dy_NcM)
 
         return self._one_by_one(dy_NkcM, back)
 
@@ -376,12 +371,9 @@ class GroupedRowsCall:
         dx_RM, left = back_to_rows(form, kept, dy_RM.unsqueeze(0), weights)
         del kept
         if self._first.wants_any:
-            h_RH = left.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
-            add_grouped_gradients(self._sums, self._down, left.dy_RM, h_RH, groups)
-            left.h_NcH = h_RH = None
+            add = partial(add_grouped_gradients, groups=groups)
             x_RM = x_1RM[0] if self._first.wants_up else None
-            for up, delta_RH in zip(self._up, left.deltas_RH, strict=True):
-                add_grouped_gradients(self._sums, up, delta_RH, x_RM, groups)
+            left.add_gradients(self._sums, self._first.form, add, self._up, self._down, x_RM)
         return dx_RM
 
     def _stacked(self) -> list[StackedLinear] | None:

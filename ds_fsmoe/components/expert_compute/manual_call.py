@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,12 +35,33 @@ class Left:
     dy_RM: torch.Tensor
     deltas_RH: tuple[torch.Tensor, ...]
     """The gradient of the results of each layer of ``up``."""
-    x_RM: torch.Tensor | None = None
-    """These are the rows, where a weight of ``up`` wants a gradient."""
 
-    def hidden_rows(self, form: ManualExpert) -> torch.Tensor:
-        """Return the rows of the last layer, [R, H]."""
-        return flat_rows(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+    def add_gradients(
+        self,
+        sums: GradientSums,
+        form: ManualExpert,
+        add: Callable[..., None],
+        up: Sequence[Any],
+        down: Any,
+        x_RM: torch.Tensor | None,
+    ) -> None:
+        """Add the gradients of all weights.
+
+        Args:
+            sums: where they go.
+            form: the expert, or the first of k.
+            add: ``add(sums, layer, gradient of its results, its rows)`` for one layer, or for that of k experts.
+            up: the layers ahead of the hidden one.
+            down: the layer behind it.
+            x_RM: the rows, where a weight of ``up`` wants a gradient.
+        """
+        h_RH = None
+        if sums.wants(form.down.weight):
+            h_RH = flat_rows(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+        add(sums, down, self.dy_RM, h_RH)
+        self.h_NcH = h_RH = None
+        for each, delta_RH in zip(up, self.deltas_RH, strict=True):
+            add(sums, each, delta_RH, x_RM)
 
 
 def back_to_rows(
@@ -130,9 +152,7 @@ class ManualCall:
 
     def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape; adds to the weights' gradients."""
-        dx_NcM, left = self.gradient_of_rows(*self.read(start, stop), dy_NcM, weights)
-        self.add_gradients(left)
-        return dx_NcM
+        return self.gradient_of_rows(*self.read(start, stop), dy_NcM, weights)
 
     def gradient_of_rows(
         self,
@@ -140,25 +160,15 @@ class ManualCall:
         kept: tuple[torch.Tensor, ...],
         dy_NcM: torch.Tensor,
         weights: RowWeights | None = None,
-    ) -> tuple[torch.Tensor, Left]:
-        """:meth:`backward` of what :meth:`read` has returned, and what is left for :meth:`add_gradients`."""
+    ) -> torch.Tensor:
+        """:meth:`backward` of what :meth:`read` has returned."""
         kept = self._kept(x_NcM) if self._recompute else kept
         dx_RM, left = back_to_rows(self.written, kept, dy_NcM, weights)
-        if self.wants_up:
+        if self.wants_any:
             # A copy where they are strided, so that the memory of those that came is free.
-            left.x_RM = flat_rows(x_NcM)
-        return dx_RM.view(dy_NcM.shape), left
-
-    def add_gradients(self, left: Left) -> None:
-        """Add to the weights' gradients."""
-        if not self.wants_any:
-            return
-        down = self.written.down
-        h_RH = left.hidden_rows(self.written) if self._sums.wants(down.weight) else None
-        add_gradients(self._sums, down, left.dy_RM, h_RH)
-        left.h_NcH = h_RH = None
-        for up, delta_RH in zip(self.written.up, left.deltas_RH, strict=True):
-            add_gradients(self._sums, up, delta_RH, left.x_RM)
+            x_RM = flat_rows(x_NcM) if self.wants_up else None
+            left.add_gradients(self._sums, self.written, add_gradients, self.written.up, self.written.down, x_RM)
+        return dx_RM.view(dy_NcM.shape)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)

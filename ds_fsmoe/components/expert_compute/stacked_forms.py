@@ -7,7 +7,6 @@ Letters: R rows, expert by expert; M width, H width of an expert, F = 2 * H wher
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,16 +25,6 @@ from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
 """``(hidden_states, top_k_index, top_k_weights) -> hidden_states`` of the module of the experts."""
-
-
-@dataclass
-class _Left:
-    """What the weights' gradients of a chunk still need."""
-
-    x_RM: torch.Tensor | None
-    dup_RF: torch.Tensor
-    h_RH: torch.Tensor | None
-    dy_RM: torch.Tensor | None
 
 
 class ManualStackedFFN:
@@ -110,17 +99,6 @@ class ManualStackedFFN:
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        left = self._through_gate(chunk, dy_RM, groups, weights)
-        del dy_RM
-        # Each tensor goes when it has been used, so that they are not all there beside the gradients of both weights.
-        self._add_gradients(self._contract.down, left.h_RH, left.dy_RM, groups)
-        left.h_RH = left.dy_RM = None
-        self._add_gradients(self._contract.up, left.x_RM, left.dup_RF, groups)
-        left.x_RM = None
-        return self._gradient_of_rows(left.dup_RF, groups)
-
-    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None) -> _Left:
-        """Return what the gradients of the weights and of the rows are made of."""
         with torch._C.DisableTorchFunctionSubclass():
             check_unchanged(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
@@ -128,9 +106,7 @@ class ManualStackedFFN:
         up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
         dy_RM = dy_RM.to(up_RF.dtype)
         if self._contract.has_post_expert_norm:
-            h_RH = self._gate.forward(up_RF).to(up_RF.dtype)
-            dy_RM = self._before_norm(h_RH, dy_RM, groups, weights)
-            del h_RH
+            dy_RM = self._before_norm(self._gate.forward(up_RF).to(up_RF.dtype), dy_RM, groups, weights)
         dh_RH = self._rows_gradient(self._contract.down, dy_RM, groups)
         if weights is not None and not self._contract.has_post_expert_norm:
             weights.add_products(dh_RH, self._gate.forward(up_RF).to(up_RF.dtype))
@@ -139,15 +115,16 @@ class ManualStackedFFN:
                 weights.add_products(dy_RM, groups.rows_of_each(bias_k))
             dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
         dup_RF, h_RH = self._gate.backward(up_RF, dh_RH)
-        return _Left(x_RM, dup_RF, h_RH, dy_RM)
-
-    def _gradient_of_rows(self, dup_RF: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        # Each tensor goes when it has been used, so that they are not all there beside the gradients of both weights.
+        del up_1RF, up_RF, dh_RH
+        self._add_gradients(self._contract.down, h_RH, dy_RM, groups)
+        del h_RH, dy_RM
+        self._add_gradients(self._contract.up, x_RM, dup_RF, groups)
+        del x_1RM, x_RM
         dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
-    def _add_gradients(
-        self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor | None, groups: RowGroups
-    ) -> None:
+    def _add_gradients(self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor, groups: RowGroups) -> None:
         """Add to the gradients of a weight, its bias and its adapters.
 
         Args:
@@ -156,7 +133,6 @@ class ManualStackedFFN:
             dy_RO: the gradient of the product.
             groups: the rows of each expert.
         """
-        assert dy_RO is not None
         if x_RI is not None and self._wants(name):
             self._add(name, products.weight_gradient(x_RI, dy_RO, self._contract.is_transposed, groups))
         for each in self._adapters.get(name, ()) if x_RI is not None else ():
