@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # meanwhile
 #
 # Whoever runs parts of a batch in turns calls the layers inside of :meth:`Half.running`; a call that finds a half
-# there pauses twice, see :mod:`~ds_fsmoe.execution.paused`. What runs in a pause is the same on every rank.
+# there pauses twice, see :func:`with_pauses`. What runs in a pause is the same on every rank.
 
 
 _current: ContextVar[Half | None] = ContextVar("half", default=None)
