@@ -159,8 +159,8 @@ class GroupedCall:
         dx_kRM, left = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
         del kept
         if self._first.wants_any:
-            x_kRM = flat_rows(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
-            left.add_gradients(self._sums, self._first.form, add_stacked_gradients, self._up, self._down, x_kRM)
+            left.x_RM = flat_rows(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
+            left.add_gradients(self._sums, self._first.form, add_stacked_gradients, self._up, self._down)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> ManualExpert | None:
@@ -209,7 +209,9 @@ class GroupedCall:
             if read is None:
                 return calls[i].backward(start, stop, dy_NcM)
             (x_NcM, *kept), read[i] = read[i], ()
-            return calls[i].gradient_of_rows(x_NcM, tuple(kept), dy_NcM)
+            dx_NcM, left = calls[i].gradient_of_rows(x_NcM, tuple(kept), dy_NcM)
+            calls[i].add_gradients(left)
+            return dx_NcM
 
         return self._one_by_one(dy_NkcM, back)
 
@@ -372,8 +374,8 @@ class GroupedRowsCall:
         del kept
         if self._first.wants_any:
             add = partial(add_grouped_gradients, groups=groups)
-            x_RM = x_1RM[0] if self._first.wants_up else None
-            left.add_gradients(self._sums, self._first.form, add, self._up, self._down, x_RM)
+            left.x_RM = x_1RM[0] if self._first.wants_up else None
+            left.add_gradients(self._sums, self._first.form, add, self._up, self._down)
         return dx_RM
 
     def _stacked(self) -> list[StackedLinear] | None:

@@ -35,15 +35,11 @@ class Left:
     dy_RM: torch.Tensor
     deltas_RH: tuple[torch.Tensor, ...]
     """The gradient of the results of each layer of ``up``."""
+    x_RM: torch.Tensor | None = None
+    """These are the rows, where a weight of ``up`` wants a gradient."""
 
     def add_gradients(
-        self,
-        sums: GradientSums,
-        form: ManualExpert,
-        add: Callable[..., None],
-        up: Sequence[Any],
-        down: Any,
-        x_RM: torch.Tensor | None,
+        self, sums: GradientSums, form: ManualExpert, add: Callable[..., None], up: Sequence[Any], down: Any
     ) -> None:
         """Add the gradients of all weights.
 
@@ -53,7 +49,6 @@ class Left:
             add: ``add(sums, layer, gradient of its results, its rows)`` for one layer, or for that of k experts.
             up: the layers ahead of the hidden one.
             down: the layer behind it.
-            x_RM: the rows, where a weight of ``up`` wants a gradient.
         """
         h_RH = None
         if sums.wants(form.down.weight):
@@ -61,7 +56,7 @@ class Left:
         add(sums, down, self.dy_RM, h_RH)
         self.h_NcH = h_RH = None
         for each, delta_RH in zip(up, self.deltas_RH, strict=True):
-            add(sums, each, delta_RH, x_RM)
+            add(sums, each, delta_RH, self.x_RM)
 
 
 def back_to_rows(
@@ -152,7 +147,9 @@ class ManualCall:
 
     def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape; adds to the weights' gradients."""
-        return self.gradient_of_rows(*self.read(start, stop), dy_NcM, weights)
+        dx_NcM, left = self.gradient_of_rows(*self.read(start, stop), dy_NcM, weights)
+        self.add_gradients(left)
+        return dx_NcM
 
     def gradient_of_rows(
         self,
@@ -160,15 +157,19 @@ class ManualCall:
         kept: tuple[torch.Tensor, ...],
         dy_NcM: torch.Tensor,
         weights: RowWeights | None = None,
-    ) -> torch.Tensor:
-        """:meth:`backward` of what :meth:`read` has returned."""
+    ) -> tuple[torch.Tensor, Left]:
+        """:meth:`backward` of what :meth:`read` has returned, and what is left for :meth:`add_gradients`."""
         kept = self._kept(x_NcM) if self._recompute else kept
         dx_RM, left = back_to_rows(self.written, kept, dy_NcM, weights)
-        if self.wants_any:
+        if self.wants_up:
             # A copy where they are strided, so that the memory of those that came is free.
-            x_RM = flat_rows(x_NcM) if self.wants_up else None
-            left.add_gradients(self._sums, self.written, add_gradients, self.written.up, self.written.down, x_RM)
-        return dx_RM.view(dy_NcM.shape)
+            left.x_RM = flat_rows(x_NcM)
+        return dx_RM.view(dy_NcM.shape), left
+
+    def add_gradients(self, left: Left) -> None:
+        """Add to the weights' gradients."""
+        if self.wants_any:
+            left.add_gradients(self._sums, self.written, add_gradients, self.written.up, self.written.down)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
