@@ -3,19 +3,45 @@
 
 from __future__ import annotations
 
-import bisect
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 # ---- Tensors kept by the cuts of the forward and read by those of the backward
 
 
-_PLACE = operator.itemgetter(0, 1)
+_PLACE = operator.itemgetter(0)
 
 
-class SavedActivations:
+class _Saved:
+    """Tensors by the place of their chunk, in the order of places.
+
+    What was put here stays until this object is dropped, and may be read any number of times. What was given away and
+    has come back is read once, so that memory falls while a backward proceeds. ``None`` among tensors is nothing, and
+    comes back as ``None``.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[Any, tuple[torch.Tensor | None, ...]] = {}
+
+    def release(self) -> list[torch.Tensor | None]:
+        """Give all tensors away, for somebody else to keep until :meth:`restore`."""
+        released = [tensor for piece in self._pieces.values() for tensor in piece]
+        self._pieces = {place: (None,) * len(piece) for place, piece in self._pieces.items()}
+        return released
+
+    def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
+        """Take back what was given away, in that order."""
+        self._pieces = {place: tuple(next(tensors) for _ in piece) for place, piece in self._pieces.items()}
+
+    def first_of_each(self) -> list[torch.Tensor]:
+        """The first tensor of every piece that is here."""
+        return [piece[0] for piece in self._pieces.values() if piece[0] is not None]
+
+
+class SavedActivations(_Saved):
     """What one forward call keeps: for each of its cuts [start, stop) of the capacity some tensors.
 
     The capacity is one dimension of every tensor, so a cut's tensors are [N, stop - start, ...] where it is 1. What was
@@ -28,8 +54,8 @@ class SavedActivations:
         Args:
             dim: of the capacity.
         """
+        super().__init__()
         self._dim = dim
-        self._pieces: list[tuple[int, int, tuple[torch.Tensor | None, ...]]] = []
         self._slots_left: dict[int, int] | None = None
         """First slot of a piece -> how many of its slots have not been taken; ``None`` while everything stays."""
 
@@ -40,7 +66,10 @@ class SavedActivations:
             ValueError: some of its slots are here already.
         """
         self.check_is_new(start, stop)
-        bisect.insort(self._pieces, (start, stop, tensors), key=_PLACE)
+        is_last = not self._pieces or next(reversed(self._pieces)) < (start, stop)
+        self._pieces[start, stop] = tensors
+        if not is_last:
+            self._pieces = dict(sorted(self._pieces.items(), key=_PLACE))
 
     def check_is_new(self, start: int, stop: int) -> None:
         """Refuse a cut some of whose slots are here already.
@@ -48,24 +77,14 @@ class SavedActivations:
         Raises:
             ValueError: they are.
         """
-        for first, last, _ in self._pieces:
+        for first, last in self._pieces:
             if first < stop and start < last and start < stop and first < last:
                 raise ValueError(f"slots [{start}, {stop}) were given twice: [{first}, {last}) came before")
 
-    def release(self) -> list[torch.Tensor | None]:
-        """Give all tensors away, for somebody else to keep until :meth:`restore`."""
-        tensors = [tensor for _, _, of_piece in self._pieces for tensor in of_piece]
-        self._pieces = [(start, stop, (None,) * len(of_piece)) for start, stop, of_piece in self._pieces]
-        return tensors
-
-    def first_of_each(self) -> list[torch.Tensor]:
-        """The first tensor of every piece that is here."""
-        return [of_piece[0] for _, _, of_piece in self._pieces if of_piece[0] is not None]
-
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
-        """Take back what was given away, in that order."""
-        self._pieces = [(start, stop, tuple(next(tensors) for _ in piece)) for start, stop, piece in self._pieces]
-        self._slots_left = {start: stop - start for start, stop, _ in self._pieces}
+        """See :meth:`_Saved.restore`."""
+        super().restore(tensors)
+        self._slots_left = {start: stop - start for start, stop in self._pieces}
 
     def take(self, start: int, stop: int) -> tuple[torch.Tensor | None, ...]:
         """The tensors of any cut: views where it lies inside one of the forward's, copies where it spans several.
@@ -76,34 +95,34 @@ class SavedActivations:
         if not self._pieces:
             raise ValueError(f"slots [{start}, {stop}): nothing has come through the forward yet")
         if start == stop:  # no slots: none of any piece
-            return tuple([_narrow(tensor, self._dim, 0, 0) for tensor in self._pieces[0][2]])
+            return tuple([_narrow(tensor, self._dim, 0, 0) for tensor in next(iter(self._pieces.values()))])
         parts, reached = [], start
-        for index, (first, last, tensors) in enumerate(self._pieces):
+        for (first, last), tensors in list(self._pieces.items()):
             low, high = first if first > start else start, last if last < stop else stop
             if low < high and low == reached:
-                self._note_taken(index, high - low)
+                self._note_taken(first, last, high - low)
                 whole = (low, high) == (first, last)
                 parts.append(tensors if whole else self._part(tensors, low - first, high - low))
                 reached = high
         if reached != stop:
-            known = ", ".join(f"[{first}, {last})" for first, last, _ in self._pieces)
+            known = ", ".join(f"[{first}, {last})" for first, last in self._pieces)
             raise ValueError(f"slots [{start}, {stop}): only {known} came through the forward")
         if len(parts) == 1:
             return parts[0]
         return tuple(None if each[0] is None else torch.cat(each, self._dim) for each in zip(*parts, strict=True))
 
-    def _note_taken(self, index: int, num_slots: int) -> None:
-        first, last, tensors = self._pieces[index]
+    def _note_taken(self, first: int, last: int, num_slots: int) -> None:
         if self._slots_left is None:
             return
         self._slots_left[first] -= num_slots
         if self._slots_left[first] < 0:
             raise ValueError(f"slots [{first}, {last}) are read a second time, and may be gone: restore them first")
         if self._slots_left[first] == 0:
+            tensors = self._pieces[first, last]
             # An empty cut is still to be told how its tensors look: by the first piece, so that one is not ``None``.
-            parts = (None,) * len(tensors) if index else self._part(tensors, 0, 0)
-            empty = tuple([None if each is None else torch.empty_like(each) for each in parts])
-            self._pieces[index] = (first, last, empty)
+            is_first = next(iter(self._pieces)) == (first, last)
+            parts = self._part(tensors, 0, 0) if is_first else (None,) * len(tensors)
+            self._pieces[first, last] = tuple([None if each is None else torch.empty_like(each) for each in parts])
 
     def _part(
         self, tensors: tuple[torch.Tensor | None, ...], start: int, length: int
@@ -118,7 +137,7 @@ def _narrow(tensor: torch.Tensor | None, dim: int, start: int, length: int) -> t
 # ---- Tensors kept by the chunks of the forward and read by those of the backward, for several experts together
 
 
-class SavedRows:
+class SavedRows(_Saved):
     """What one forward call keeps of several experts: for each chunk some tensors [1, rows, ...].
 
     Within a chunk rows lie expert by expert. Where the backward has other chunks, its rows are picked from all of them
@@ -132,9 +151,9 @@ class SavedRows:
     """
 
     def __init__(self, order: torch.Tensor | None, bounds: Sequence[int]) -> None:
+        super().__init__()
         self._order = order
         self._bounds = bounds
-        self._pieces: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._is_read_once = False
         self._whole: tuple[torch.Tensor | None, ...] | None = None
         self._left: set[int] = set()
@@ -150,20 +169,14 @@ class SavedRows:
         self._pieces[chunk] = tensors
 
     def release(self) -> list[torch.Tensor | None]:
-        """Give all tensors away, for somebody else to keep until :meth:`restore`."""
-        released = [tensor for piece in self._pieces.values() for tensor in piece]
-        self._pieces = {chunk: (None,) * len(piece) for chunk, piece in self._pieces.items()}
+        """See :meth:`_Saved.release`."""
         self._whole = None
-        return released
+        return super().release()
 
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
-        """Take back what was given away, in that order."""
-        self._pieces = {chunk: tuple(next(tensors) for _ in piece) for chunk, piece in self._pieces.items()}
+        """See :meth:`_Saved.restore`."""
+        super().restore(tensors)
         self._is_read_once, self._left = True, set(range(len(self._bounds) - 1))
-
-    def first_of_each(self) -> list[torch.Tensor]:
-        """The first tensor of every chunk that is here."""
-        return [piece[0] for piece in self._pieces.values() if piece[0] is not None]
 
     def take(self, chunk: int) -> tuple[torch.Tensor | None, ...]:
         """The tensors of a chunk of the backward.
