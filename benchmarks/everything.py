@@ -47,11 +47,8 @@ def run_on(job: Job, command: Sequence[str], timeout_s: float | None) -> int:
     """Run a job's command on its bed, which is up, or by itself; return the exit status."""
     if job.bed is not None:
         return run_job(job.bed, command, timeout_s)
-    launched = [sys.executable]
-    if job.ranks:
-        launched += ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(job.ranks)]
     try:
-        return subprocess.run([*launched, *command], cwd=ROOT, check=False, timeout=timeout_s).returncode
+        return subprocess.run([sys.executable, *command], cwd=ROOT, check=False, timeout=timeout_s).returncode
     except subprocess.TimeoutExpired:
         return 124
 

@@ -7,7 +7,7 @@ be done ahead of the first process group (see ``distributed/launch_order.py``). 
 at, once DeepSpeed is imported: one that does not read an enabled block says so (see ``door.py``).
 
 Public is what ``__all__`` lists, and what a gate of one's own is made with: ``TokenChoiceGate``'s module and
-``components/gate_settings.py``. All else is internal and may change with any version.
+``components/gate.py``. All else is internal and may change with any version.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.alltoall import AllToAllBase
     from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
     from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
-    from ds_fsmoe.components.dense_routing import DenseRouting
     from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
     from ds_fsmoe.components.experts.gpt import GPTFeedForward
     from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-    from ds_fsmoe.components.gate import GateBase, update_gates
-    from ds_fsmoe.components.gate_settings import OptionError
+    from ds_fsmoe.components.gate import GateBase, OptionError, update_gates
     from ds_fsmoe.components.gates.deepseek import DeepSeekGate
     from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
     from ds_fsmoe.components.gates.gshard import GShardGate
@@ -46,17 +44,15 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.orders.dense import DenseOrder
     from ds_fsmoe.components.orders.einsum import EinsumOrder
     from ds_fsmoe.components.orders.sparse import SimpleOrder
-    from ds_fsmoe.components.routing import Routing, RoutingBase
-    from ds_fsmoe.components.slot_routing import SlotRouting
+    from ds_fsmoe.components.routing import DenseRouting, Routing, RoutingBase, SlotRouting
     from ds_fsmoe.components.token_choice import TokenChoiceGate
     from ds_fsmoe.config.builder import Config
     from ds_fsmoe.config.reading import ConfigError
     from ds_fsmoe.engine.convert_layers import MoE
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
-    from ds_fsmoe.engine.gathered_experts import whole_parameters, whole_weight
     from ds_fsmoe.engine.inference import inference
-    from ds_fsmoe.engine.script_norms import gradient_norm
-    from ds_fsmoe.engine.transformers_seams import own_experts
+    from ds_fsmoe.engine.marked_experts import gradient_norm, whole_parameters, whole_weight
+    from ds_fsmoe.engine.own_experts import own_experts
     from ds_fsmoe.engine.way_back import make_whole
     from ds_fsmoe.layer.expert_shard import own_experts_of, own_part
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
@@ -75,7 +71,7 @@ _MODULE_OF_NAME = {
     "ConfigError": "config.reading",
     "DeepSeekGate": "components.gates.deepseek",
     "DenseOrder": "components.orders.dense",
-    "DenseRouting": "components.dense_routing",
+    "DenseRouting": "components.routing",
     "EinsumOrder": "components.orders.einsum",
     "ExpertArgs": "components.expert",
     "ExpertBase": "components.expert",
@@ -93,25 +89,25 @@ _MODULE_OF_NAME = {
     "MixtralGate": "components.gates.mixtral",
     "MoE": "engine.convert_layers",
     "MoEOutput": "layer.moe_layer",
-    "OptionError": "components.gate_settings",
+    "OptionError": "components.gate",
     "OrderBase": "components.order",
     "QwenGate": "components.gates.qwen",
     "Routing": "components.routing",
     "RoutingBase": "components.routing",
     "SigmoidGate": "components.gates.sigmoid",
     "SimpleOrder": "components.orders.sparse",
-    "SlotRouting": "components.slot_routing",
+    "SlotRouting": "components.routing",
     "SoftMoEGate": "components.gates.softmoe",
     "SwitchGate": "components.gates.switch",
     "TokenChoiceGate": "components.token_choice",
     "XMoEGate": "components.gates.xmoe",
-    "gradient_norm": "engine.script_norms",
+    "gradient_norm": "engine.marked_experts",
     "inference": "engine.inference",
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
     "make_whole": "engine.way_back",
-    "own_experts": "engine.transformers_seams",
+    "own_experts": "engine.own_experts",
     "read_routing": "routes.recorded",
     "register_alltoall": "registry",
     "register_expert": "registry",
@@ -121,9 +117,9 @@ _MODULE_OF_NAME = {
     "update_gates": "components.gate",
     "own_experts_of": "layer.expert_shard",
     "own_part": "layer.expert_shard",
-    "whole_parameters": "engine.gathered_experts",
+    "whole_parameters": "engine.marked_experts",
     "whole_state_dict": "checkpoint.whole_weights",
-    "whole_weight": "engine.gathered_experts",
+    "whole_weight": "engine.marked_experts",
 }
 
 # Written out, because type checkers read it.

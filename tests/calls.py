@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.observing.instruments import LayerCall
 
 
@@ -20,7 +20,9 @@ def no_gate(*_: Any) -> Any:
     raise AssertionError("there is no gate")
 
 
-def call_of(pipeline: Pipeline, x: torch.Tensor, experts: Any, watching: Watches, label: str = "L07") -> Pipeline:
+def call_of(
+    pipeline: LayerPipeline, x: torch.Tensor, experts: Any, watching: Watches, label: str = "L07"
+) -> LayerPipeline:
     """The pipeline of a call in training that was shown to an instrument."""
     call = LayerCall(label, "", True, x, None, no_gate, pipeline, experts, experts)
     watching.watch(call)

@@ -16,7 +16,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, SerialLanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -147,7 +147,7 @@ def run_layer(case: Case, lanes: Lanes, device: torch.device, width: int, is_off
         BlockPlan(case.degrees[1], case.links),
     )
     plans = [PhasePlan(block, case.groups, i == 1, case.alltoall) for i, block in enumerate(blocks)]
-    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.kind == "recompute", observer=delays)
+    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.kind == "recompute", observer=delays)
     experts = nn.ModuleList(make_experts(case.expert, NUM_EXPERTS, width, 2 * width, torch.float32)).to(device)
     generator = torch.Generator().manual_seed(case.seed)
     rows = NUM_EXPERTS * CAPACITY

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from ds_fsmoe.measuring import cluster_profile, contention, stopwatch
+from ds_fsmoe.measuring import cluster_profile, stopwatch
+from ds_fsmoe.measuring import stopwatch as contention
 
 
 def hurry() -> None:

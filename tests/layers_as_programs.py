@@ -16,16 +16,14 @@ from torch import nn
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import communicator_like
-from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.node_exchange import NodeCall
-from ds_fsmoe.execution.node_sizes import NodeCounts
-from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import ChunkSizes, PhaseSizes, RowSizes
+from ds_fsmoe.execution.counts_exchange import NodeCall
+from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
+from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
@@ -146,7 +144,7 @@ class CopiesOfRows(Copies):
     backward = forward
 
 
-def sizes_of_rows(pipeline: Pipeline, num_experts: int) -> RowSizes:
+def sizes_of_rows(pipeline: LayerPipeline, num_experts: int) -> RowSizes:
     """As they are where every rank sends one row to each expert in each chunk."""
     collectives = pipeline.collectives
     ranks, sharing = collectives.num_exchanging, collectives.num_sharing
@@ -160,7 +158,7 @@ def sizes_of_rows(pipeline: Pipeline, num_experts: int) -> RowSizes:
     return RowSizes(degree * num_experts, phase, phase, None, None)
 
 
-def node_layout(pipeline: Pipeline, num_experts: int, degree: int) -> tuple[NodeLayout, torch.Tensor]:
+def node_layout(pipeline: LayerPipeline, num_experts: int, degree: int) -> tuple[NodeLayout, torch.Tensor]:
     """As it is where every rank has a token in each chunk, which chooses all experts; with its choices' weights."""
     collectives = pipeline.collectives
     links = collectives.nodes
@@ -246,7 +244,7 @@ def _run(
         yield _of_way(replace(pipeline, window=Slices(flats[way.in_levels], way.slices)), way, layout.ep_size, tape)
 
 
-def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:
+def _of_way(pipeline: LayerPipeline, way: Way, ep_size: int, tape: Tape) -> Program:
     def plan(like: PhasePlan) -> PhasePlan:
         return replace(like, block=BlockPlan(way.degree, way.links))
 

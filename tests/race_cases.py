@@ -26,12 +26,12 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.halves.run import HalvesRun
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -101,7 +101,7 @@ def world_of(ranks: int, rank: int = 1) -> Iterator[None]:
         (deepspeed_comm if deepspeed_comm.is_initialized() else dist).destroy_process_group()
 
 
-def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline]:
+def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[LayerPipeline]:
     """One for each layer."""
     exchange = exchange_in(groups, lookup("alltoall", case.layout.alltoall)())
     assert exchange.planned == case.layout.alltoall
@@ -124,7 +124,7 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
             *(groups.planned, True, exchange.planned, bool(case.halves)),
         ),
     )
-    return [Pipeline(lanes, collectives, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
+    return [LayerPipeline(lanes, collectives, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
 
 
 def _as_one(experts: list[nn.Module]) -> WholeExperts:

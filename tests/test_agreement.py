@@ -17,7 +17,7 @@ from torch import nn
 from ds_fsmoe.distributed.agreement import (
     DisagreementError,
     check_agreement,
-    describe,
+    describe_disagreement,
     facts_of_config,
     facts_of_layers,
     facts_of_plan,
@@ -185,26 +185,26 @@ def test_without_a_process_group_there_is_nobody_to_disagree_with() -> None:
 
 def test_long_values_are_cut_where_they_part() -> None:
     same, tail = "a" * 997, "z" * 499
-    message = describe({0: {"field": f"{same}x{tail}"}, 1: {"field": f"{same}y{tail}"}})
+    message = describe_disagreement({0: {"field": f"{same}x{tail}"}, 1: {"field": f"{same}y{tail}"}})
     assert "rank 0: '..." + "a" * 24 + "x" + "z" * 47 + "...'; rank 1" in message
     assert "rank 1: '..." + "a" * 24 + "y" + "z" * 47 + "...'" in message
 
 
 def test_a_message_stays_readable_for_a_thousand_ranks() -> None:
     stated_by = {rank: {f"field {each:03d}": f"{rank}" * 7 for each in range(101)} for rank in range(1009)}
-    message = describe(stated_by)
+    message = describe_disagreement(stated_by)
     assert message.count("\n") == 21
     assert message.endswith("\n  and 81 more fields")
     assert "; and 1001 more values\n" in message
     assert len(message) < 20_000
-    every_other = describe({rank: {"parity": str(rank % 2)} for rank in range(1009)})
+    every_other = describe_disagreement({rank: {"parity": str(rank % 2)} for rank in range(1009)})
     assert "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ... (505 ranks): '0'; ranks 1, 3," in every_other
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.dictionaries(st.integers(0, 6), st.dictionaries(st.sampled_from("abcde"), st.sampled_from(("", "x", "yy")))))
 def test_a_message_names_each_field_that_differs_and_no_other(stated_by: dict[int, dict[str, str]]) -> None:
-    named = [line.split(":")[0].strip() for line in describe(stated_by).splitlines()[1:]]
+    named = [line.split(":")[0].strip() for line in describe_disagreement(stated_by).splitlines()[1:]]
     differing = {
         field
         for field in "abcde"

@@ -23,9 +23,9 @@ from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost
@@ -120,7 +120,7 @@ def test_every_task_has_its_size() -> None:
 def test_two_tasks_without_legs_are_refused() -> None:
     plans = plan(), plan(backward=True)
     with pytest.raises(ValueError, match="L07: an all-to-all in two tasks is planned, and the wires have no legs"):
-        Pipeline(
+        LayerPipeline(
             make_lanes(torch.device("cpu"), overlap=False), Collectives(lambda x, group: x, None, None), *plans, "L07"
         )
 
@@ -188,7 +188,7 @@ def run_layer(
     )
     kind = SelfSplitWires if self_split else Collectives
     collectives = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
-    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
+    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     num_experts = EXPERTS_PER_RANK * layout.ep_size
     generator = torch.Generator().manual_seed(rank)
     x_RM, dy_RM = torch.randn(2, num_experts * case.capacity, WIDTH, dtype=torch.float64, generator=generator)

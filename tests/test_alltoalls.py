@@ -17,7 +17,7 @@ from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.distributed.topology import Topology
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
+from ds_fsmoe.layer.parts import Exchange, exchange_in
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.measuring.cache import MeasurementCache
-from ds_fsmoe.measuring.measurements import Measurements
+from ds_fsmoe.measuring.cache import MeasurementCache, Measurements
 from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import Timing

@@ -118,16 +118,15 @@ TOP_LEVEL: dict[str, str] = {
 }
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {
-    "layer/stock_layer.py": "subclasses DeepSpeed's MoE modules",
-    "layer/expert_container.py": "knows DeepSpeed's module of experts from others",
-    "engine/engine.py": "subclasses DeepSpeed's engines",
-    "engine/pipeline_engine.py": "subclasses DeepSpeed's engine for pipeline stages",
-    "engine/entry_points.py": "stands in for DeepSpeed's initialize",
-    "engine/checks_at_start.py": "knows DeepSpeed's models in pipeline stages from others",
+    "layer/stock_layer.py": "subclasses DeepSpeed's MoE modules; knows DeepSpeed's module of experts from others",
+    "engine/engine.py": "subclasses DeepSpeed's engines; subclasses DeepSpeed's engine for pipeline stages",
+    "engine/entry_points.py": (
+        "stands in for DeepSpeed's initialize; knows DeepSpeed's models in pipeline stages from others"
+    ),
     "engine/compat.py": "holds and checks every private name of DeepSpeed",
     "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",
     "engine/way_back.py": "knows DeepSpeed's engines from models",
-    "engine/run_record.py": "finds the layers of DeepSpeed's own engine",
+    "engine/telemetry.py": "finds the layers of DeepSpeed's own engine",
     "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "gradients/stage_0.py": "has in itself the method of DeepSpeed's engine that it replaces",
     "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's optimizers that it replaces",
@@ -138,7 +137,10 @@ DEEPSPEED: dict[str, str] = {
     "checkpoint/expert_files.py": "asks DeepSpeed's groups for the rank that writes experts",
     "checkpoint/shared_out.py": "asks DeepSpeed which parameters it optimizes",
     "checkpoint/whole_weights.py": "asks DeepSpeed's groups for the ranks that share experts",
-    "engine/saving_engine.py": "overrides what DeepSpeed's engine does about files",
+    "engine/saving_engine.py": (
+        "overrides what DeepSpeed's engine does about files; "
+        "stands in for the methods by which DeepSpeed's optimizers give and take single states"
+    ),
     "checkpoint/loading.py": "stands in for DeepSpeed's reading of files",
     "checkpoint/optimizer_states.py": "looks into DeepSpeed's optimizers, each kind by its own names",
     "measuring/profile_job.py": "starts torch.distributed as training does",
@@ -147,13 +149,14 @@ DEEPSPEED: dict[str, str] = {
     "distributed/groups.py": "makes process groups where DeepSpeed looks for them",
     "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",
     "engine/own_experts.py": "keeps zero.Init from sharing out experts that have no weights yet",
-    "engine/checkpointing_seams.py": "stands in for DeepSpeed's activation checkpointing",
-    "engine/whole_states.py": "stands in for the methods by which DeepSpeed's optimizers give and take single states",
-    "engine/script_norms.py": "asks DeepSpeed's groups for the ranks whose experts count in a norm",
-    "engine/scheduler_groups.py": "overrides what DeepSpeed's engine does about groups of parameters",
-    "engine/gathered_experts.py": "gives whole experts within DeepSpeed's context of gathered parameters",
-    "engine/marked_experts.py": "asks DeepSpeed's groups for the ranks that share experts",
-    "engine/cut_parameters.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
+    "engine/set_up.py": "stands in for DeepSpeed's activation checkpointing",
+    "engine/marked_experts.py": (
+        "asks DeepSpeed's groups for the ranks whose experts count in a norm; "
+        "gives whole experts within DeepSpeed's context of gathered parameters; "
+        "asks DeepSpeed's groups for the ranks that share experts"
+    ),
+    "engine/optimizer_groups.py": "overrides what DeepSpeed's engine does about groups of parameters",
+    "engine/cut_experts.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -181,7 +184,7 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 348,
+    ".": 344,
     "checkpoint": 1498,
     "checkpoint_files": 2127,
     "checks": 557,
@@ -203,7 +206,7 @@ STATEMENTS: dict[str, int] = {
     "routes": 483,
     "telemetry": 1006,
     "terminal": 208,
-    "tuning": 2005,
+    "tuning": 2001,
 }
 
 # Folder -> the most files that it may have, where that is more than MOST_FILES. None may be added, no number may go up.

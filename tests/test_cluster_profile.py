@@ -16,12 +16,12 @@ import torch.distributed as dist
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.topology import Topology, topology_of_hosts
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
-from ds_fsmoe.measuring import cluster_profile, contention, microbenchmarks, stopwatch
-from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.contention import slowdowns
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
-from ds_fsmoe.measuring.microbenchmarks import COMPUTING, ProfileNames, Shape, groups_of
-from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.measuring import cluster_profile, stopwatch
+from ds_fsmoe.measuring import cluster_profile as microbenchmarks
+from ds_fsmoe.measuring import stopwatch as contention
+from ds_fsmoe.measuring.cache import Measurements, Measuring
+from ds_fsmoe.measuring.cluster_profile import COMPUTING, MeasuredShape, ProfileNames, lane_groups, profile_cluster
+from ds_fsmoe.measuring.stopwatch import Stopwatch, slowdowns
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.cluster_schema import UNITS
@@ -176,11 +176,11 @@ def test_of_uneven_nodes_what_they_have_in_common_is_measured(tmp_path: Path) ->
 
 def test_ranks_that_are_left_over_are_groups_by_themselves() -> None:
     uneven = topology_of_hosts("aaabbc")
-    assert Shape.of(uneven) == Shape(3, 1)
-    assert groups_of(uneven, "inter") == ((0, 3, 5), (1,), (2,), (4,))
+    assert MeasuredShape.of(uneven) == MeasuredShape(3, 1)
+    assert lane_groups(uneven, "inter") == ((0, 3, 5), (1,), (2,), (4,))
     uneven = topology_of_hosts("ababa")
-    assert groups_of(uneven, "inter") == ((0, 1), (2, 3), (4,))
-    assert groups_of(uneven, "intra") == ((0, 2), (1, 3), (4,))
+    assert lane_groups(uneven, "inter") == ((0, 1), (2, 3), (4,))
+    assert lane_groups(uneven, "intra") == ((0, 2), (1, 3), (4,))
 
 
 def test_one_rank_measures_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:

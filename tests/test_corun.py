@@ -15,9 +15,8 @@ import torch
 
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.execution.lanes import SerialLanes
-from ds_fsmoe.measuring import contention
-from ds_fsmoe.measuring.contention import MOST_TASKS, SHORTEST_MS, slowdowns
-from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.measuring import stopwatch as contention
+from ds_fsmoe.measuring.stopwatch import MOST_TASKS, SHORTEST_MS, Stopwatch, slowdowns
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane, Schedule

@@ -12,8 +12,8 @@ import torch
 
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.execution.token_cuts import TokenCuts
-from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
-from ds_fsmoe.layer.row_routing import number_rows
+from ds_fsmoe.layer.held_experts import HeldTable, dealt, rows_of_experts
+from ds_fsmoe.layer.row_routing import number_rows_of_layer
 from ds_fsmoe.ops import REFERENCE
 
 TABLE = HeldTable(((4, 0, 2), (0, 1), (3, 0, 1)), 5)
@@ -78,7 +78,7 @@ def test_a_slot_that_is_out_of_range_is_still_found(slot: int, fault: int) -> No
     routing.slots_KS[1, 4] = slot
     routing = replace(routing, counts_E=routing.counts_E + 1)
     found = dealt(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
-    assert int(number_rows(found, TokenCuts(1, 1), REFERENCE).fault) == fault
+    assert int(number_rows_of_layer(found, TokenCuts(1, 1), REFERENCE).fault) == fault
 
 
 def test_counts_that_are_too_small_are_still_found() -> None:
@@ -86,7 +86,7 @@ def test_counts_that_are_too_small_are_still_found() -> None:
     counts = routing.counts_E.clone()
     counts[3] -= 1
     found = dealt(replace(routing, counts_E=counts), rows_of_experts(routing), TABLE, 0, REFERENCE)
-    assert int(number_rows(found, TokenCuts(1, 1), REFERENCE).fault) == 2
+    assert int(number_rows_of_layer(found, TokenCuts(1, 1), REFERENCE).fault) == 2
 
 
 @pytest.mark.parametrize("experts_of_rank", [((0, 1), ()), ((0, 0), (1,)), ((0,), (0,)), ((0, 2), (1,))])

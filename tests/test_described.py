@@ -10,7 +10,7 @@ import pytest
 from deepspeed.moe.sharded_moe import TopKGate
 
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
-from ds_fsmoe.engine.described import describe_dispatch
+from ds_fsmoe.engine.state import describe_dispatch
 from ds_fsmoe.layer.state import LayerState
 
 

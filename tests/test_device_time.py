@@ -16,10 +16,9 @@ from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.gradients.reduction import is_faster_in_levels
 from ds_fsmoe.gradients.ways import AllReduce
 from ds_fsmoe.measuring import stopwatch
-from ds_fsmoe.measuring.contention import MOST_ISSUED_MS, slowdowns
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
+from ds_fsmoe.measuring.cache import Measurements, Measuring
 from ds_fsmoe.measuring.profiler import _task_ms, issues_ahead
-from ds_fsmoe.measuring.stopwatch import FEWEST, Stopwatch
+from ds_fsmoe.measuring.stopwatch import FEWEST, MOST_ISSUED_MS, Stopwatch, slowdowns
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import FORWARD, LayerProfile

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedActivations
 from tests.expert_cases import (
     EVERY,
     EVERY_WRITTEN,
@@ -155,7 +155,7 @@ def test_cuts_are_read_without_copying_where_they_can_be() -> None:
         found, nothing = cuts.take(start, stop)
         assert nothing is None
         assert torch.equal(found, rows(2, 13, 5)[:, start:stop])
-        sources = {tensor.untyped_storage().data_ptr() for _, _, (tensor, _) in cuts._pieces}
+        sources = {tensor.untyped_storage().data_ptr() for tensor, _ in cuts._pieces.values()}
         assert (found.untyped_storage().data_ptr() in sources) is ((start, stop) in inside)
     assert cuts.take(6, 6)[0].shape == (2, 0, 5)
     with pytest.raises(ValueError, match=r"slots \[5, 14\): only \[0, 6\), \[6, 6\), \[6, 13\) came through"):

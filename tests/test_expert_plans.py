@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
 from ds_fsmoe.components.expert_compute import calls
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
 from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
 from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, is_written, make_experts, rows
 
 HOOK_MAKERS: list[Callable[[nn.Module], object]] = [

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
-from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, lay_side_by_side
 from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
 from ds_fsmoe.components.expert_compute.shards import shard_expert
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from tests.covering import covering
 from tests.expert_cases import (

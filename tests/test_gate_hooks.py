@@ -14,8 +14,7 @@ from deepspeed.moe.sharded_moe import TopKGate
 from torch import nn
 
 import ds_fsmoe
-from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.components.stock_routes import routing_of, stock_routes
+from ds_fsmoe.components.routing import Routing, routing_of, stock_routes
 from ds_fsmoe.layer.stock_layer import FSMoEGate
 from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch

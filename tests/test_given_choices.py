@@ -11,7 +11,7 @@ import torch
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
-from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.components.routing import ReplayedRouting, Routing
 from ds_fsmoe.ops.reference import take_slots
 from tests.gate_formulas import run_loop
 from tests.reference import LayerSettings, route
@@ -39,7 +39,7 @@ def kept(routing: Routing) -> dict[tuple[int, int], torch.Tensor]:
     }
 
 
-def given_to(gate: Any, given: Given, *args: Any) -> Routing:
+def given_to(gate: Any, given: ReplayedRouting, *args: Any) -> Routing:
     gate.given = given
     routing = gate(*args)
     gate.given = None
@@ -55,7 +55,7 @@ def test_weights_losses_and_gradients_follow_the_formula_at_the_choice_that_is_g
     given_KS = some_choice(options["k"])
     used_S = torch.arange(S) % 5 > 0 if masked else None
     torch.manual_seed(3)
-    routing = given_to(gate, Given(given_KS), x_SM, used_S)
+    routing = given_to(gate, ReplayedRouting(given_KS), x_SM, used_S)
     used = None if used_S is None else used_S.tolist()
     loop = run_loop(name, gate, x_SM, used, seed=3, given=given_KS.t().tolist())
     found = kept(routing)
@@ -82,7 +82,7 @@ def test_stocks_gate_follows_its_formula_at_the_choice_that_is_given(k: int, dro
     weight_EM = torch.randn(E, M, dtype=torch.float64, requires_grad=True)
     given_KS = some_choice(k)
     settings = TopKSettings(k=k, capacity_factor=0.6, min_capacity=0, drop_tokens=drop_tokens, use_rts=k > 1)
-    routing = route_top_k(x_SM, weight_EM, settings, True, given=Given(given_KS))
+    routing = route_top_k(x_SM, weight_EM, settings, True, given=ReplayedRouting(given_KS))
     priority_SE = None
     if k == 1:
         # Who stays is as topk breaks ties: what the gate itself said.
@@ -122,7 +122,7 @@ def test_its_own_choice_gives_the_same_decision_to_the_bit(name: str, k: int) ->
     torch.manual_seed(1)
     own = gate(x_SM.float())
     torch.manual_seed(1)
-    assert alike(given_to(gate, Given(own.experts_KS.to(torch.int32)), x_SM.float()), own)
+    assert alike(given_to(gate, ReplayedRouting(own.experts_KS.to(torch.int32)), x_SM.float()), own)
     torch.manual_seed(1)
     assert alike(given_to(gate, own.given(), x_SM.float()), own)
 
@@ -134,7 +134,7 @@ def test_tokens_that_are_given_nothing_choose_by_themselves(name: str) -> None:
     own = gate(x_SM.float())
     given_KS = torch.where(torch.arange(S) % 3 == 0, -1, some_choice(2))
     torch.manual_seed(1)
-    routing = given_to(gate, Given(given_KS, leaves_some=True), x_SM.float())
+    routing = given_to(gate, ReplayedRouting(given_KS, leaves_some=True), x_SM.float())
     assert torch.equal(routing.experts_KS, torch.where(torch.arange(S) % 3 == 0, own.experts_KS, given_KS))
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_fsmoe.execution.pauses import half_now
+from ds_fsmoe.execution.call import half_now
 from ds_fsmoe.layer.recomputed import is_kept, runs_again, tape_torchs_functions
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

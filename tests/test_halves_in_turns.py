@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fsmoe.execution.call import half_now
 from ds_fsmoe.execution.lanes import Lanes
-from ds_fsmoe.execution.pauses import half_now
 from ds_fsmoe.halves.arguments import CannotSplitError, halves_of
 from ds_fsmoe.halves.pending import Pending
 from ds_fsmoe.halves.splitter import Splitter

@@ -15,7 +15,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from ds_fsmoe.components.expert_compute.contract import follows_contract
-from ds_fsmoe.components.router import entropy_of
+from ds_fsmoe.components.gate import entropy_of
 from ds_fsmoe.telemetry.router_outputs import RouterOutput, probabilities_of, router_outputs
 from tests.hf_families import NUM_CHOICES, batch, families, loss_of, model_of, why_not
 from tests.ranks import run_on_ranks

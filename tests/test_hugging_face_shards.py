@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard, part_of
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.engine.experts_checks import find_experts
-from ds_fsmoe.engine.experts_shards import check_shards_of_experts
+from ds_fsmoe.engine.convert_experts import find_experts
+from ds_fsmoe.engine.cut_experts import check_shards_of_experts
 from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import batch, families, loss_of, model_of, why_not
 from tests.ranks import run_on_ranks

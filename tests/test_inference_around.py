@@ -133,7 +133,7 @@ def test_all_is_as_before_when_it_has_ended(tmp_path: Path) -> None:
 def decided_together(rank: int, world_size: int) -> list[Any]:
     """What all ranks do when one of them leaves a layer, or has no memory."""
     import ds_fsmoe
-    from ds_fsmoe.engine import inference_layers
+    from ds_fsmoe.engine import inference as inference_layers
 
     engine = engine_of(Model(6, 2), ds_config(world_size))
     x_SM = tokens(rank, 9)

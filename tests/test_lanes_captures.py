@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.execution import captures
+from ds_fsmoe.execution import device_tables as captures
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.planning.schedule import Lane, Task
 from tests.lane_cases import COMPUTE, INTER, INTRA, NEEDS_GPU, BodyError, random_schedule, schedule_of

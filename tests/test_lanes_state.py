@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.execution import dependencies as crossings_module
-from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.execution import lanes as crossings_module
+from ds_fsmoe.execution.lanes import Lanes, dependencies_of
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.planning.schedule import Lane, Task
 from tests.lane_cases import (

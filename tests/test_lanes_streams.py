@@ -12,8 +12,7 @@ import itertools
 import pytest
 import torch
 
-from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.lanes import dependencies_of, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Task

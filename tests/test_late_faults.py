@@ -113,7 +113,7 @@ def test_of_several_ranks_none_raises_in_training_before_the_step_they_share(
 
 def sharing(rank: int, world_size: int) -> list[str]:
     """What each rank is told of three steps: nothing wrong, one layer on the last rank, and nothing again."""
-    from ds_fsmoe.layer.late_faults import LateFaults
+    from ds_fsmoe.layer.runtime import LateFaults
 
     faults = LateFaults()
     faults.begin_sharing(["first", "second"], torch.device("cpu"))
@@ -169,7 +169,7 @@ def test_an_engine_that_reported_a_bad_choice_counts_on_as_before(tmp_path: Path
 
 def evaluating(rank: int, world_size: int) -> list[str]:
     """A bad choice of a forward in evaluation on rank 1, ahead of a step that the ranks share."""
-    from ds_fsmoe.layer.late_faults import LateFaults
+    from ds_fsmoe.layer.runtime import LateFaults
 
     faults = LateFaults()
     faults.begin_sharing(["first"], torch.device("cpu"))
@@ -192,7 +192,7 @@ def test_a_bad_choice_of_an_evaluation_ahead_of_a_step_is_raised_there_by_all_an
 
 
 def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> None:
-    from ds_fsmoe.layer.late_faults import LateFaults
+    from ds_fsmoe.layer.runtime import LateFaults
 
     faults = LateFaults()
     faults.begin_sharing(["first"], torch.device("cpu"))

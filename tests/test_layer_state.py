@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_fsmoe
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.engine.convert_layers import convert, restore
+from ds_fsmoe.engine.convert_layers import convert, restore_stock
 from ds_fsmoe.execution.lanes import Observer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -79,7 +79,7 @@ def test_a_layer_given_back_has_what_it_had_before_and_nothing_else() -> None:
     assert attributes(layer) != before
     layer.deepspeed_moe.gate.says_entropy = True
     run(layer)
-    restore(layer)
+    restore_stock(layer)
     assert [type(each) for each in layer.modules()] == classes
     assert [each.keys() for each in attributes(layer)] == [each.keys() for each in before]
     assert attributes(layer) == before

@@ -236,7 +236,7 @@ def test_slices_of_single_tensors_are_not_sent_to_their_owners(of_mode: dict[str
 def test_a_model_without_experts_has_none_to_pack() -> None:
     from ds_fsmoe.config.blocks import FSMoEBlock, PlacementBlock
     from ds_fsmoe.config.reading import ConfigError
-    from ds_fsmoe.engine.experts_checks import check_hugging_face
+    from ds_fsmoe.engine.convert_experts import check_hugging_face
 
     block = FSMoEBlock(placement=PlacementBlock(policy="lina"))
     with pytest.raises(ConfigError, match=r'placement.policy = "lina": .* has no experts of theirs'):

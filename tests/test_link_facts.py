@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ds_fsmoe.distributed.topology import find_topology, topology_of_size
-from ds_fsmoe.measuring import fingerprint
+from ds_fsmoe.measuring import cache as fingerprint
 from ds_fsmoe.measuring import hardware as module
-from ds_fsmoe.measuring.fingerprint import by_ranks, cluster_fingerprint
-from ds_fsmoe.measuring.hardware import Gpus, Interface, LinkFacts, Port, link_facts, read_nvlink_status
+from ds_fsmoe.measuring.cache import by_ranks, cluster_fingerprint
+from ds_fsmoe.measuring.hardware import link_lines, read_nvlink_status
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S
 
@@ -62,26 +62,8 @@ def host(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_interfaces_have_a_speed_only_where_it_is_known(host: Path) -> None:
-    found = {each.name: each for each in link_facts(host).interfaces}
-    assert found["eth0"] == Interface("eth0", "physical", "up", 100_000, 9000, "mlx5_core")
-    assert found["eth1"] == Interface("eth1", "physical", "up", None, 1500, "virtio_net")
-    assert found["eth2"].speed_mbits is None
-    assert found["bond0"] == Interface("bond0", "virtual", "up", 200_000, 1500, "bond")
-    assert (found["lo"].kind, found["lo"].state, found["lo"].speed_mbits) == ("loopback", "", None)
-    assert (found["docker0"].kind, found["docker0"].driver) == ("virtual", "bridge")
-    assert set(found) == {"lo", "eth0", "eth1", "eth2", "bond0", "veth3f", "docker0"}
-
-
-def test_adapters_have_ports_with_a_rate(host: Path) -> None:
-    assert link_facts(host).ports == (
-        Port("mlx5_0/1", "InfiniBand", "active", "400 Gb/sec (4X NDR)"),
-        Port("mlx5_1/1", "Ethernet", "down", "100 Gb/sec (4X EDR)"),
-    )
-
-
 def test_lines_name_what_stays_from_one_start_to_the_next(host: Path) -> None:
-    assert link_facts(host).lines() == [
+    assert link_lines(host) == [
         "bond0: virtual, is up, 200 Gbit/s, mtu 1500, bond",
         "eth0: physical, is up, 100 Gbit/s, mtu 9000, mlx5_core",
         "eth1: physical, is up, speed unknown, mtu 1500, virtio_net",
@@ -92,43 +74,55 @@ def test_lines_name_what_stays_from_one_start_to_the_next(host: Path) -> None:
 
 
 def test_a_host_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
-    assert link_facts(tmp_path).lines() == []
-    assert link_facts(tmp_path) == LinkFacts((), ())
+    assert link_lines(tmp_path) == []
 
 
-def test_this_host_tells_of_its_loopback() -> None:
-    assert any(each.kind == "loopback" and each.mtu_bytes for each in link_facts().interfaces)
+def test_what_is_no_number_is_no_speed(tmp_path: Path) -> None:
+    interface(tmp_path, "eth0", "x", speed="fast", operstate="unknown")
+    interface(tmp_path, "eth1", "x", speed="0")
+    assert link_lines(tmp_path) == [
+        f"eth{i}: physical, {state}speed unknown, mtu 1500, x" for i, state in ((0, ""), (1, "is up, "))
+    ]
 
 
 # ---- GPUs
 
 
 @pytest.mark.parametrize(
-    ("peers", "nvlink", "expected"),
+    ("reaches", "nvlink", "expected"),
     [
-        (((1,), (0,)), (), ["GPUs: 2 x A", "GPUs: all reach each other's memory"]),
-        (((), ()), (), ["GPUs: 2 x A", "GPUs: 0, 1 cannot reach the memory of all others"]),
-        (((1,), (0,)), (450.0, 450.0), ["GPUs: 2 x A", "GPUs: all reach each other's memory", "NVLink: 450 GB/s per"]),
+        (True, (), ["GPUs: 2 x A", "GPUs: all reach each other's memory"]),
+        (False, (), ["GPUs: 2 x A", "GPUs: 0, 1 cannot reach the memory of all others"]),
+        (True, (450.0, 450.0), ["GPUs: 2 x A", "GPUs: all reach each other's memory", "NVLink: 450 GB/s per GPU"]),
     ],
 )
-def test_gpus_are_said_to_reach_each_other_if_all_do(peers: Any, nvlink: tuple, expected: list[str]) -> None:
-    lines = Gpus(("A", "A"), peers, nvlink).lines()
-    assert len(lines) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
-    assert Gpus(("A",), ((),)).lines() == ["GPUs: 1 x A"]
+def test_gpus_are_said_to_reach_each_other_if_all_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reaches: bool, nvlink: tuple, expected: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "A")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reaches)
+    monkeypatch.setattr(module, "_nvlink_gb_s", lambda: nvlink)
+    assert link_lines(tmp_path, ask_nvidia_smi=True) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert link_lines(tmp_path) == ["GPUs: 1 x A"]
 
 
 def test_gpus_are_asked_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number > 1}")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 2 not in (a, b))
-    assert link_facts(tmp_path).gpus == Gpus(("GPU False", "GPU False", "GPU True"), ((1,), (0,), ()))
-    assert link_facts(tmp_path, cuda=False).gpus is None
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (0, 2))
+    assert link_lines(tmp_path) == [
+        "GPUs: 2 x GPU False, 1 x GPU True",
+        "GPUs: 0 cannot reach the memory of all others",
+    ]
+    assert link_lines(tmp_path, cuda=False) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: (_ for _ in ()).throw(RuntimeError("no driver")))
-    assert link_facts(tmp_path).gpus is None
+    assert link_lines(tmp_path) == []
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert link_facts(tmp_path).gpus is None
+    assert link_lines(tmp_path) == []
 
 
 def test_nvlinks_are_summed_over_those_that_are_active() -> None:
@@ -167,7 +161,7 @@ def fingerprints(rank: int, world_size: int, root: str) -> list[dict[str, Any]]:
     cpu = torch.device("cpu")
     found = cluster_fingerprint(cpu, find_topology(), Path(root))
     overridden = cluster_fingerprint(cpu, topology_of_size(3, 3), Path(root))
-    fingerprint.link_facts = lambda *_, **__: LinkFacts((Interface(f"eth{rank // 2}", "physical", "", 1, 2, "x"),), ())
+    fingerprint.link_lines = lambda *_, **__: [f"eth{rank // 2}: physical"]
     return [found, overridden, cluster_fingerprint(cpu, find_topology(), Path(root))]
 
 
@@ -185,7 +179,7 @@ def test_a_fingerprint_is_the_same_on_every_rank_and_tells_clusters_apart(host: 
     assert found["threads"] == {"0-1": "1", "2": "2"}
     assert found["backend"] == "gloo"
     assert found["versions"]["torch"] == torch.__version__
-    assert found["links"] == dict.fromkeys(("node0", "node1"), link_facts(host).lines())
+    assert found["links"] == dict.fromkeys(("node0", "node1"), link_lines(host))
     assert {key for key in found if found[key] != overridden[key]} == {"nodes", "ranks_per_node"}
     assert {key for key in found if found[key] != other_links[key]} == {"links"}
-    assert other_links["links"]["node1"] == ["eth1: physical, 0.001 Gbit/s, mtu 2, x"]
+    assert other_links["links"]["node1"] == ["eth1: physical"]

@@ -28,7 +28,7 @@ from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.gradients.beside import make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import GRAD

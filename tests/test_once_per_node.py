@@ -20,7 +20,7 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.gates.deepseek import DeepSeekGate
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.parts import exchange_in
 from tests.hf_families import families, why_not
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

@@ -67,7 +67,7 @@ def engine_of(model: nn.Module, ops: str = "required", **block: Any) -> Any:
 
 @contextmanager
 def without_short_way() -> Iterator[None]:
-    from ds_fsmoe.layer.one_rank import ShortWay
+    from ds_fsmoe.layer.experts_state import ShortWay
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShortWay, "takes", lambda *_: False)
@@ -76,7 +76,7 @@ def without_short_way() -> Iterator[None]:
 
 @contextmanager
 def counting_ways(taken: list[str]) -> Iterator[None]:
-    from ds_fsmoe.layer.one_rank import ShortWay
+    from ds_fsmoe.layer.experts_state import ShortWay
 
     run = ShortWay.run
 

@@ -17,8 +17,7 @@ pytest.importorskip("deepspeed")
 
 import ds_fsmoe  # noqa: E402
 from ds_fsmoe import registry  # noqa: E402
-from ds_fsmoe.components.routing import Routing  # noqa: E402
-from ds_fsmoe.components.slot_routing import SlotRouting  # noqa: E402
+from ds_fsmoe.components.routing import Routing, SlotRouting  # noqa: E402
 from ds_fsmoe.ops import REFERENCE, Ops  # noqa: E402
 from tests.ops_cases import compiled_ops  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402

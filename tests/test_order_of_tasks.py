@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -80,14 +80,14 @@ def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
         yield made
 
 
-def pipeline_of(lanes: Lanes, block: BlockPlan, executed: Executed, recompute: bool = False) -> Pipeline:
+def pipeline_of(lanes: Lanes, block: BlockPlan, executed: Executed, recompute: bool = False) -> LayerPipeline:
     plans = PhasePlan(BlockPlan(3, block.links), GROUPS, False), PhasePlan(block, GROUPS, True)
-    return Pipeline(
+    return LayerPipeline(
         lanes, Collectives(FlatAllToAll().exchange, None, None), *plans, recompute=recompute, observer=executed
     )
 
 
-def run(pipeline: Pipeline, experts: list[nn.Module], products: Any = None, together: Any = "auto") -> None:
+def run(pipeline: LayerPipeline, experts: list[nn.Module], products: Any = None, together: Any = "auto") -> None:
     """One forward and backward."""
     x_RM = torch.randn(EXPERTS * CAPACITY, WIDTH, requires_grad=True)
     y_RM = pipeline(x_RM, EXPERTS, CAPACITY, ExpertSet(experts, together=together))

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from ds_fsmoe import registry
-from ds_fsmoe.components.dense_routing import DenseRouting
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import Routing, RoutingBase
-from ds_fsmoe.components.slot_routing import SlotRouting
-from ds_fsmoe.execution.chunking import Cutting
+from ds_fsmoe.components.routing import DenseRouting, Routing, RoutingBase, SlotRouting
+from ds_fsmoe.execution.slot_chunks import Cutting
 
 # (S, M, E, C, K); in the second some slots stay empty whatever happens, in the third most choices find none.
 SIZES_SMECK = [(23, 13, 5, 7, 2), (3, 1, 2, 29, 1), (31, 7, 3, 2, 3), (1, 5, 1, 1, 1)]

@@ -25,7 +25,7 @@ from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
@@ -161,7 +161,7 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
         exchange_rows=alltoall.exchange_rows,
         block=block_of(groups),
     )
-    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
+    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     x_SM = problem.x_per_rank[groups.rank].requires_grad_()
     result = token_path(
         x_SM,

@@ -174,7 +174,7 @@ def spare_places_asked_for(rank: int, world_size: int) -> tuple[list[str], bool]
     from unittest.mock import patch
 
     said: list[str] = []
-    with patch("ds_fsmoe.engine.expert_placing.log_on_rank_0", lambda text, *level: said.append(text)):
+    with patch("ds_fsmoe.engine.set_up.log_on_rank_0", lambda text, *level: said.append(text)):
         engine = made(1, world_size, BALANCED | {"spare_experts": 2})
     trained(engine, rank, range(9), (0, 1), world_size)
     has_moved = not all(each.is_at_start for each in engine.fsmoe.placement.now.values())

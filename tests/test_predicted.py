@@ -23,9 +23,9 @@ from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.files.traces import range_name, rank_file, read_trace
-from ds_fsmoe.observing.call_observer import CallObserver, sizes_of
+from ds_fsmoe.observing.call_observer import CallObserver, call_sizes
 from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
@@ -105,7 +105,7 @@ def test_sizes_of_a_call_are_those_of_the_planner(
 def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
     experts = ExpertSet([expert(5, 14) for _ in range(3)])
     at = CalledWith(1, 7, 5, torch.bfloat16, 1, True, 6)
-    sizes = sizes_of(at, experts)
+    sizes = call_sizes(at, experts)
     assert sizes == CallShape(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
 
 
@@ -142,7 +142,7 @@ def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[...
     groups = Groups(world=1, gpus_per_node=1)
     plans = [PhasePlan(BlockPlan(2), groups, backward=backward) for backward in (False, True)]
     tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
-    plain = Pipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07")
+    plain = LayerPipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07")
     observer = CallObserver(tracer, predictor=predictor)
     experts = ExpertSet([GPTFeedForward(5, 14) for _ in range(3)])
     for step in range(3):
@@ -198,7 +198,7 @@ def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
     groups = Groups(world=4, gpus_per_node=4, ep=2)
     plans = [PhasePlan(BlockPlan(), groups, backward=backward) for backward in (False, True)]
     tracer, gradients = make_tracer(), Gradients()
-    plain = Pipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07", window=gradients)
+    plain = LayerPipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07", window=gradients)
     tracer.step(0)
     x_RM, experts = torch.randn(6 * 5, 7, requires_grad=True), ExpertSet([nn.Linear(7, 7) for _ in range(6)])
     observer = CallObserver(tracer, predictor=Predictor(cluster_file(tmp_path)))

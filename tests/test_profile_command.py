@@ -168,7 +168,7 @@ def test_an_argument_that_is_none_is_refused(capsys: pytest.CaptureFixture[str],
 def test_a_rank_that_fails_is_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ds_fsmoe.measuring import microbenchmarks
+    from ds_fsmoe.measuring import cluster_profile as microbenchmarks
 
     def fails(*_: object) -> None:
         raise OSError("the disk is on fire")

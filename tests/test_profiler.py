@@ -25,9 +25,16 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.measuring import cluster_profile, profiler
-from ds_fsmoe.measuring.link_times import fastest, prepared, time_links
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
-from ds_fsmoe.measuring.profiler import Subject, measured_slots, profile, slowdowns_of
+from ds_fsmoe.measuring.cache import Measurements, Measuring
+from ds_fsmoe.measuring.profiler import (
+    ProfiledLayer,
+    fastest,
+    measured_slots,
+    prepared,
+    profile,
+    slowdowns_of,
+    time_links,
+)
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
@@ -73,9 +80,9 @@ class Counting(nn.Module):
         return self.drop(self.linear(x))
 
 
-def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int) -> Subject:
+def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int) -> ProfiledLayer:
     found = ExpertSet(experts)
-    return Subject(
+    return ProfiledLayer(
         "L00",
         "/".join(type(each).__name__ for each in experts),
         Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group),

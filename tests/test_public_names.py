@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ds_fsmoe
-from ds_fsmoe.components.gate_settings import SettingsGate
+from ds_fsmoe.components.gate import SettingsGate
 from tests.ranks import run_on_ranks
 
 # A name leaves this list only with a major version; one that is added here is promised.
@@ -83,8 +83,11 @@ def parameters(public: Any) -> list[str]:
 def test_a_public_name_says_what_it_is_where_it_is_defined(name: str) -> None:
     summary, *_ = docstring_of(name).split("\n\n")
     assert len(summary.split()) > 3
+    said = section(name, "Args")
+    if "Options that are not listed here are those of :class:`TokenChoiceGate`" in docstring_of(name):
+        said += section("TokenChoiceGate", "Args")
     for parameter in parameters(getattr(ds_fsmoe, name)) if name not in OF_DEEPSPEED else ():
-        assert re.search(rf"(?m)^    {parameter}: ", section(name, "Args")), f"{name} does not say what {parameter} is"
+        assert re.search(rf"(?m)^    {parameter}: ", said), f"{name} does not say what {parameter} is"
 
 
 @pytest.mark.parametrize("name", OBJECTS)

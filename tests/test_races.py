@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.execution import lanes
-from ds_fsmoe.execution.dependencies import Dependencies, Step
-from ds_fsmoe.execution.phase import Phase
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.lanes import Dependencies, Step
+from ds_fsmoe.execution.phase import PhaseRun
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests import race_cases
 from tests.covering import covering
@@ -116,12 +116,12 @@ ONE_EXPERT = Case(Layout(4, 4), 3, 3, "mixtral", NO_DROP, in_rows=True)
 @sampled("case", [*WRONG[:-1], ONE_EXPERT], kept=[0], ids=str)
 def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are held back until the streams are joined. If they are not, a later chunk is received into their memory."""
-    init = Phase.__init__
+    init = PhaseRun.__init__
 
-    def still_holding(self: Phase, *args: Any) -> None:
+    def still_holding(self: PhaseRun, *args: Any) -> None:
         init(self, *args[:-1], True)
 
-    monkeypatch.setattr(Phase, "__init__", still_holding)
+    monkeypatch.setattr(PhaseRun, "__init__", still_holding)
     monkeypatch.setattr(StreamLanes, "runs_behind", False)
     gpu, _ = watched(case)
     assert {"reuse"} == {each.rule for each in gpu.breaches}
@@ -132,8 +132,8 @@ def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, m
 
 @sampled("case", WRONG, kept=[1], ids=str)
 def test_chunks_that_nobody_holds_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = Phase.__init__
-    monkeypatch.setattr(Phase, "__init__", lambda self, *args: init(self, *args[:3]))
+    init = PhaseRun.__init__
+    monkeypatch.setattr(PhaseRun, "__init__", lambda self, *args: init(self, *args[:3]))
     gpu, _ = watched(case)
     assert "reuse" in {each.rule for each in gpu.breaches}
 
@@ -162,7 +162,7 @@ def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkey
     run_of = StreamLanes._run_of
     counts = []
 
-    def without(self: StreamLanes, crossings: Dependencies, work: lanes.Work, number: int = -1) -> lanes.Run:
+    def without(self: StreamLanes, crossings: Dependencies, work: lanes.LaneWork, number: int = -1) -> lanes.LaneRun:
         if "backward" in work.label:
             counts.append(crossings.count - len(crossings.joins))
             steps = tuple(
@@ -184,12 +184,14 @@ def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it makes is made on the wrong stream, and what it needs is not waited for."""
-    do = lanes.Work.do
+    do = lanes.LaneWork.do
 
     def kinds() -> set[str]:
         with monkeypatch.context() as patch:
             found = set()
-            patch.setattr(lanes.Work, "do", lambda self, step, mark: (found.add(step.task.kind), do(self, step, mark)))
+            patch.setattr(
+                lanes.LaneWork, "do", lambda self, step, mark: (found.add(step.task.kind), do(self, step, mark))
+            )
             watched(case)
         return found
 
@@ -198,38 +200,38 @@ def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
         own = gpu.make_stream()
 
         def misplaced(
-            self: lanes.Work, step: Step, mark: lanes.Mark, kind: str = kind, gpu: Gpu = gpu, own: Any = own
+            self: lanes.LaneWork, step: Step, mark: lanes.Mark, kind: str = kind, gpu: Gpu = gpu, own: Any = own
         ) -> None:
             with gpu.on(own if (step.task.kind, step.task.chunk) == (kind, 1) else gpu.current):
                 do(self, step, mark)
 
-        monkeypatch.setattr(lanes.Work, "do", misplaced)
+        monkeypatch.setattr(lanes.LaneWork, "do", misplaced)
         watched(case, gpu)
-        monkeypatch.setattr(lanes.Work, "do", do)
+        monkeypatch.setattr(lanes.LaneWork, "do", do)
         assert {"order", "reuse"} & {each.rule for each in gpu.breaches}, kind
 
 
 def test_a_host_that_waits_between_tasks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = Phase._dispatch
+    gather = PhaseRun._dispatch
 
-    def looks(self: Phase, task: Any) -> None:
+    def looks(self: PhaseRun, task: Any) -> None:
         gather(self, task)
         self._at[task.chunk].sum().item()
 
-    monkeypatch.setattr(Phase, "_dispatch", looks)
+    monkeypatch.setattr(PhaseRun, "_dispatch", looks)
     gpu, _ = watched(Case())
     assert {each.rule for each in gpu.breaches} == {"wait"}
 
 
 def test_the_pipeline_that_is_watched_is_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = set()
-    run = Pipeline.run
+    run = LayerPipeline.run
 
-    def noted(self: Pipeline, *args: Any, **options: Any) -> Any:
+    def noted(self: LayerPipeline, *args: Any, **options: Any) -> Any:
         kinds.add(type(self.lanes))
         return run(self, *args, **options)
 
-    monkeypatch.setattr(Pipeline, "run", noted)
+    monkeypatch.setattr(LayerPipeline, "run", noted)
     gpu, _ = watched(replace(Case(), forward=3))
     assert kinds == {StreamLanes}
     assert len({use.operation.stream for block in gpu.blocks.values() for use in block.uses}) in (0, 2, 3)

@@ -137,26 +137,15 @@ TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("te
 MEASURE_FOR_MINUTES = tuple(
     f"benchmarks/cases/bench_{name}.py"
     for name in (
-        "pipeline",
         "halves",
-        "gradients",
-        "wire",
-        "alltoall",
         "once",
         "levels",
         "placement",
         "inference",
         "fp8",
-        "autotune",
-        "from_trace",
-        "unchunked",
         "ops",
-        "experts",
         "hf",
-        "planner",
         "split_plan",
-        "metrics",
-        "recording",
     )
 )
 NOT_IN_CI = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_fsmoe.components import gates
-from ds_fsmoe.components.router import entropy_of
+from ds_fsmoe.components.gate import entropy_of
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.registry import lookup

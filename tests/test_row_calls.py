@@ -10,9 +10,9 @@ import torch
 
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
 from ds_fsmoe.components.expert_compute.row_call import SizedCall
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 from tests.expert_cases import make_experts, rows
 from tests.live_memory import LiveMemory
 

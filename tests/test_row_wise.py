@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.row_wise import check_row_wise
+from ds_fsmoe.layer.expert_checks import check_row_wise
 from tests.expert_cases import EVERY, H, M, make_experts
 
 

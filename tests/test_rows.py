@@ -17,24 +17,23 @@ from torch import nn
 from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
 from ds_fsmoe.components.expert_compute.shards import shard_expert
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
-from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.collectives import FULL, Collectives, Wires
 from ds_fsmoe.execution.counts_exchange import RoutingError
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
-from ds_fsmoe.execution.wires import FULL, Wires
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -167,7 +166,7 @@ def run_layer(
         nodes=exchange.nodes,
         wires=wires,
     )
-    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute)
+    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute)
     num_experts = case.experts_per_rank * layout.ep_size
     gate = LinearGate(k=min(case.k, num_experts), drop_tokens=False, top2_2nd_expert_sampling=False)
     gate.build_once(WIDTH, num_experts)

@@ -19,14 +19,14 @@ from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
 from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedActivations
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.engine.convert_layers import convert
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.execution.pipeline import CallSizes, Pipeline
+from ds_fsmoe.execution.pipeline import CallSizes, LayerPipeline
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.planning.block import BlockPlan
@@ -80,7 +80,7 @@ class Layer:
             for degree, backward in zip(degrees, (False, True), strict=True)
         )
         collectives = Collectives(FlatAllToAll().exchange, self.groups.ep_group, self.groups.esp_group)
-        self.pipeline = Pipeline(make_lanes(torch.device("cpu")), collectives, *plans, recompute=recompute)
+        self.pipeline = LayerPipeline(make_lanes(torch.device("cpu")), collectives, *plans, recompute=recompute)
         self.x_SM = torch.randn(num_tokens, width, dtype=dtype, requires_grad=True)
 
     def __call__(self, **changes: Any) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch import nn
 
 from ds_fsmoe.components.expert import LocalExperts
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side, stacked
 from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side, stacked
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from tests.expert_cases import H, M, backward, forward, make_experts, rows
 from tests.live_memory import LiveMemory

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from ds_fsmoe import GPTFeedForward, LinearGate, MOELayer, SimpleOrder, registry
-from ds_fsmoe.components.dense_routing import DenseRouting
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.gates.softmoe import SoftMoEGate
 from ds_fsmoe.components.orders.dense import DenseOrder
 from ds_fsmoe.components.orders.einsum import EinsumOrder
-from ds_fsmoe.components.slot_routing import SlotRouting
+from ds_fsmoe.components.routing import DenseRouting, SlotRouting
 from tests.reference import LayerSettings, capacity_of
 from tests.slot_gate_loops import expert_choice_layer, softmoe_layer
 

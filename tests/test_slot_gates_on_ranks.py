@@ -20,7 +20,7 @@ from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
@@ -119,7 +119,7 @@ def run_layer(
         problem.used_per_rank[number],
         gate=gate,
         order=registry.lookup("order", gate.gives.order if case.order == "auto" else case.order)(),
-        pipeline=Pipeline(lanes, collectives, *plans, recompute=case.recompute),
+        pipeline=LayerPipeline(lanes, collectives, *plans, recompute=case.recompute),
         experts=ExpertSet(experts, keep_expert_dim=True),
         group=groups.block_group,
         duplicates=duplicates,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_fsmoe.execution import chunking
-from ds_fsmoe.execution.chunking import Cutting
+from ds_fsmoe.execution import slot_chunks as chunking
 from ds_fsmoe.execution.device_tables import DeviceTables
+from ds_fsmoe.execution.slot_chunks import Cutting
 
 
 class Noting(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.step_timer import DenseTimes, StepClock
 from ds_fsmoe.observing.trace import Tracer
@@ -56,7 +56,7 @@ class Model:
     def __init__(self, clock: StepClock, lanes: Lanes, host: FakeClock, **others: Any) -> None:
         groups = Groups(world=1, gpus_per_node=1)
         plans = [PhasePlan(BlockPlan(degree), groups, degree == 1) for degree in (2, 1)]
-        self.pipeline = Pipeline(lanes, Collectives(lambda x, group: x, None, None), *plans, "L07")
+        self.pipeline = LayerPipeline(lanes, Collectives(lambda x, group: x, None, None), *plans, "L07")
         self.observer = CallObserver(clock=clock, **others)
         self.clock, self.host = clock, host
         self.experts = ExpertSet([Sleepy(host) for _ in range(EXPERTS)])

@@ -17,7 +17,7 @@ import torch.utils.checkpoint as torch_checkpoint  # noqa: E402
 
 from ds_fsmoe.distributed import fail_together, nccl  # noqa: E402
 from ds_fsmoe.engine import compat  # noqa: E402
-from ds_fsmoe.engine.torch_names import OPTIONAL, TORCH_NAMES  # noqa: E402
+from ds_fsmoe.engine.compat import OPTIONAL, TORCH_NAMES  # noqa: E402
 from ds_fsmoe.layer import recomputed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,8 +21,8 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.execution.lanes import Body, Lanes, SerialLanes, make_lanes
 from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing import trace as trace_module
+from ds_fsmoe.observing import watchdog as exit_hooks
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task

@@ -16,7 +16,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.files.traces import MEASURED, PREDICTED, merge_traces, range_name, rank_file, read_trace
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan
@@ -46,7 +46,7 @@ def pipeline_on_a_rank(rank: int, world_size: int, folder: str, esp: int) -> lis
     }
     lanes, tracer = make_lanes(CPU), Tracer(Path(folder), rank, 1, 2, CPU, predicted)
     collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
-    layers = [Pipeline(lanes, collectives, *plans, label=f"L{number:02d}", observer=tracer) for number in (2, 3)]
+    layers = [LayerPipeline(lanes, collectives, *plans, label=f"L{number:02d}", observer=tracer) for number in (2, 3)]
     experts = ExpertSet([nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS * esp // world_size)], keep_expert_dim=True)
     for step in range(4):
         tracer.step(step)

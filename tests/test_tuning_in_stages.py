@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError
-from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock
 from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.planning.step_time import StepTimes

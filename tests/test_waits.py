@@ -23,7 +23,7 @@ UNMARKED: dict[str, str] = {
     "execution/node_links.py": "tasks of lanes; others mark what they exchange by it",
     "gradients/ways.py": "tasks of lanes, or steps that FlatBuffer marks",
     "gradients/updated_parameters.py": "steps that Beside waits for, with a mark",
-    "measuring/microbenchmarks.py": "timed by the stopwatch, which marks each round",
+    "measuring/cluster_profile.py": "timed by the stopwatch, which marks each round",
     "measuring/packing_times.py": "timed by the stopwatch",
     "distributed/nccl.py:_all_to_all": "called by warm, with a mark",
     "distributed/nccl.py:_all_gather": "called by warm",

@@ -13,7 +13,7 @@ import torch
 
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.lanes import SerialLanes
-from ds_fsmoe.observing.deepspeeds_waits import _collectives_begun
+from ds_fsmoe.observing.other_ranks import _collectives_begun
 from tests.ranks import run_on_ranks
 from tests.waiting import until, until_blocked
 from tests.watchdog_cases import LOOKS_FOR_A_HANG, Hangs, file, nobody_looks_after_sigterm

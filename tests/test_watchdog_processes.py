@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.lanes import Body, SerialLanes, make_lanes
-from ds_fsmoe.observing import exit_hooks
+from ds_fsmoe.observing import watchdog as exit_hooks
 from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task
 from tests.fake_clock import SteppedClock

@@ -16,7 +16,7 @@ from ds_fsmoe.distributed import waits
 from ds_fsmoe.distributed.waits import at_work, waiting, working
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.observing import other_ranks
-from ds_fsmoe.observing.other_ranks import OtherRanks
+from ds_fsmoe.observing.other_ranks import PeerReports
 from ds_fsmoe.observing.watchdog import Watchdog
 from tests.fake_clock import SteppedClock
 from tests.ranks import run_on_ranks
@@ -110,7 +110,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(other_ranks, "_own_store", Store)
     clock = SteppedClock()
     clock.gives_up = lambda thread: thread.name == "fsmoe-store"
-    others = OtherRanks(clock, 1.0, 1)
+    others = PeerReports(clock, 1.0, 1)
     assert others.look(True) is None
     assert others.states() == []
     answers.set()

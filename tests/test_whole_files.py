@@ -20,8 +20,7 @@ from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.files import runs
 from ds_fsmoe.files.traces import rank_file, trace_of, write_trace
 from ds_fsmoe.files.whole_files import append_to, new_file, write_whole
-from ds_fsmoe.measuring.cache import MeasurementCache
-from ds_fsmoe.measuring.measurements import Measurements
+from ds_fsmoe.measuring.cache import MeasurementCache, Measurements
 from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.timeline import Contention

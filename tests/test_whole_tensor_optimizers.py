@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.engine.whole_tensor_optimizers import depends_on_others
+from ds_fsmoe.engine.optimizer_groups import depends_on_others
 from tests.ranks import run_on_ranks
 
 

@@ -15,8 +15,8 @@ import ds_fsmoe
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.execution.collectives import FULL, Wires, carry, narrowed, widened
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.execution.wires import FULL, Wires, carry, narrowed, widened
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case as Training

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ds_fsmoe
-from ds_fsmoe.components.gate_settings import option, takes_options_of
+from ds_fsmoe.components.gate import option, takes_options_of
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 
 

@@ -30,7 +30,7 @@ from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, Layout, Model, Mpu, begin, ranks_per_node
 from ds_fsmoe import registry
-from ds_fsmoe.components.slot_routing import SlotRouting
+from ds_fsmoe.components.routing import SlotRouting
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from benchmarks.bed.bed import Bed
 _ON_THE_BED = (
     ("cases/bench_operations.py", "--steps 3 --only 0"),
     ("cases/bench_layer.py", "--blocks 2 --only 0"),
-    ("cases/bench_interference.py", "--steps 20"),
 )
 NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_MANY, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 8, 5, 6, 7
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
@@ -27,10 +26,8 @@ _ONLY_IN_FULL = (
     *(f"cases/bench_models.py --judged --only {name}" for name in MODELS),
     *(f"cases/bench_layer.py --best-layout --judged --sweep --only {number}" for number in JUDGED_LAYERS),
     *("cases/bench_layer.py --ablation --only 1 4 13", "cases/bench_layer.py --skew --only 2"),
-    *("cases/bench_gates.py", "cases/bench_pipeline.py", "cases/bench_alltoall.py", "cases/bench_gradients.py"),
-    *("cases/bench_autotune.py", "cases/bench_from_trace.py", "cases/bench_wire.py", "cases/bench_rows.py"),
-    *("cases/bench_bed.py", "cases/bench_once.py", "cases/bench_levels.py", "cases/bench_fp8.py"),
-    *("cases/bench_lina.py", "cases/bench_hf.py"),
+    *("cases/bench_gates.py", "cases/bench_rows.py", "cases/bench_bed.py", "cases/bench_once.py"),
+    *("cases/bench_levels.py", "cases/bench_fp8.py", "cases/bench_lina.py", "cases/bench_hf.py"),
     *(f"cases/bench_layer.py --many --judged --only {number}" for number in range(NUM_MANY)),
     *(f"cases/bench_choice.py --only {number}" for number in range(NUM_CHOICES)),
     *(f"cases/bench_choice.py --old-grid --only {number}" for number in range(NUM_LAYERS)),
@@ -64,14 +61,9 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
 """Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes, nodes of one rank."""
 _BY_THEMSELVES = (
     ("cases/bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
-    ("cases/bench_experts.py", "--budget 1"),
     ("cases/bench_split_plan.py", "--quick"),
     ("cases/bench_proportions.py", ""),
 )
-
-
-_ON_TWO_RANKS = ("cases/bench_unchunked.py", "cases/bench_metrics.py", "cases/bench_recording.py")
-"""Only in --full: ranks of one machine, with its own links."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +73,10 @@ class Job:
     Attributes:
         command: the script, below ``benchmarks/``, and its arguments.
         bed: of which shape the bed is; ``None``: none is needed.
-        ranks: how many ranks a launcher starts where there is no bed; 0: none is launched.
     """
 
     command: str
     bed: Bed | None = None
-    ranks: int = 0
 
     @property
     def script(self) -> str:
@@ -96,9 +86,7 @@ class Job:
     @property
     def where(self) -> str:
         """The bed in words."""
-        if self.bed is not None:
-            return str(self.bed)
-        return f"no bed, {self.ranks} ranks" if self.ranks else "no bed"
+        return "no bed" if self.bed is None else str(self.bed)
 
 
 def jobs(is_full: bool) -> tuple[Job, ...]:
@@ -118,8 +106,6 @@ def _jobs(is_full: bool) -> Iterator[Job]:
         yield Job(command, _bed())
     for options, command in _ON_OTHER_BEDS if is_full else ():
         yield Job(command, _bed(**options))
-    for command in _ON_TWO_RANKS if is_full else ():
-        yield Job(command, ranks=2)
     for name, short in _BY_THEMSELVES:
         yield Job(name if is_full else f"{name} {short}".strip())
 

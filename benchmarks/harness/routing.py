@@ -221,7 +221,7 @@ def force(routing: Routing) -> None:
 
 def _force_ours(to: Forced) -> None:
     from ds_fsmoe.components.gates.topk import LinearGate
-    from ds_fsmoe.components.routing import Given
+    from ds_fsmoe.components.routing import ReplayedRouting
     from ds_fsmoe.components.token_choice import TokenChoiceGate
     from ds_fsmoe.layer.experts_layer import ExpertsState
     from ds_fsmoe.layer.stock_layer import FSMoEGate
@@ -231,7 +231,7 @@ def _force_ours(to: Forced) -> None:
         def decides(self: Any, x_SM: Any, *args: Any, **kwargs: Any) -> Any:
             weight = getattr(self.wg, "weight", self.wg)
             if self.given is None and self.training:
-                self.given = Given(to.choices(self, weight, len(x_SM), k_of(self)).t())
+                self.given = ReplayedRouting(to.choices(self, weight, len(x_SM), k_of(self)).t())
                 try:
                     return method(self, x_SM, *args, **kwargs)
                 finally:
@@ -245,14 +245,14 @@ def _force_ours(to: Forced) -> None:
     TokenChoiceGate.forward = given_to(TokenChoiceGate.forward, lambda gate: gate.settings.k)
     begin = ExpertsState.next_given
 
-    def next_given(state: ExpertsState) -> Given | None:
+    def next_given(state: ExpertsState) -> ReplayedRouting | None:
         found = begin(state)
         shape, k = state.last_shape, state.gate.k
         if found is not None or shape is None or k is None:
             return found  # in the first forward its sizes are not known yet
         weights = (each for each in state.watch.block.parameters() if each.dim() == 2)
         weight = next(each for each in weights if each.shape[0] == state.total_experts)
-        return Given(to.choices(state, weight, shape[0], k).t())
+        return ReplayedRouting(to.choices(state, weight, shape[0], k).t())
 
     ExpertsState.next_given = next_given
 

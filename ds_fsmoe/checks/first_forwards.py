@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.gate import in_backward

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fsmoe.components.expert_compute.call_context import RandomState
+from ds_fsmoe.components.expert_compute.autograd_call import RandomState
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts

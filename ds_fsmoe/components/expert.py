@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
 
 if TYPE_CHECKING:
     from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert

@@ -19,7 +19,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Given:
+class ReplayedRouting:
     """A choice that was made before, for a gate to go by again: its weights still come from the scores of its call."""
 
     experts_KS: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class RoutingBase(ABC):
         """Scalars: how many choices have found a place, and of how many."""
         return self.counts_E.sum(), self.counts_E.sum()
 
-    def given(self) -> Given | None:
+    def given(self) -> ReplayedRouting | None:
         """What a gate needs to decide the same again; ``None`` where it has nothing to choose."""
         return None
 
@@ -141,8 +141,8 @@ class Routing(RoutingBase):
             return self.experts_KS
         return self.slots_KS.div(max(1, self.capacity), rounding_mode="floor")
 
-    def given(self) -> Given | None:
-        return Given(self.experts_KS, slots_KS=self.slots_KS, capacity=self.capacity)
+    def given(self) -> ReplayedRouting | None:
+        return ReplayedRouting(self.experts_KS, slots_KS=self.slots_KS, capacity=self.capacity)
 
     def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
         return (self.slots_KS < self.num_slots).sum(), self.counts_E.sum()
@@ -191,7 +191,7 @@ class BareRouting(Routing):
 
 
 @dataclass(frozen=True)
-class Places:
+class RowPlaces:
     """Where the rows of all slots lie, both ways."""
 
     row_of_slot: torch.Tensor
@@ -200,14 +200,14 @@ class Places:
     """[R] int64, E * C for a row that is no slot's."""
 
 
-def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> Places | None:
+def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> RowPlaces | None:
     """What ``place`` does to all slots; ``None`` if every slot's row has the slot's own number."""
     slots = torch.arange(num_slots, device=device)
     row_of_slot = place(slots)
     if row_of_slot is slots and num_rows == num_slots:
         return None
     slot_of_row = torch.full((num_rows,), num_slots, device=device).scatter_(0, row_of_slot, slots)
-    return Places(row_of_slot, slot_of_row)
+    return RowPlaces(row_of_slot, slot_of_row)
 
 
 def kind_of(gate: Any) -> type[RoutingBase]:
@@ -216,3 +216,158 @@ def kind_of(gate: Any) -> type[RoutingBase]:
     What says nothing gives a :class:`Routing`: stock's own gates, and whatever a user wraps around them.
     """
     return getattr(gate, "gives", Routing)
+
+
+# ---- Routing in which every slot is a mixture of all tokens, and every token's result one of all slots'
+# results
+
+
+@dataclass(frozen=True)
+class DenseRouting(RoutingBase):
+    """Weights of every token in every slot, and of every slot in every token's result.
+
+    Args:
+        dispatch_SR: [S, E * C] float: of each token in each slot, 0 for a token that takes no part.
+        combine_SR: [S, E * C] float: of each slot's result in each token's; 0 for a token that takes no part.
+        aux_loss: a scalar, see :class:`RoutingBase`.
+        counts_E: [E] int64: the tokens that take part, for every expert.
+        capacity: C.
+        num_experts: E.
+        entropy: a scalar, see :class:`RoutingBase`.
+        places: where the slots' rows lie, if not in the order of the columns. The two matrices are by far the largest
+            tensors here, so it is rows that are moved, and not columns.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.SoftMoEGate(slots_per_expert=3)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> routing = gate(torch.randn(6, 8))
+        >>> routing.dispatch_SR.shape, torch.allclose(routing.dispatch_SR.sum(dim=0), torch.ones(12))
+        (torch.Size([6, 12]), True)
+    """
+
+    order: ClassVar[str] = "dense"
+
+    dispatch_SR: torch.Tensor
+    combine_SR: torch.Tensor
+    aux_loss: torch.Tensor
+    counts_E: torch.Tensor
+    capacity: int
+    num_experts: int
+    entropy: torch.Tensor | None = None
+    places: RowPlaces | None = None
+
+    def relaid(self, place: Place, capacity: int) -> DenseRouting:
+        assert self.places is None, "relaid once already"
+        places = find_places(place, self.num_slots, self.num_experts * capacity, self.dispatch_SR.device)
+        return replace(self, places=places, capacity=capacity)
+
+
+# ---- Routing in which slots choose: an expert fills each of its slots with one token, and a token may be in
+# any number
+
+
+@dataclass(frozen=True)
+class SlotRouting(RoutingBase):
+    """Each slot has one token, or none.
+
+    A :class:`Routing` could say it with K = E choices per token, nearly all of them dropped; restoring from that would
+    read E * S rows instead of E * C.
+
+    Args:
+        tokens_R: [R] int64: the token in each slot, ``num_tokens`` where there is none.
+        weights_R: [R] float: what the slot's result is multiplied with; 0 where there is no token.
+        num_tokens: S.
+        aux_loss: a scalar, see :class:`RoutingBase`.
+        counts_E: [E] int64: the tokens in the slots of each expert.
+        capacity: C.
+        num_experts: E.
+        entropy: a scalar, see :class:`RoutingBase`.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.ExpertChoiceGate(k=2)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> routing = gate(torch.randn(6, 8))  # each of 4 experts takes 6 / 4 * 2 = 3 tokens
+        >>> type(routing).__name__, routing.tokens_R.shape
+        ('SlotRouting', torch.Size([12]))
+    """
+
+    tokens_R: torch.Tensor
+    weights_R: torch.Tensor
+    num_tokens: int
+    aux_loss: torch.Tensor
+    counts_E: torch.Tensor
+    capacity: int
+    num_experts: int
+    entropy: torch.Tensor | None = None
+
+    def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that some expert has taken, and how many there are; those that take no part count as not taken."""
+        is_taken = self.tokens_R.new_zeros(self.num_tokens + 1).index_fill_(0, self.tokens_R, 1)[:-1]
+        return is_taken.sum(), torch.full_like(is_taken.sum(), self.num_tokens)
+
+    def given(self) -> ReplayedRouting:
+        return ReplayedRouting(tokens_R=self.tokens_R, capacity=self.capacity)
+
+    def relaid(self, place: Place, capacity: int) -> SlotRouting:
+        places = find_places(place, self.num_slots, self.num_experts * capacity, self.tokens_R.device)
+        if places is None:
+            return self
+        # One more slot than there are stands for none.
+        tokens = torch.cat([self.tokens_R, self.tokens_R.new_full((1,), self.num_tokens)])
+        weights = torch.cat([self.weights_R, self.weights_R.new_zeros(1)])
+        return replace(
+            self, tokens_R=tokens[places.slot_of_row], weights_R=weights[places.slot_of_row], capacity=capacity
+        )
+
+
+# ---- A decision in the form in which DeepSpeed's own gate returns it, and back: what hooks on that gate are
+# shown
+#
+# Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert.
+
+
+StockRoutes = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(auxiliary loss, C, E, experts [K, S] int32, positions [K, S] int32, weights [K, S], counts [E]). A choice that was
+dropped has expert -1 and position 0."""
+StockMasks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(auxiliary loss, weights [S, E, C], the same as true or false, counts [E])."""
+
+
+def stock_routes(routing: Routing) -> StockRoutes:
+    """Return what DeepSpeed's gate returns with ``sparse_routes=True``."""
+    is_kept_KS, expert_KS, position_KS = _places(routing)
+    return (
+        routing.aux_loss,
+        torch.tensor(routing.capacity),
+        routing.num_experts,
+        torch.where(is_kept_KS, expert_KS, -1).to(torch.int32),
+        torch.where(is_kept_KS, position_KS, 0).to(torch.int32),
+        routing.weights_KS,
+        routing.counts_E,
+    )
+
+
+def stock_masks(routing: Routing) -> StockMasks:
+    """Return what DeepSpeed's gate returns without ``sparse_routes``."""
+    num_tokens = routing.slots_KS.shape[1]
+    # One column more, for what was dropped.
+    weights_SR = routing.weights_KS.new_zeros(num_tokens, routing.num_slots + 1)
+    weights_SR = weights_SR.scatter_add(1, routing.slots_KS.t(), routing.weights_KS.t())[:, :-1]
+    weights_SEC = weights_SR.reshape(num_tokens, routing.num_experts, routing.capacity)
+    return routing.aux_loss, weights_SEC, weights_SEC.bool(), routing.counts_E
+
+
+def routing_of(routes: Any) -> Routing:
+    """The decision that DeepSpeed's layer would read from such a tuple."""
+    aux_loss, capacity, num_experts, expert_KS, position_KS, weights_KS, counts_E = routes
+    capacity = int(capacity)
+    slots_KS = torch.where(expert_KS >= 0, expert_KS.long() * capacity + position_KS.long(), num_experts * capacity)
+    return Routing(slots_KS, weights_KS, aux_loss, counts_E, capacity, num_experts)
+
+
+def _places(routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    slots_KS, capacity = routing.slots_KS, max(1, routing.capacity)
+    expert_KS = slots_KS.div(capacity, rounding_mode="floor")
+    return slots_KS < routing.num_slots, expert_KS, slots_KS - expert_KS * capacity

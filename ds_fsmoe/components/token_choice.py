@@ -16,10 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.components.gate import dropless_capacity, dropping_capacity
-from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option, takes_options_of
-from ds_fsmoe.components.router import entropy_of, mean_over_used, which_are_used, without_autocast
-from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.components.gate import (
+    CapacitySettings,
+    SettingsGate,
+    dropless_capacity,
+    dropping_capacity,
+    entropy_of,
+    mean_over_used,
+    option,
+    takes_options_of,
+    which_are_used,
+    without_autocast,
+)
+from ds_fsmoe.components.routing import ReplayedRouting, Routing
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.ops.reference import Slots, with_capacity
 
@@ -160,7 +169,7 @@ def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings
 
 
 def best_slots(
-    ops: Ops, scores_SE: torch.Tensor, k: int, capacity: int, used_S: torch.Tensor | None, given: Given | None
+    ops: Ops, scores_SE: torch.Tensor, k: int, capacity: int, used_S: torch.Tensor | None, given: ReplayedRouting | None
 ) -> Slots:
     """Slots for the k best experts of each token, or for those that are given, in the order of the tokens.
 
@@ -187,7 +196,7 @@ def last_capacity(
     settings: CapacitySettings,
     group: dist.ProcessGroup | None,
     needs_capacity: bool = True,
-    given: Given | None = None,
+    given: ReplayedRouting | None = None,
 ) -> tuple[Slots, int]:
     """The slots and the capacity to go by: if nothing is dropped, what the fullest expert of all ranks needs.
 

@@ -68,7 +68,7 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
     if is_alike:
         return
     ranks = list(range(size)) if group is None else dist.get_process_group_ranks(group)
-    raise DisagreementError(describe(dict(zip(ranks, on_every_rank(stated, group), strict=True)), what))
+    raise DisagreementError(describe_disagreement(dict(zip(ranks, on_every_rank(stated, group), strict=True)), what))
 
 
 def _digest(facts: Mapping[str, str]) -> bytes:
@@ -82,7 +82,7 @@ def _digest(facts: Mapping[str, str]) -> bytes:
     return digest.digest()
 
 
-def describe(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:
+def describe_disagreement(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:
     """Return a message that says, for each field that differs, which ranks have which value.
 
     Args:
@@ -196,11 +196,12 @@ def facts_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def facts_of_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the installed versions, such as those of torch and deepspeed."""
-    return {f"version of {package}": _version(package) for package in packages}
+    return {f"version of {package}": version_of(package) for package in packages}
 
 
 @cache
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the installed version of a package, or that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:  # raised here, it would leave the other ranks waiting

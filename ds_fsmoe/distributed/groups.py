@@ -7,7 +7,7 @@ ranks that hold different parts of all experts, and the expert-data-parallel (ED
 part. Its broadcast, reduction and checkpoints are right with that, for no two shards look like replicas. Inside a block
 we cut: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` neighbours, and EP groups stride
 over them, one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they
-differ, and ``layer/unsharded.py`` passes on what a script puts into experts by DeepSpeed's EP ranks.
+differ, and ``layer/state.py`` passes on what a script puts into experts by DeepSpeed's EP ranks.
 """
 
 from __future__ import annotations

@@ -316,3 +316,16 @@ def is_count(value: object) -> bool:
 def sizes_that_divide(total: int) -> str:
     """Return ``"1, 2, 3, 6"`` for 6."""
     return ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)
+
+
+# ---- Says where a rank is in a job whose model is cut into pipeline stages
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Says where this rank is in a job of pipeline stages."""
+
+    stage: int
+    """The stage that this rank runs, counted from the front."""
+    num_stages: int
+    num_micro_batches: int

@@ -7,17 +7,21 @@ PEFT is imported here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
 
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
+from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, run_compiled
-from ds_fsmoe.engine.cut_parameters import cut_parameter
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.engine.cut_experts import cut_parameter
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, HuggingFaceLayer
 from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.param_wrapper import FSMoEParamWrapper
+from ds_fsmoe.layer.own_experts_marks import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
@@ -167,3 +171,35 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 def _peft_bases(module: nn.Module) -> list[type]:
     return [each for each in type(module).__mro__ if each.__module__.partition(".")[0] == "peft"]
+
+
+# ---- Lets PEFT make adapters for all experts of a model that was loaded with this rank's experts only
+#
+# Then each rank draws, or reads, the adapters of all experts, as one process does, and keeps those of its own when
+# the model gets its engine: they are small beside the experts.
+
+
+def adapt_all_experts() -> None:
+    """Let PEFT count all experts where only some are, from now on, whether it is imported already or later."""
+    _finder.begin()
+
+
+def _change(module: ModuleType) -> None:
+    wrapper = getattr(module, "ParamWrapper", None)
+    theirs = getattr(wrapper, "_get_in_out_features", None)
+    # A PEFT that does it another way makes adapters of another shape, which are refused by theirs.
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def sizes(self: Any, *args: Any, **options: Any) -> Any:
+        found = theirs(self, *args, **options)
+        part = loaded_part(self.get_base_layer())
+        if part is not None:
+            self.num_experts = part.num_experts
+        return found
+
+    wrapper._get_in_out_features = sizes
+
+
+_finder = Finder("peft.tuners.lora.layer", _change)

@@ -15,8 +15,7 @@ from torch import nn
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.expert_compute.shards import check_shardable, shard_expert
-from ds_fsmoe.components.gate import GateBase
-from ds_fsmoe.components.gate_settings import OptionError
+from ds_fsmoe.components.gate import GateBase, OptionError
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.distributed.groups import has_neighbours, sizes_of_mpu, stock_names
@@ -24,9 +23,8 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelUse, sum_gradients
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.state import LayerState
+from ds_fsmoe.layer.state import LayerState, UnshardedExperts
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
-from ds_fsmoe.layer.unsharded import UnshardedExperts
 from ds_fsmoe.log import log_on_rank_0
 
 _OF_BLOCK = "fsmoe_of_block"
@@ -288,7 +286,7 @@ def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict
     return {name: getattr(stock, name) for name in names if takes_all or name in parameters}
 
 
-def restore(layer: StockMoE) -> None:
+def restore_stock(layer: StockMoE) -> None:
     """Turn a layer back into stock's, in place: undo :func:`convert` with the layer's own gate and experts."""
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
@@ -31,29 +33,33 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
+from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.checkpointing_seams import tape_deepspeeds_functions
 from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
-from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table, watch_router
+from ds_fsmoe.engine.convert_experts import (
+    agree_on_forms,
+    convert_experts,
+    ep_size_of,
+    find_experts,
+    log_table,
+    watch_router,
+)
 from ds_fsmoe.engine.convert_layers import check_mpu, convert, facts_of_tensor_parallel, find_layers
-from ds_fsmoe.engine.described import summary
-from ds_fsmoe.engine.dropped import let_go_when_dropped
-from ds_fsmoe.engine.expert_placing import begin_placement
-from ds_fsmoe.engine.experts_checks import find_experts
-from ds_fsmoe.engine.marked_experts import MarkedExperts, hooks_on, refuse_hooks
-from ds_fsmoe.engine.packed_experts import type_of_run
+from ds_fsmoe.engine.cut_experts import type_of_run
+from ds_fsmoe.engine.marked_experts import MarkedExperts, count_all_experts, hooks_on, refuse_hooks
+from ds_fsmoe.engine.optimizer_groups import GroupsEngine
 from ds_fsmoe.engine.routing_data import RoutingData
-from ds_fsmoe.engine.saving_engine import SavingEngine
-from ds_fsmoe.engine.scheduler_groups import GroupsEngine
-from ds_fsmoe.engine.script_norms import count_all_experts
-from ds_fsmoe.engine.split_batch import begin_splitting
-from ds_fsmoe.engine.stages import make_groups_on_every_stage
-from ds_fsmoe.engine.state import FSMoEState, alike
+from ds_fsmoe.engine.saving_engine import SavingEngine, keep_whole, show_whole_experts
+from ds_fsmoe.engine.set_up import (
+    begin_placement,
+    begin_splitting,
+    make_groups_on_every_stage,
+    tape_deepspeeds_functions,
+)
+from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
-from ds_fsmoe.engine.way_back import refuse_while_shared_out
-from ds_fsmoe.engine.whole_models import keep_whole
-from ds_fsmoe.engine.whole_states import show_whole_experts
-from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
+from ds_fsmoe.engine.way_back import let_go_when_dropped, refuse_while_shared_out
+from ds_fsmoe.gradients.norm import clip_by_norm, complete_norms, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
@@ -61,8 +67,8 @@ from ds_fsmoe.layer.expert_checks import uncompiled
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.state import facts_of_experts
 from ds_fsmoe.layer.stock_layer import StockMoE
-from ds_fsmoe.layer.unsharded import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.plan import mode_of
@@ -400,3 +406,87 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             super()._validate_zero3_moe_compatibility()
         gather_as_they_run(self.module, self._hf_layers)
         self._resolve_zero3_param_placement()
+
+
+# ---- DeepSpeed's engine for a ``PipelineModule``, with our layers in each stage
+
+
+class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
+    """Does what :class:`~ds_fsmoe.engine.engine.FSMoEEngine` does: each stage's layers are ours, and gradients travel
+    in the backward of the last micro batch, when all earlier ones have added theirs.
+
+    Between two batches no stage has anything under way: that is where layers are measured, for all stages at once, and
+    whole batches are what plans are tried with. Each stage plans for its own layers.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        complete_norms(self.optimizer)
+        if self.num_stages > 1:
+            self.fsmoe.begin_stages(Stages(self.stage_id, self.num_stages, self.micro_batches))
+        self._num_backwards = 0
+        """The micro batches of this batch whose backwards have begun."""
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run DeepSpeed's ``train_batch``, with what is due at the start and at the end of a step."""
+        state = self.fsmoe
+        state.at_step(self.global_steps)
+        state.before_forward()
+        clock = state.running.step_clock
+        if clock is not None and state.autotune is not None and state.autotune.is_measuring:
+            # Micro batches of a stage come and go in no fixed turns with their backwards: all of them are timed.
+            clock.start()
+        if state.reduction is not None:
+            state.reduction.reducer.forget_if_broken_off()
+        self._num_backwards = 0
+        if clock is not None:
+            clock.begin_step()
+        result = super().train_batch(*args, **kwargs)
+        if clock is not None:
+            clock.end_step()
+        if self.was_step_applied():
+            state.after_optimizer_step()
+        state.running.first_forwards.tell()
+        state.running.at_step(self.global_steps)
+        state.routing.at_step(self.global_steps)
+        self._tell_of_step(state.step_is_over(self.global_steps))
+        state.running.late_faults.look()
+        return result
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        """Run the forward of one micro batch, timed where that is asked for."""
+        clock = self.fsmoe.running.step_clock
+        if clock is None or not self.module.training:
+            super()._exec_forward_pass(buffer_id)
+            return
+        clock.begin_forward()
+        super()._exec_forward_pass(buffer_id)
+        clock.end_forward()
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        """Run the backward of one micro batch, timed where that is asked for; of the last one, gradients are complete
+        as they come."""
+        clock = self.fsmoe.running.step_clock
+        self._num_backwards += 1
+        self._force_grad_boundary = self._num_backwards == self.micro_batches and self._is_one_backward(buffer_id)
+        if clock is not None:
+            clock.begin_backward()
+        try:
+            super()._exec_backward_pass(buffer_id)
+        finally:
+            self._force_grad_boundary = False
+        if clock is not None:
+            clock.end_backward()
+
+    def _is_one_backward(self, buffer_id: int) -> bool:
+        """Return whether a micro batch has one backward: DeepSpeed has one for each tensor that the stage hands on, and
+        a gradient is complete after the last."""
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        if self.is_last_stage() or not isinstance(outputs, tuple):
+            return True
+        return sum(each.is_floating_point() for each in outputs) == 1
+
+    _INSTRUCTION_MAP = PipelineEngine._INSTRUCTION_MAP | {
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+    }

@@ -19,32 +19,98 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_fsmoe.checks.preflight import (
+    check_deepspeed_blocks,
+    check_experts,
+    check_gate_hooks,
     check_sequence_parallel,
+    check_tensor_parallel,
 )
 from ds_fsmoe.components.expert_compute.contract import follows_contract
 from ds_fsmoe.config import accelerate
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.reading import BLOCK, read_block
+from ds_fsmoe.config.reading import BLOCK, ConfigError, read_block
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
-from ds_fsmoe.engine import compat, transformers_seams
-from ds_fsmoe.engine.arrivals import wait_for_all_ranks
-from ds_fsmoe.engine.checks_at_start import check_before_any_group
-from ds_fsmoe.engine.convert_layers import restore
-from ds_fsmoe.engine.engine import FSMoEEngine
-from ds_fsmoe.engine.pipeline_engine import FSMoEPipelineEngine
-from ds_fsmoe.engine.run_record import claim_folders, watch_ours, watch_stock
-from ds_fsmoe.engine.stages import check_stages, refused_on_all_stages
+from ds_fsmoe.engine import compat
+from ds_fsmoe.engine import own_experts as building
+from ds_fsmoe.engine.convert_adapters import wrappers_around
+from ds_fsmoe.engine.convert_experts import (
+    check_experts_modules,
+    check_hugging_face,
+    chosen_ep_size,
+    find_experts,
+    num_experts_of,
+)
+from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers, restore_stock
+from ds_fsmoe.engine.cut_experts import check_shards_of_experts
+from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
+from ds_fsmoe.engine.set_up import check_engine_stages, refused_on_all_stages, wait_for_all_ranks
+from ds_fsmoe.engine.telemetry import claim_folders, watch_ours, watch_stock
 from ds_fsmoe.engine.way_back import take_back
-from ds_fsmoe.layer.stock_layer import StockMoE
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.stock_layer import StockMoE, check_containers
 from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.ops.loading import LIBRARIES
+
+# ---- Checks a model and its config before any process group is made
+
+
+def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+    """Refuse what cannot be trained, as far as one rank can see that by itself.
+
+    Args:
+        block: the block.
+        ds_config: the whole DeepSpeed config.
+        model: the model, or this rank's stage of one.
+        mpu: what knows the tensor- and pipeline-parallel groups, if there is one.
+
+    Raises:
+        ConfigError, LayerError, IncompatibleError: say what to change.
+    """
+    compat.check_versions()
+    compat.check_private_names()
+    check_deepspeed_blocks(ds_config)
+    device_type = get_accelerator().device_name()
+    if block.ops == "required" and device_type not in LIBRARIES:
+        raise ConfigError(
+            f"fsmoe.ops = 'required': there are compiled ops for {' and '.join(LIBRARIES)}, and this is {device_type}; "
+            "use 'auto' or 'plain'"
+        )
+    if isinstance(model, DualPipeVModule):
+        raise LayerError("a DualPipeVModule is not supported in this version: use a PipelineModule")
+    experts = find_experts(model)
+    layers = find_layers(model, bool(experts))
+    check_experts_modules(model, experts, layers)
+    adapted = [name for name in experts if wrappers_around(model, name)]
+    check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu, adapted)
+    check_shards_of_experts(block, ds_config, experts, adapted)
+    check_layers(layers, block.gate)
+    # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
+    if isinstance(model, PipelineModule):
+        world_size //= model.num_stages
+    if experts and world_size and (block.ep_size != "auto" or block.esp_size > 1):
+        chosen_ep_size(block, [num_experts_of(each) for each in experts.values()], world_size, world_size)
+    check_experts(layers, world_size or None, block.gate, block.esp_size)
+    check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)
+    check_gate_hooks(layers, block.gate)
+    check_parts(block, layers)
+    check_containers(layers, block.esp_size)
+    check_shards(layers, block.esp_size)
+
+
+# ---- Provides ``initialize`` in place of ``deepspeed.initialize``, and ``install`` for scripts that call the
+# latter
+
 
 _beneath: list[Callable[..., Any]] = [deepspeed.initialize]
 """The functions that ours calls in turn. The first is DeepSpeed's own, or what another library had put in its place
@@ -56,14 +122,14 @@ _depth = 0
 
 
 @dataclass
-class Given:
+class InitializeArgs:
     """Holds the block that was given from outside, and whether an engine has taken it."""
 
     block: dict[str, Any]
     is_used: bool = False
 
 
-_given: Given | None = None
+_given: InitializeArgs | None = None
 
 
 def initialize(
@@ -162,7 +228,7 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
         # The stages have found each other when they were built, on the devices that they were put on.
         get_accelerator().set_device(model.local_rank)
         with refused_on_all_stages():
-            check_stages(model)
+            check_engine_stages(model)
             check_before_any_group(block, ds_config, model, model.mpu())
     else:
         check_before_any_group(block, ds_config, model, mpu)
@@ -214,7 +280,8 @@ def _engine_of(made: Any) -> Any:
     engine = next((each for each in (made if isinstance(made, tuple) else (made,)) if hasattr(each, "fsmoe")), None)
     if engine is None:
         raise compat.IncompatibleError(
-            f"{compat.described(_function_beneath())} stands in the place of deepspeed.initialize and has not returned "
+            f"{compat.name_and_place(_function_beneath())} stands in the place of deepspeed.initialize and has not "
+            "returned "
             "an engine of ds_fsmoe: it has to call deepspeed.initialize and to return what that returns"
         )
     return engine
@@ -272,7 +339,7 @@ def _make_stock(model: nn.Module, mpu: Any) -> None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
     check_sequence_parallel(layers, sizes_of_mpu(mpu)[0])
     for layer in layers.values():
-        restore(layer)
+        restore_stock(layer)
 
 
 @contextmanager
@@ -322,9 +389,9 @@ def install(block: Mapping[str, Any] | None = None) -> None:
         _refuse_to_be_gone_past(_beneath)
     launch_order.ask()
     accelerate.leave_block_alone()
-    transformers_seams.follow(lambda: None if _given is None else _given.block)
+    building.follow(lambda: None if _given is None else _given.block)
     if block is not None:
-        _given = Given(dict(block))
+        _given = InitializeArgs(dict(block))
 
 
 def _refuse_to_be_gone_past(functions: Sequence[Callable[..., Any]]) -> None:
@@ -358,7 +425,7 @@ def uninstall() -> None:
     """
     global _given, _replaced
     accelerate.look_at_block_again()
-    transformers_seams.unfollow()
+    building.unfollow()
     if _replaced is not None:
         deepspeed.initialize = _replaced
     del _beneath[1:]

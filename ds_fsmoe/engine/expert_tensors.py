@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
-from ds_fsmoe.engine.own_experts import Build
 from ds_fsmoe.layer.parts import LayerError
+
+if TYPE_CHECKING:
+    from ds_fsmoe.engine.own_experts import Build
 
 
 class OwnRange:

@@ -8,22 +8,216 @@ tensors, too: it can be looked at, and is refused where it would be written.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups as stock_groups
+from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 from torch import nn
+from torch.nn.utils import clip_grad
 
-from ds_fsmoe.checkpoint_files.expert_parts import parts_in
+from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.distributed.partitioned import is_shared_out
+from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.engine.convert_adapters import adapters_of
-from ds_fsmoe.engine.gathered_experts import gather_experts_whole
-from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, gradient_of, mark, origin_of, tensors_in, unmark
+from ds_fsmoe.layer.expert_shard import (
+    METADATA,
+    TRUSTED,
+    ExpertShard,
+    Origin,
+    WholeOfParts,
+    asking,
+    gradient_of,
+    mark,
+    origin_of,
+    tensors_in,
+    unmark,
+)
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.over_ranks import Origin
 from ds_fsmoe.layer.parts import LayerError
+
+# ---- Gives scripts whole weights of experts: within ``deepspeed.zero.GatheredParameters``, in a loss, and one
+# by one
+#
+# Within that context an expert weight has all experts on every rank, at every ZeRO stage, and what ``modifier_rank``
+# has changed reaches the experts of all ranks, as with a model that is not spread. DeepSpeed and this package, which
+# gather for their own purposes, get this rank's part.
+
+
+class GatheredWeight(nn.Parameter):
+    """Stands for a parameter of experts while it is whole. A loss on it has the gradient of this rank's part."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = func.__name__
+            is_told = name in ("__get__", "__set__") or name.strip("_") in METADATA
+            if not is_told and not name.startswith("register_") and torch.is_grad_enabled() and name != "detach":
+                args, kwargs = _with_gradients(args), _with_gradients(kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+
+def _with_gradients(value: Any) -> Any:
+    if isinstance(value, GatheredWeight) and value.requires_grad:
+        origin = value.fsmoe_origin
+        return WholeOfParts.apply(value, value.data, origin.cut, origin.group)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_with_gradients, value))
+    return {name: _with_gradients(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+class _Gathering:
+    """Has marked parameters whole for a while. Collective to enter and to leave.
+
+    Args:
+        parameters: marked ones, in an order that is the same on every rank.
+        modifier_rank: the rank, among those that have the model, whose changes count; ``None``: each keeps its own.
+    """
+
+    def __init__(self, parameters: Sequence[ExpertShard], modifier_rank: int | None) -> None:
+        self._parameters, self._modifier = parameters, modifier_rank
+        self._own: list[torch.Tensor] = []
+        shared = [each for each in parameters if is_shared_out(each)]
+        # Its broadcast is among ranks that have the same experts, whose parts are alike by then.
+        self._of_zero = GatheredParameters(shared, None if modifier_rank is None else 0) if shared else nullcontext()
+
+    def __enter__(self) -> None:
+        self._of_zero.__enter__()
+        for each in self._parameters:
+            self._own.append(each.data)
+            each.data = each.fsmoe_origin.whole(each)
+            each.__class__ = GatheredWeight
+
+    def __exit__(self, *error: Any) -> None:
+        has_failed = error and error[0] is not None
+        for each, own in zip(self._parameters, self._own, strict=True):
+            each.__class__ = ExpertShard
+            if not has_failed:  # other ranks may not come here
+                self._take_changes(each, own)
+            each.data = own
+        self._own = []
+        self._of_zero.__exit__(*error)
+
+    @torch.no_grad()
+    def _take_changes(self, parameter: ExpertShard, own: torch.Tensor) -> None:
+        """Bring what was changed into this rank's part; at ZeRO 3 without a modifier nothing counts, as with others."""
+        if self._modifier is None and is_shared_out(parameter):
+            return
+        if self._modifier is not None:
+            group = stock_groups._get_sequence_data_parallel_group()
+            whole = parameter.data.contiguous()
+            with waiting("a change within GatheredParameters of", parameter.fsmoe_origin.name):
+                dist.broadcast(whole, dist.get_global_rank(group, self._modifier), group=group)
+            parameter.data = whole
+        own.copy_(parameter.fsmoe_origin.cut(parameter.data))
+
+
+def gather_experts_whole() -> None:
+    """Let ``GatheredParameters`` give whole experts, from now on in this process. Without effect the second time."""
+    if hasattr(GatheredParameters, "_ds_fsmoe_gathering"):
+        return
+    begin, enter, leave = (getattr(GatheredParameters, each) for each in ("__init__", "__enter__", "__exit__"))
+
+    def __init__(
+        self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
+        self._ds_fsmoe_gathering = None
+        if enabled and asking() not in TRUSTED:
+            params = [params] if isinstance(params, torch.Tensor) or not isinstance(params, Iterable) else list(params)
+            experts = {id(each): each for each in params if isinstance(each, ExpertShard)}
+            if experts:
+                params = [each for each in params if id(each) not in experts]
+                in_order = sorted(experts.values(), key=lambda each: each.fsmoe_origin.name)
+                self._ds_fsmoe_gathering = _Gathering(in_order, modifier_rank)
+        begin(self, params, modifier_rank, fwd_module, enabled)
+
+    def __enter__(self: Any) -> Any:
+        found = enter(self)
+        if self._ds_fsmoe_gathering is not None:
+            self._ds_fsmoe_gathering.__enter__()
+        return found
+
+    def __exit__(self: Any, *error: Any) -> Any:
+        if self._ds_fsmoe_gathering is not None:
+            self._ds_fsmoe_gathering.__exit__(*error)
+        return leave(self, *error)
+
+    GatheredParameters._ds_fsmoe_gathering = None
+    GatheredParameters.__init__, GatheredParameters.__enter__ = __init__, __enter__
+    GatheredParameters.__exit__ = __exit__
+
+
+def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a weight with all experts, for a loss on weights; its gradient reaches the experts of every rank.
+
+    Collective over the ranks that share the experts, in the backward too.
+
+    Args:
+        parameter: of ``engine.module``.
+
+    Returns:
+        [E, ...], with a gradient; a parameter that is not spread over ranks as it is.
+
+    Raises:
+        LayerError: ZeRO 3 has shared it out.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> ds_fsmoe.whole_weight(torch.nn.Parameter(torch.ones(4, 2))).sum().item()
+        8.0
+    """
+    origin = origin_of(parameter)
+    if origin is None:
+        return parameter
+    if is_shared_out(parameter):
+        raise LayerError(
+            f"whole_weight: ZeRO 3 has shared {origin.name} out; compute the loss within "
+            "deepspeed.zero.GatheredParameters(parameter), where it has all experts and a gradient"
+        )
+    return WholeOfParts.apply(parameter, origin.whole(parameter), origin.cut, origin.group)
+
+
+def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Walk over a model's whole parameters, on every rank: (name, tensor), one at a time.
+
+    Every rank has to go through all of them, since a weight is put together from all ranks as it comes. What was
+    yielded before may be given back then: copy what is to be kept.
+
+    Args:
+        engine: the engine that ``initialize`` has returned, ours or DeepSpeed's.
+
+    Yields:
+        The name of a parameter and the whole tensor, [E, ...] where it is one of experts.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> shapes = {name: each.shape for name, each in ds_fsmoe.whole_parameters(engine)}
+        >>> shapes["deepspeed_moe.gate.wg.weight"]  # [E, M]
+        torch.Size([4, 8])
+    """
+    for name, each in engine.module.named_parameters():
+        origin = origin_of(each)
+        with gathered([each]):
+            yield name, each.detach() if origin is None else origin.whole(each)
+
+
+# ---- Marks the parameters of experts that an engine has spread over ranks, and guards what is loaded and saved
+
 
 WHOLE = (
     "call state_dict = ds_fsmoe.whole_state_dict(engine) on every rank, which the first one gets, or engine.save_16bit_"
@@ -171,3 +365,141 @@ def check_whole(given: Mapping[str, Any], model: nn.Module) -> None:
                 f"save_pretrained: {name} in the state dict given is {list(found.shape)}, and the model has "
                 f"{list(part.whole_shape(shape))}: ds_fsmoe has spread it over ranks: {WHOLE}"
             )
+
+
+# ---- Computes norms of gradients for scripts that clip by themselves: experts of all ranks count, whoever
+# computes
+#
+# Without ZeRO a script may call torch's ``clip_grad_norm_`` between backward and step. Each rank would find a norm of
+# its own there, of its own experts, and would scale dense gradients by another factor than the others.
+
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those whose gradients torch's norms are to know."""
+_torchs_norm: Callable[..., torch.Tensor]
+"""The function that ours has replaced, once there is an engine."""
+
+
+def count_all_experts(engine: Any) -> None:
+    """Let torch's ``clip_grad_norm_`` and ``get_total_norm`` count the experts of all ranks in gradients of an engine.
+
+    Args:
+        engine: our engine; with ZeRO nothing is changed, as parameters have no gradients there for a script to clip.
+    """
+    global _torchs_norm
+    if engine.zero_optimization() or _has_other_parts(engine):
+        return
+    _engines.add(engine)
+    # ``clip_grad_norm_`` looks it up here at every call, so what a script has imported before is right, too.
+    if clip_grad._get_total_norm is not _total_norm:
+        _torchs_norm = clip_grad._get_total_norm
+        clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
+
+
+def gradient_norm(engine: Any, norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of all gradients, each counted once, between backward and step; collective over all ranks.
+
+    In the place of a sum over ``engine.module.parameters()``, which has the experts of one rank. At ZeRO 1 to 3 one
+    gradient after the other is gathered for it; ``engine.get_global_grad_norm()`` has the norm of the last step for
+    nothing.
+
+    Args:
+        engine: the engine that ``initialize`` has returned, with the block enabled or not.
+        norm_type: which norm, as of ``torch.nn.utils.get_total_norm``; ``float("inf")`` is the largest element.
+
+    Returns:
+        A scalar, the same on all ranks. In fp16 it has DeepSpeed's loss scale in it, as gradients have.
+
+    Raises:
+        ValueError: the engine has pipeline stages or tensor-parallel ranks.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> engine.backward(engine(torch.randn(2, 3, 8))[0].square().mean())
+        >>> norm = ds_fsmoe.gradient_norm(engine)
+        >>> torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), 1.0, norm)  # without ZeRO
+    """
+    if _has_other_parts(engine):
+        raise ValueError(
+            "ds_fsmoe.gradient_norm: the engine has pipeline stages or tensor-parallel ranks, whose gradients are not "
+            "added up here; engine.get_global_grad_norm() has the norm of the last step"
+        )
+    norms, own = [], {}
+    for parameter in engine.module.parameters():
+        gradient = safe_get_full_grad(parameter)
+        if gradient is None:
+            continue
+        # With ZeRO that of experts of a Hugging Face model has been put together.
+        group = _ranks_of(parameter)
+        if group is not None and (part_of(parameter) is None or not engine.zero_optimization()):
+            own[len(norms)] = group
+        norms.append(torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=torch.float32))
+    _combine(norms, own, norm_type)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def _has_other_parts(engine: Any) -> bool:
+    mpu = engine.mpu
+    return mpu is not None and max(bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)) > 1
+
+
+def _ranks_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """Return the ranks over which experts are spread, ``None`` for what is none of theirs."""
+    group = stock_groups._get_expert_parallel_group(parameter.group_name) if is_moe_param(parameter) else None
+    return group if group is not None and group.size() > 1 else None
+
+
+@torch.no_grad()
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Do what torch's function does, with the norm over all ranks in the place of each gradient of experts.
+
+    A norm of norms is the norm of the whole. Collective, if such gradients are among the tensors.
+    """
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    experts = {
+        id(each.grad): group
+        for engine in _engines
+        for each in engine.module.parameters()
+        if each.grad is not None and (group := _ranks_of(each)) is not None
+    }
+    own: dict[int, dist.ProcessGroup] = {}
+    for at, each in enumerate(tensors):
+        # What a script gets from a marked parameter says itself what it is.
+        origin = origin_of(each)
+        if origin is not None or id(each) in experts:
+            own[at] = experts[id(each)] if origin is None else origin.group
+    norms = {at: torch.linalg.vector_norm(tensors[at], norm_type, dtype=torch.float32) for at in own}
+    _combine(norms, own, norm_type)
+    found = [norms[at].to(each.dtype) if at in norms else each for at, each in enumerate(tensors)]
+    return _torchs_norm(found, norm_type, error_if_nonfinite, foreach)
+
+
+def _combine(norms: Any, own: Mapping[int, dist.ProcessGroup], norm_type: float) -> None:
+    """Replace norms of what this rank has of experts by those of what all have, in place. Collective.
+
+    Args:
+        norms: number -> norm.
+        own: number -> the ranks that have the rest, in the same order on all ranks.
+        norm_type: which norm.
+    """
+    numbers: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
+    for number, group in own.items():
+        numbers[group].append(number)
+    # A rank is in one group of each size, so all ranks have the same order.
+    for group in sorted(numbers, key=dist.ProcessGroup.size):
+        of_rank = torch.stack([norms[each] for each in numbers[group]])
+        of_ranks = [torch.empty_like(of_rank) for _ in range(group.size())]
+        with waiting("the norm of gradients of a script"):
+            dist.all_gather(of_ranks, of_rank, group=group)
+        whole = torch.linalg.vector_norm(torch.stack(of_ranks), norm_type, dim=0)
+        for number, norm in zip(numbers[group], whole, strict=True):
+            norms[number] = norm

@@ -9,16 +9,53 @@ the same for these.
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from ds_fsmoe.checkpoint_files.expert_parts import part_of
+from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
+from ds_fsmoe.engine.convert_adapters import adapters_of
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.log import log_on_rank_0
+
+# ---- Knows whether DeepSpeed's optimizer has groups of experts, which it insists on once a model has MoE
+# layers
+
+
+@contextmanager
+def groups_of_trained(engine: Any, layers: Sequence[HuggingFaceLayer]) -> Iterator[None]:
+    """Have an engine make its optimizer meanwhile as for a dense model, where all its layers are of Hugging Face and
+    none of their experts or adapters trains: there is no parameter for a group of experts then.
+
+    Args:
+        engine: the engine; afterwards it has MoE layers again, as saving has to know.
+        layers: the layers taken over.
+    """
+    inner = [each.deepspeed_moe for each in layers]
+    trains = any(each.requires_grad for layer in inner for each in (*layer.parameters(), *adapters_of(layer)))
+    if trains or len(layers) < len(engine.fsmoe.layers):
+        yield
+        return
+    before, engine.has_moe_layers = engine.has_moe_layers, False
+    try:
+        yield
+    finally:
+        engine.has_moe_layers = before
+
+
+# ---- Splits the groups of an optimizer into those of experts and of all else, which DeepSpeed reduces apart
+
 
 _OWN = ("params", "name", "moe")
 """What a group of experts does not take over from the one that it came off."""
@@ -255,3 +292,169 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
         # By its type: some objects answer isinstance() with whatever they stand for.
         if issubclass(type(each), LRScheduler) and vars(each).get("optimizer") is optimizer:
             yield each
+
+
+# ---- Has schedulers count the groups of a script's optimizer, whoever makes them, and the engine report those
+#
+# Experts lie in groups of their own, which follow the script's. A scheduler with a value or a function for each group
+# has as many as the script has made.
+
+
+class GroupsEngine(DeepSpeedEngine):
+    """DeepSpeed's engine whose optimizer has groups of experts, of which its script need not know."""
+
+    _number_of_given: dict[int, int]
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Make DeepSpeed's optimizer, with groups of experts; without experts to train it has none for them."""
+        if self._hf_layers:
+            client_optimizer, model_parameters = with_expert_groups(client_optimizer), with_names(model_parameters)
+            _count_scripts_groups()
+        if self._hf_layers and self.zero_optimization():
+            model_parameters = without_frozen_experts(model_parameters)
+        self._number_of_given = numbers_of(model_parameters)
+        with groups_of_trained(self, self._hf_layers):
+            super()._configure_optimizer(client_optimizer, model_parameters)
+        if self._hf_layers:
+            warn_of_whole_tensors(self)
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        made = super()._configure_basic_optimizer(model_parameters)
+        if self._hf_layers:
+            follow_groups(made, self._number_of_given)
+        return made
+
+    def _configure_lr_scheduler(self) -> None:
+        with as_script_knows(self.basic_optimizer):
+            super()._configure_lr_scheduler()
+        show_scripts_groups(self.lr_scheduler)
+
+    def _get_optimizer_param(self, param_name: str) -> list[Any]:
+        with as_script_knows(self.basic_optimizer):
+            return super()._get_optimizer_param(param_name)
+
+
+def _count_scripts_groups() -> None:
+    """Let schedulers of torch and DeepSpeed that are made from now on count the groups that scripts know."""
+    kinds = [each for module in (lr_scheduler, lr_schedules) for each in vars(module).values()]
+    for kind in kinds:
+        is_scheduler = isinstance(kind, type) and (
+            issubclass(kind, lr_scheduler.LRScheduler) or kind.__module__ == lr_schedules.__name__
+        )
+        if is_scheduler and "__init__" in vars(kind) and not hasattr(kind.__init__, "counts_scripts_groups"):
+            kind.__init__ = _counting(kind.__init__)
+
+
+def _counting(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with as_script_knows(args[0] if args else kwargs.get("optimizer")):
+            make(self, *args, **kwargs)
+        show_scripts_groups(self)
+
+    __init__.counts_scripts_groups = True  # type: ignore[attr-defined]
+    return __init__
+
+
+# ---- Tries whether an optimizer treats every element of a weight by itself, as ranks with their own experts
+# need
+#
+# LAMB scales an update by norms of the whole weight, Adafactor keeps means over it: for such the update of an expert
+# depends on the others in its tensor. No list of names says which they are. A few steps of the same class with the
+# same options are taken, on a small tensor, and on each half of it by itself.
+
+
+_SHAPE = (2, 4, 6)
+"""Two experts of small weights."""
+_STEPS = 4
+"""Some estimate scales in the first steps, which tell in later ones."""
+_LEAST = 1e-3
+"""From this share of the largest update on a difference is more than rounding."""
+
+
+def warn_of_whole_tensors(engine: Any) -> None:
+    """Warn once where the optimizer of an engine computes updates of experts from whole tensors.
+
+    Args:
+        engine: our engine, with its optimizer.
+    """
+    optimizer, is_zero = engine.basic_optimizer, engine.zero_optimization()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if not any(part.num_parts > 1 and each.requires_grad for _, each, part in parts_in(engine.module)):
+        return
+    device = torch.device("cpu") if engine.zero_use_cpu_optimizer() else torch.device(engine.device)
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    try:
+        depends = any(
+            # ZeRO shows it flat partitions, but for what Muon makes of a gradient before that.
+            depends_on_others(optimizer, group, is_zero and not group.get("use_muon"), device)
+            for group in optimizer.param_groups
+            if group.get("moe")
+        )
+    except Exception as error:  # whatever its own code raises: training is to show it, and not a trial
+        log_on_rank_0(f"whether {name} treats every element of a weight by itself could not be tried: {error!r}")
+        return
+    if depends:
+        why = "a rank has its own experts only"
+        remedy = ', or spread no experts ("ep_size": 1)'
+        if is_zero:
+            why = "ZeRO shows it flat partitions, which are cut otherwise with experts in groups of their own"
+            remedy = ""
+        log_on_rank_0(
+            f"ds_fsmoe: {name} computes the update of a weight from others in the same tensor (tried on a small one: "
+            f"as a whole and in two halves it came out differently), and {why}. Trained experts will differ from those "
+            "of stock DeepSpeed, and with the number of ranks: take an optimizer that treats every element by itself "
+            f"(AdamW, SGD, Lion){remedy}",
+            logging.WARNING,
+        )
+
+
+def depends_on_others(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], is_flat: bool, device: torch.device
+) -> bool:
+    """Return whether an optimizer updates a tensor otherwise as a whole than in two halves.
+
+    The optimizer itself takes no step. Options are those of one of its groups, with a rate at which something moves.
+
+    Args:
+        optimizer: the optimizer.
+        group: the group.
+        is_flat: whether it is shown tensors of one dimension.
+        device: where it works.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1.0, 3.0]).view(2, 1, 1)  # halves that are alike would hide what is taken over both
+    start, *gradients = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_STEPS + 1))
+    start, gradients = start * scales.to(device), [each / scales.to(device) ** 2 for each in gradients]
+    if is_flat:
+        start, gradients = start.flatten(), [each.flatten() for each in gradients]
+    cut = [each.chunk(2) for each in (start, *gradients)]
+    # What compiled code computes is told without the seconds of compiling it.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
+        whole = _updated(optimizer, group, start, gradients)
+        halves = torch.cat([_updated(optimizer, group, first, others) for first, *others in zip(*cut, strict=True)])
+        differs = _is_apart(halves, whole, start)
+        # One that rounds at random comes out otherwise every time.
+        return differs and not _is_apart(_updated(optimizer, group, start, gradients), whole, start)
+
+
+def _is_apart(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() > _LEAST * (other - start).abs().max())
+
+
+def _updated(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], start: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return what a new optimizer of the same class makes of a tensor."""
+    parameter = torch.nn.Parameter(start.clone())
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in group.items() if name != "params"}
+    if options.get("lr") is not None:
+        options["lr"] = 0.1
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in taken and name != "params"}
+    twin = type(optimizer)([options | {"params": [parameter]}], **defaults)
+    for each in gradients:
+        parameter.grad = each.clone()
+        twin.step()
+    return parameter.detach()

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.routing import Given
+from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.files.owners import OF_ROUTING, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.replay import ReplayError, choices_of
+from ds_fsmoe.layer.replay import ReplayError, choices_on_device
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
 from ds_fsmoe.routes.written import RankFacts, RoutedLayer
@@ -84,7 +84,7 @@ class RoutingData:
         Raises:
             ReplayError: the choices of any rank do not fit the model; on every rank, with all that is wrong.
         """
-        choices: dict[str, Given | None] | None = None
+        choices: dict[str, ReplayedRouting | None] | None = None
         problem: str | None = None
         try:
             choices = None if indices is None else self._choices(indices)
@@ -92,7 +92,7 @@ class RoutingData:
             problem = str(error)
         self._agree(choices, problem)
 
-    def _agree(self, choices: dict[str, Given | None] | None, problem: str | None) -> None:
+    def _agree(self, choices: dict[str, ReplayedRouting | None] | None, problem: str | None) -> None:
         of_ranks = on_every_rank((problem, choices is not None), self._replay.control_group())
         problems = {rank: text for rank, (text, _) in enumerate(of_ranks) if text is not None}
         if problems:
@@ -118,7 +118,7 @@ class RoutingData:
         micro_batch, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if self._recording is None:
             return
-        choices: dict[str, Given | None] | None = None
+        choices: dict[str, ReplayedRouting | None] | None = None
         problem: str | None = None
         if has_batch:
             try:
@@ -217,7 +217,7 @@ class RoutingData:
                     'one in which each token chooses (a TokenChoiceGate, stock\'s, or "topk")'
                 )
 
-    def _recorded(self, micro_batch: int) -> dict[str, Given | None]:
+    def _recorded(self, micro_batch: int) -> dict[str, ReplayedRouting | None]:
         assert self._recording is not None
         rank, step = rank_now(), self._step
         numbers = [self._recording.number_of(name, rank) for name in self._state.layers]
@@ -225,7 +225,7 @@ class RoutingData:
         # Beyond E are classes that a router has besides experts.
         return self._on_device([each.astype(np.int64) for each in arrays], is_own=True)
 
-    def _choices(self, indices: Any) -> dict[str, Given | None]:
+    def _choices(self, indices: Any) -> dict[str, ReplayedRouting | None]:
         """Return the choices of each layer.
 
         Raises:
@@ -258,7 +258,7 @@ class RoutingData:
             )
         return arrays
 
-    def _on_device(self, arrays: list[np.ndarray], is_own: bool = False) -> dict[str, Given | None]:
+    def _on_device(self, arrays: list[np.ndarray], is_own: bool = False) -> dict[str, ReplayedRouting | None]:
         for array, layer in zip(arrays, self._layers.values(), strict=True):
             self._check(array, layer, is_own)
         by_k: dict[int, list[int]] = {}
@@ -269,7 +269,7 @@ class RoutingData:
         for numbers in by_k.values():
             stacked = np.stack([arrays[each] for each in numbers], axis=1)
             num_experts = [_num_experts(layers[each][1]) for each in numbers]
-            given = choices_of(stacked, self._state.running.device, num_experts, is_own)
+            given = choices_on_device(stacked, self._state.running.device, num_experts, is_own)
             found |= {layers[each][0]: one for each, one in zip(numbers, given, strict=True)}
         return {label: found[label] for label in self._layers}
 

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+from torch import nn
 
 from ds_fsmoe.checkpoint.checkpoints import Checkpoints
 from ds_fsmoe.checkpoint.expert_files import write_parts
@@ -20,9 +27,10 @@ from ds_fsmoe.checkpoint_files.guards import write_script
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.waits import at_work
-from ds_fsmoe.engine.marked_experts import refuse_parts
-from ds_fsmoe.layer.expert_shard import TRUSTED, asking
+from ds_fsmoe.engine.marked_experts import check_whole, refuse_parts
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking, origin_of
 from ds_fsmoe.layer.inference import refuse_within
+from ds_fsmoe.layer.parts import refuse_copy
 
 _LOAD_OPTIONS = (
     "load_module_strict",
@@ -207,3 +215,247 @@ def _only_experts(state_dict: Callable[..., dict[str, Any]]) -> Callable[..., di
         return {name: each for name, each in state.items() if expert_name(f".{name}") is not None}
 
     return found
+
+
+# ---- Keeps other libraries from saving this rank's experts as if they were all: Accelerate, and
+# ``save_pretrained``
+#
+# Below ZeRO 3 they take the model's own state dict. Accelerate's is asked for on all ranks, so there the experts are
+# put together; ``save_pretrained`` may be called on one rank alone, so it has to be given the weights.
+
+
+def keep_whole(model: nn.Module, is_spread: bool) -> list[Callable[[], None]]:
+    """Put over methods of a model what keeps its experts together: copies are refused, and of a model whose experts are
+    spread over ranks whole ones are saved, and all ranks generate.
+
+    Args:
+        model: a model with an engine.
+        is_spread: whether ranks have parts of its experts.
+
+    Returns:
+        What undoes it.
+    """
+    undo = [_refuse_copies(model)]
+    return [*undo, _save_whole_models(model), generate_together(model)] if is_spread else undo
+
+
+def _save_whole_models(model: nn.Module) -> Callable[[], None]:
+    """Let what saves a model save all of its experts, or refuse."""
+    _let_accelerate_gather()
+    if not hasattr(model, "save_pretrained"):
+        return lambda: None
+    return put_over(model, "save_pretrained", _refusing(model, model.save_pretrained))
+
+
+def _refuse_copies(model: nn.Module) -> Callable[[], None]:
+    """Let a model say that it cannot be copied or pickled, before any of it has been."""
+    name = type(model).__name__
+    # Looked for on the object by copy and by pickle.
+    return put_over(model, "__reduce_ex__", lambda protocol: refuse_copy(name))
+
+
+def _refusing(model: nn.Module, save: Any) -> Any:
+    """Return ``save_pretrained`` that refuses to write parts."""
+
+    @at_work("saving weights")
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **options: Any) -> Any:
+        # Of a model with adapters only these are written.
+        is_adapted = hasattr(model, "peft_config")
+        parts = [name for name, each, _ in parts_in(model) if each.requires_grad or not is_adapted]
+        writes, given = options.get("is_main_process", True), options.get("state_dict")
+        if given is not None:
+            check_whole(given, model)
+        elif parts and writes:
+            raise CheckpointError(
+                f"save_pretrained: this rank has only its own experts in {parts[0]}. Call "
+                "state_dict = ds_fsmoe.whole_state_dict(engine) on every rank, and on the first one "
+                "save_pretrained(folder, state_dict=state_dict)"
+            )
+        if parts and options.get("state_dict") is not None:
+            # Those of compiled modules are the names of a checkpoint of theirs, but not of a model's files.
+            own = {name.replace("_orig_mod.", ""): each for name, each in options["state_dict"].items()}
+            options["state_dict"] = own
+        elif parts:  # nothing of it is written, but it is prepared for that
+            options["state_dict"] = model.state_dict()
+        return save(*args, **options)
+
+    return save_pretrained
+
+
+def _let_accelerate_gather() -> None:
+    """Let ``Accelerator.get_state_dict`` return whole weights below ZeRO 3; at ZeRO 3 it asks the engine."""
+    accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    theirs = getattr(accelerator, "get_state_dict", None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def get_state_dict(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(model, SavingEngine) or not model.spreads_experts:
+            return theirs(self, model, *args, **options)
+        if model.zero_optimization_partition_weights():
+            return theirs(self, model, *args, **options)
+        return whole_state_dict(model)
+
+    accelerator.get_state_dict = get_state_dict
+
+
+# ---- Has DeepSpeed's access to single parameters (``safe_get_full_grad`` and the like) give and take whole
+# experts
+#
+# Scripts import those functions before anything of ours runs. So what they call is replaced: at ZeRO 1 and 2 methods
+# that DeepSpeed puts on a parameter, at ZeRO 3 methods of its optimizer.
+
+
+def show_whole_experts(engine: Any) -> None:
+    """Let DeepSpeed's functions for single parameters see the experts of all ranks, as they see those of one process.
+
+    Args:
+        engine: our engine, complete but for its placement.
+    """
+    optimizer = engine.optimizer
+    view = _Whole(engine)
+    if not engine._hf_layers:  # of DeepSpeed's own layers they see what stock has
+        return
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        _replace_at_stage_3(optimizer, view)
+    elif hasattr(optimizer, "_link_all_hp_params"):
+        _replace_on_parameters(optimizer, view)
+
+
+class _Whole:
+    """Puts what belongs to an expert parameter together, and cuts it again.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.parameters = [each for _, each, part in parts_in(engine.module) if part.num_parts > 1]
+
+    def of(self, own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the whole of what each rank has of a parameter, in the model's own order. Collective."""
+        origin = origin_of(parameter)
+        return own if own is None or origin is None else origin.whole(own)
+
+    def cut(self, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        """Return this rank's part of a whole value.
+
+        Raises:
+            ValueError: it is not as large as the whole parameter.
+        """
+        origin = origin_of(parameter)
+        if origin is None:
+            return value
+        shape = origin.part.whole_shape(getattr(parameter, "ds_shape", parameter.shape))
+        if value.numel() != torch.Size(shape).numel():
+            raise ValueError(
+                f"ds_fsmoe: a value of shape {list(value.shape)} for a parameter of experts that are spread over "
+                f"{origin.part.num_parts} ranks: give that of all {origin.part.num_experts} experts, {list(shape)}, on "
+                "every rank, as safe_get_full_* returns it"
+            )
+        return origin.cut(value.reshape(shape))
+
+
+def _replace_at_stage_3(optimizer: Any, view: _Whole) -> None:
+    gather, set_state = optimizer._fp32_state_allgather, optimizer.set_full_hp_param
+    set_gradient, update = optimizer.set_fp32_grad_for_param, optimizer.update_fp32_grad_for_param_vectorized
+
+    def update_whole(update_func: Callable[..., torch.Tensor], param_list: Iterable[nn.Parameter]) -> None:
+        update(lambda whole, each: view.cut(update_func(whole, each), each), param_list)
+
+    optimizer._fp32_state_allgather = lambda param, partition: view.of(gather(param, partition), param)
+    optimizer.set_full_hp_param = lambda value, param, *key, **named: set_state(
+        view.cut(value, param), param, *key, **named
+    )
+    optimizer.set_fp32_grad_for_param = lambda value, param: set_gradient(view.cut(value, param), param)
+    optimizer.update_fp32_grad_for_param_vectorized = update_whole
+
+
+def _replace_on_parameters(optimizer: Any, view: _Whole) -> None:
+    link = optimizer._link_all_hp_params
+    link_states = _link_states_of_all(optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
+
+    def see_whole() -> None:
+        for each in view.parameters:
+            if hasattr(each, "_hp_mapping"):
+                _see_whole(each, view)
+
+    def link_all() -> None:
+        link()
+        see_whole()
+        if link_states is not None:
+            link_states(anew=True)
+
+    # DeepSpeed links again whenever its flat tensors have been replaced: after a load, and after an offload.
+    optimizer._link_all_hp_params = link_all
+    see_whole()
+
+
+def _see_whole(parameter: nn.Parameter, view: _Whole) -> None:
+    get_state, get_gradient = parameter.get_full_hp_param, parameter.get_full_hp_grad
+    set_state, set_gradient = parameter.set_full_hp_param, parameter.set_full_hp_grad
+    parameter.get_full_hp_param = lambda *key, **named: view.of(get_state(*key, **named), parameter)
+    parameter.get_full_hp_grad = lambda: view.of(get_gradient(), parameter)
+    parameter.set_full_hp_param = lambda value, *key, **named: set_state(view.cut(value, parameter), *key, **named)
+    parameter.set_full_hp_grad = lambda value: set_gradient(view.cut(value, parameter))
+
+
+def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None]:
+    """Let parameters of all groups find their states, and return what links them.
+
+    DeepSpeed 0.19.8 links all groups once, after the step of the first one: the others have no states by then, and
+    experts are in others.
+    """
+    linked: set[int] = set()
+
+    def link(anew: bool = False) -> None:
+        if anew:
+            linked.clear()
+        for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+            if number not in linked and optimizer.optimizer.state.get(flat):
+                lazy_init_hp_params_optimizer_state(optimizer.bit16_groups[number], flat, optimizer.optimizer.state)
+                linked.add(number)
+
+    optimizer._lazy_init_hp_params_optimizer_state = link
+    return link
+
+
+# ---- Lets ``model.generate`` run on ranks that share experts: one that has ended its sequences goes on until
+# all have
+
+
+def put_over(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Put a method over that of a module's class, and return what takes it off again."""
+    setattr(module, name, method)
+
+    def take_off() -> None:
+        if vars(module).get(name) is method:
+            delattr(module, name)
+
+    return take_off
+
+
+def generate_together(model: nn.Module) -> Callable[[], None]:
+    """Let every rank take part in all forwards of a generation, as transformers does by itself at ZeRO 3 only.
+
+    Args:
+        model: a model whose experts are spread over ranks.
+
+    Returns:
+        What undoes it.
+    """
+    for module in model.modules():
+        if any(base.__name__ == "GenerationMixin" for base in type(module).__mro__):
+            return put_over(module, "generate", _together(module.generate))
+    return lambda: None
+
+
+def _together(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def together(*args: Any, **options: Any) -> Any:
+        # Also where a trainer says that it is not needed, as it knows of no other reason than ZeRO 3.
+        return generate(*args, **options | {"synced_gpus": True})
+
+    return together

@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import part_of
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
+from ds_fsmoe.components.expert_compute.contract import OWN_NAMES
 from ds_fsmoe.config.reading import BLOCK
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.engine.convert_adapters import wrappers_around
-from ds_fsmoe.engine.convert_layers import check_left, restore
-from ds_fsmoe.engine.left_experts import OURS, is_left, leave, strip, take_up
-from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.own_experts_marks import loaded_in
+from ds_fsmoe.engine.convert_layers import check_left, restore_stock
+from ds_fsmoe.engine.cut_experts import join_parts
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, own_class_of
+from ds_fsmoe.layer.own_experts_marks import loaded_in, replace_all
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.replaced_parameters import replace_all
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
 
@@ -89,7 +92,7 @@ def make_whole(model: nn.Module) -> nn.Module:
         replace_all(take_up(experts, wrappers.values()), *next(iter(wrappers.items()), (name, experts)))
     for layer in stock.values():
         if isinstance(layer.deepspeed_moe.gate, FSMoEGate):  # with a gate of ours it runs on as ours
-            restore(layer)
+            restore_stock(layer)
     _take_deepspeeds_off(model)
     return model
 
@@ -220,7 +223,7 @@ def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> N
             setattr(engine, name, refuse)
     for _, experts in _experts_in(model):
         if not is_left(experts):
-            leave(experts)
+            leave_experts(experts)
 
 
 def _take_deepspeeds_off(model: nn.Module) -> None:
@@ -230,3 +233,195 @@ def _take_deepspeeds_off(model: nn.Module) -> None:
         strip(parameter, keeps=("allreduce", "group_name"))
         if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
             parameter.data = parameter.data.clone()
+
+
+# ---- Turns modules of experts back: to their own class, as they lie, when their engine has ended; and to all
+# experts
+#
+# What an engine leaves is a module of its own class with this rank's experts, each parameter with the description of
+# its part. The next engine takes that as it is, where it is to have the same part.
+
+
+_LEFT = "fsmoe_left"
+"""The attribute of a module that an engine has left, and no other has taken up: (the hook by which it refuses to run,
+where each of its experts lies, if they have moved)."""
+_DEEPSPEEDS = (
+    *("_dp_group", "_hp_mapping", "_index_in_param_group", "_z3_optimizer", "grad_accum", "is_external_param"),
+    *("nvme_swapper", "param_idx_in_group"),
+)
+"""The attributes of parameters that are DeepSpeed's engines', besides functions of its and those that begin with
+``ds_``."""
+OURS = ("allreduce", "group_name", "fsmoe_part")
+"""The attributes of a parameter of experts that are ours, besides those that DeepSpeed gives to all."""
+
+
+def leave_experts(module: FSMoEExperts) -> None:
+    """Take all of ours off a converted module, and off PEFT's wrappers around it, whose experts stay as they lie.
+
+    Args:
+        module: a module whose engine has ended.
+    """
+    state = module.fsmoe
+    for handle in () if state.watch is None else state.watch.handles:
+        handle.remove()
+    around = next(iter(state.outermost), module)
+    while around is not module:
+        around.__class__ = type(around).__bases__[1]
+        del around.opaque
+        around = around.base_layer
+    module.__class__ = own_class_of(module)
+    del module.fsmoe
+    setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), state.places()))
+
+
+def is_left(module: nn.Module) -> bool:
+    """Return whether an engine has left a module, which no other one has taken up since."""
+    return hasattr(module, _LEFT)
+
+
+def take_up(
+    module: nn.Module, wrappers: Iterable[nn.Module], wanted: Mapping[str, ExpertPart] | None = None
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Take up a module that :func:`leave_experts` has left: as it lies, or with all of its experts, and of the wrappers
+    around it all adapters, put together one parameter at a time. Collective over the ranks that share them.
+
+    Args:
+        module: the module; nothing happens to another one.
+        wrappers: PEFT's wrappers of its parameters.
+        wanted: name of a weight -> the part of it with which it stays as it lies; ``None``: it gets all experts.
+
+    Returns:
+        New parameter -> the part that it replaces. A part that is all experts stays the parameter that it is.
+    """
+    if not is_left(module):
+        return {}
+    handle, places = vars(module).pop(_LEFT)
+    handle.remove()
+    if places is None and wanted and all(part_of(getattr(module, name)) == part for name, part in wanted.items()):
+        return {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    wrappers = list(wrappers)
+    for holder, name in list(_held(module, wrappers)):
+        left = getattr(holder, name)
+        part = part_of(left)
+        if part is None:
+            continue
+        for each in (module, *wrappers):
+            if hasattr(each, "num_experts"):
+                each.num_experts = part.num_experts
+        if part.num_parts > 1 or places is not None:
+            with gathered([left]):
+                whole = nn.Parameter(join_parts(left, places), requires_grad=left.requires_grad)
+            vars(whole).update(vars(left))
+            strip(whole)
+            setattr(holder, name, whole)
+            replaced[whole] = left
+        else:
+            strip(left)
+        if isinstance(holder, nn.Linear):
+            holder.out_features, holder.in_features = getattr(holder, name).shape
+    return replaced
+
+
+def _held(module: nn.Module, wrappers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Return (module, name) of each parameter that is one of experts."""
+    yield from ((module, name) for name in OWN_NAMES if name in module._parameters)
+    for wrapper in wrappers:
+        for of_adapters in (wrapper.lora_A, wrapper.lora_B):
+            yield from ((linear, "weight") for linear in of_adapters.values())
+
+
+def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
+    """Take off a parameter what engines have put on it.
+
+    Args:
+        parameter: the parameter.
+        keeps: names of attributes that stay.
+    """
+    for name, value in list(vars(parameter).items()):
+        if name not in keeps and _is_put_on(name, value):
+            delattr(parameter, name)
+
+
+def _is_put_on(name: str, value: Any) -> bool:
+    owner = getattr(getattr(value, "__func__", value), "__module__", None) or ""
+    is_a_function = owner.startswith(("deepspeed.", "ds_fsmoe."))
+    return is_a_function or name in OURS or name in _DEEPSPEEDS or name.startswith("ds_")
+
+
+def _refuse(module: nn.Module, inputs: Any) -> None:
+    raise LayerError(
+        f"{type(module).__name__} has this rank's experts only and no engine any more: give the model to "
+        "ds_fsmoe.initialize, or call ds_fsmoe.make_whole(model) on every rank"
+    )
+
+
+# ---- Lets an engine go that a script drops without ending it, with its model, its threads and its files
+
+
+_RELEASED = "_PartitionedParameterCoordinator__params_to_release"
+
+
+def let_go_when_dropped(optimizer: Any) -> None:
+    """Have nothing but its own parts keep DeepSpeed's optimizer, and with it the engine.
+
+    Args:
+        optimizer: DeepSpeed's, of any kind, or what stands for it where nothing is optimized.
+    """
+    _hold_hooks(optimizer)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        _remember_by_itself(offload.get_param_coordinator())
+        _stand_weakly(sys.modules[type(offload).__module__].FWD_MODULE_STACK, offload.module)
+
+
+def forget_graph(layer: Any) -> None:
+    """Let a layer's loss, which the step is over for, hold the graph of its forward no more, and the engine by that."""
+    if (loss := getattr(layer, "l_aux", None)) is not None:
+        layer.l_aux = loss.detach()
+
+
+def _hold_hooks(optimizer: Any) -> None:
+    """Let the optimizer hold its gradient hooks, and parameters refer to them weakly.
+
+    Python's collector does not see the hooks that a parameter holds. One of DeepSpeed's knows its optimizer, which has
+    the parameters: the collector would take all of them for used, for ever.
+    """
+    kept: list[Callable[..., Any]] = []
+    for handle in getattr(optimizer, "_grad_acc_hooks", ()):
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            kept.append(hooks[handle.id])
+            hooks[handle.id] = _weakly(hooks[handle.id])
+    if kept:
+        optimizer.fsmoe_hooks = kept
+
+
+def _remember_by_itself(coordinator: Any) -> None:
+    """Let what ZeRO 3 releases after a module be remembered by its coordinator, and not for all of the process."""
+    parts = [each.cell_contents for each in getattr(type(coordinator), _RELEASED).__closure__ or ()]
+    cached = next((each for each in parts if hasattr(each, "cache_clear")), None)
+    if cached is not None:
+        own = functools.partial(cached.__wrapped__, coordinator)
+        setattr(coordinator, _RELEASED, functools.lru_cache(maxsize=None)(own))
+
+
+def _stand_weakly(stack: list[Any], model: Any) -> None:
+    """Let the model stand weakly at the bottom of the stack of modules that run, where ZeRO 3 leaves it for ever."""
+
+    def leave(dead: Any) -> None:
+        stack[:] = [each for each in stack if each is not dead]
+
+    stack[:] = [weakref.proxy(model, leave_experts) if each is model else each for each in stack]
+
+
+def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
+    known = weakref.ref(hook)
+
+    @functools.wraps(hook, updated=())
+    def call(*args: Any) -> Any:
+        found = known()
+        return None if found is None else found(*args)
+
+    del call.__wrapped__
+    return call

@@ -7,30 +7,65 @@ and end (results are there), and what another part of the batch has to compute r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ds_fsmoe.execution.lanes import Body, Run
-from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.pauses import Half
-from ds_fsmoe.execution.phase import Direction, Hook, Phase
-from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.lanes import Body, LaneRun
+from ds_fsmoe.execution.phase import Direction, Hook, PhaseRun
+from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS
 
 if TYPE_CHECKING:
-    from ds_fsmoe.execution.pipeline import Pipeline
+    from ds_fsmoe.execution.pipeline import LayerPipeline
     from ds_fsmoe.planning.phase_plan import PhasePlan
 
 
-class ExpertCall(Protocol):
-    """One call of this rank's experts; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
+# ---- Lets a call of a layer pause while its tokens travel, so that another part of the batch computes
+# meanwhile
+#
+# Whoever runs parts of a batch in turns calls the layers inside of :meth:`Half.running`; a call that finds a half
+# there pauses twice, see :func:`with_pauses`. What runs in a pause is the same on every rank.
 
-    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
 
-    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+_current: ContextVar[Half | None] = ContextVar("half", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """One of the parts of a batch that take turns."""
+
+    pause: Callable[[], None]
+    """Lets the others compute, and returns when it is this part's turn again."""
+    is_last_in_backward: bool
+    """True if its backward comes last, when the layers behind have all their gradients: then some may travel."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let layers that are called meanwhile pause."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+def half_now() -> Half | None:
+    """Return the part of a batch for which a layer is called now; ``None``: the whole batch."""
+    return _current.get()
+
+
+# ---- One call of the experts' part of a layer, in the graph of autograd: at once, or in three steps with
+# pauses between
+
+
+class CallOfExperts(Protocol):
+    """One call of this rank's experts; keeps what its backward needs."""
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
@@ -41,8 +76,16 @@ class ExpertCall(Protocol):
     def rows(self) -> list[torch.Tensor]: ...
 
 
-class RowCall(Protocol):
-    """One call of this rank's experts on rows; as :class:`ExpertCall`, with chunks by their number."""
+class CallOnSlots(CallOfExperts, Protocol):
+    """A call on slots. Cuts are [start, stop) of the capacity."""
+
+    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+
+class CallOnRows(CallOfExperts, Protocol):
+    """A call on rows, with chunks by their number."""
 
     def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
 
@@ -54,34 +97,26 @@ class RowCall(Protocol):
         gradients_R: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
-    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
-
-    def release(self) -> list[torch.Tensor | None]: ...
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
-
-    def rows(self) -> list[torch.Tensor]: ...
-
 
 Layout = SlotLayout | RowLayout | NodeLayout
 """Says how the rows of a call lie, and how they are cut."""
 
 
-class GradientSlice(Protocol):
+class SliceToReduce(Protocol):
     """A slice of gradients."""
 
     @property
     def kind(self) -> str: ...
 
 
-class Window(Protocol):
+class GradientWindow(Protocol):
     """Other data that travels in a layer's backward: gradients that the backward has already finished."""
 
-    def open(self, label: str) -> Sequence[GradientSlice]: ...
+    def open(self, label: str) -> Sequence[SliceToReduce]: ...
 
-    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]: ...
+    def tasks(self, parcel: SliceToReduce) -> tuple[str, ...]: ...
 
-    def send(self, parcel: GradientSlice, task: str) -> None: ...
+    def send(self, parcel: SliceToReduce, task: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -232,9 +267,9 @@ class Call:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: LayerPipeline,
         layout: Layout,
-        experts: ExpertCall | RowCall,
+        experts: CallOnSlots | CallOnRows,
         hook: Hook | None,
         half: Half | None = None,
     ) -> None:
@@ -245,8 +280,8 @@ class Call:
         self._half = half
         # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
         self._window = pipeline.window if half is None or half.is_last_in_backward else None
-        self._phase: Phase | None = None
-        self._run: Run | None = None
+        self._phase: PhaseRun | None = None
+        self._run: LaneRun | None = None
         self._num_tasks = 0
         self._held: list[torch.Tensor] = []
 
@@ -316,12 +351,12 @@ class Call:
         self._held = []
         self.experts.release()
 
-    def _begin_phase(self, direction: Direction, rows_RM: torch.Tensor) -> Phase:
+    def _begin_phase(self, direction: Direction, rows_RM: torch.Tensor) -> PhaseRun:
         chunks = self._layout.chunks(self._pipeline.collectives, direction, rows_RM)
-        return Phase(chunks, self._hook, direction, self._pipeline.lanes.runs_behind)
+        return PhaseRun(chunks, self._hook, direction, self._pipeline.lanes.runs_behind)
 
     def _begin(
-        self, phase: Phase, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
+        self, phase: PhaseRun, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
     ) -> None:
         pipeline = self._pipeline
         schedule, pause = plan.sending(slices), 0
@@ -333,7 +368,7 @@ class Call:
         if self._half is not None:
             self._run.go(pause)
 
-    def _end(self) -> Phase:
+    def _end(self) -> PhaseRun:
         phase, run = self._phase, self._run
         assert phase is not None
         assert run is not None

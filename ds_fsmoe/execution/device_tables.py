@@ -1,15 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of numbers on a device, kept between calls: they depend on sizes, which rarely change."""
+"""Keeps tables on a device, copies to the host without waiting, and knows the rules of CUDA graph capture."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
-from ds_fsmoe.execution.captures import is_capturing
+# ---- Rules for CUDA graph capture: what must not be done meanwhile, and how a thread may still query a device
+
+
+_RELAXED = 2
+"""The value of CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+def is_capturing() -> bool:
+    """Whether work that this thread gives its current stream becomes part of a graph instead of being done."""
+    with suppress(RuntimeError):  # a torch without CUDA, or a device that has failed and says so where it is used
+        return torch.cuda.is_current_stream_capturing()
+    return False
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread query events inside the block while other threads capture graphs.
+
+    CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an
+    event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were
+    recorded outside of captures, and nothing is waited for or allocated.
+    """
+    exchange = _exchange_capture_mode()
+    mode = ctypes.c_int(_RELAXED)
+    if exchange is None or exchange(ctypes.byref(mode)) != 0:
+        yield
+        return
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))  # the mode that there was
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[..., int] | None:
+    """Return the driver's function if it exists: it is loaded wherever CUDA is used, for any build of torch."""
+    with suppress(OSError, AttributeError):
+        if torch.version.hip is not None:
+            return ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode
+        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return None
+
+
+# ---- Copies what a device has computed to the host, through memory that the device writes by itself
+
+
+class HostCopy:
+    """A copy on its way to the host; the tensor itself, where that is on the host already.
+
+    Args:
+        tensor: any shape and dtype. It stays as it is until the copy has arrived.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._source, self._host, self._arrived = tensor, tensor, None
+        if tensor.device.type == "cpu":
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._arrived = torch.get_device_module(tensor.device).Event()
+        self._arrived.record()
+
+    def has_arrived(self) -> bool:
+        """Return whether :meth:`wait` would return at once."""
+        return self._arrived is None or self._arrived.query()
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy, on the host. The host waits here for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
+# ---- Tables of numbers on a device, kept between calls: they depend on sizes, which rarely change
 
 
 class DeviceTables:

@@ -17,14 +17,107 @@ collective of each lane, as threads have, or begins them in the order of the lis
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from ds_fsmoe.execution.dependencies import Dependencies, Step, dependencies_of
 from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule, Task
+
+# ---- The lane crossings of a schedule: the waits that the order within the lanes does not already ensure
+#
+# A lane does its tasks in order, so a need within a lane costs nothing. Of several needs on one other lane the last
+# is enough, and a lane need not wait twice for the same task. What is left are the crossings, and every kind of lanes
+# waits for exactly these.
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A task as its lane runs it."""
+
+    index: int
+    """The index of the task in the schedule."""
+    task: Task
+    needs: tuple[int, ...]
+    """The numbers of the crossings that the task waits for."""
+    feeds: tuple[int, ...]
+    """The numbers of the crossings that the task opens when it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """A schedule that is ready to run."""
+
+    steps: tuple[Step, ...]
+    """The steps in the order of issue."""
+    by_lane: dict[Lane, tuple[Step, ...]]
+    """The steps of each lane."""
+    links: tuple[Lane, ...]
+    """The lanes besides COMPUTE that have tasks."""
+    joins: tuple[int, ...]
+    """The numbers of the crossings that COMPUTE waits for after its last task, so that all is done."""
+    count: int
+    """The number of crossings, numbered from 0."""
+    kinds: frozenset[str]
+    """The kinds that need a body: all but HOLD."""
+
+
+# Kept per schedule object for as long as that lives. By identity: a schedule's hash goes through all of its tasks.
+_known: dict[int, Dependencies] = {}
+
+
+def dependencies_of(schedule: Schedule) -> Dependencies:
+    """Return the crossings of a schedule, computed once per schedule object."""
+    found = _known.get(id(schedule))
+    if found is None:
+        found = _find(schedule)
+        # First: an interrupt in between must not leave an entry that outlives the schedule, whose id is used again.
+        weakref.finalize(schedule, _known.pop, id(schedule), None)
+        _known[id(schedule)] = found
+    return found
+
+
+def _find(schedule: Schedule) -> Dependencies:
+    needs: list[list[int]] = [[] for _ in schedule.tasks]
+    feeds: list[list[int]] = [[] for _ in schedule.tasks]
+    count = 0
+    seen = {(lane, other): -1 for lane in Lane for other in Lane}  # the last task of `other` that `lane` waited for
+
+    def cross(needed: int, lane: Lane) -> int | None:
+        """Return the number of a new crossing from a task to a lane, or ``None`` if the lane has waited already."""
+        nonlocal count
+        other = schedule.tasks[needed].lane
+        if other is lane or needed <= seen[lane, other]:
+            return None
+        seen[lane, other] = needed
+        feeds[needed].append(count)
+        count += 1
+        return count - 1
+
+    for index, task in enumerate(schedule.tasks):
+        # Downwards: the last needed one of a lane comes first and makes the others superfluous.
+        found = (cross(needed, task.lane) for needed in sorted(task.after, reverse=True))
+        needs[index] = [number for number in found if number is not None]
+    links = tuple(lane for lane in Lane if lane is not Lane.COMPUTE and schedule.lanes[lane])
+    joins = [cross(schedule.lanes[lane][-1], Lane.COMPUTE) for lane in links]
+    steps = tuple(
+        Step(index, task, tuple(needs[index]), tuple(feeds[index])) for index, task in enumerate(schedule.tasks)
+    )
+    return Dependencies(
+        steps,
+        {lane: tuple(steps[index] for index in schedule.lanes[lane]) for lane in Lane},
+        links,
+        tuple(number for number in joins if number is not None),
+        count,
+        frozenset(task.kind for task in schedule.tasks) - {HOLD},
+    )
+
+
+# ---- Lanes run a schedule: every task on its lane, after the tasks that it needs
+
 
 Body = Callable[[Task], None]
 """Does a task and knows what the task reads and writes. It must not start a run on the lanes it runs on."""
@@ -64,7 +157,7 @@ class Mark:
         self.finished: tuple[str, Task] | None = None
 
 
-class Work:
+class LaneWork:
     """The work that one run asks of its lanes."""
 
     def __init__(self, bodies: Mapping[str, Body], label: str, observer: Observer | None) -> None:
@@ -88,12 +181,12 @@ class Work:
                 finally:
                     observer.end(step.index, task)
         except BaseException as error:
-            error.add_note(f"raised by task {step.index} of the schedule, {name_of(mark.begun)}, on lane {task.lane}")
+            error.add_note(f"raised by task {step.index} of the schedule, {lane_name(mark.begun)}, on lane {task.lane}")
             raise
         mark.finished = mark.begun
 
 
-class Run(ABC):
+class LaneRun(ABC):
     """A run that has begun. Its tasks are handed out in the order of the list, up to a point at a time; others may be
     begun in between. Every rank hands out the same tasks of the same runs in the same order."""
 
@@ -182,7 +275,7 @@ class Lanes(ABC):
         bodies: Mapping[str, Body],
         label: str = "",
         observer: Observer | None = None,
-    ) -> Run:
+    ) -> LaneRun:
         """Begin a run and do nothing of it yet; arguments and errors as in :meth:`run`."""
         self._check_free()
         crossings = dependencies_of(schedule)
@@ -195,7 +288,7 @@ class Lanes(ABC):
             except BaseException as error:
                 self._tell(error)
                 raise
-        return self._run_of(crossings, Work(bodies, label, observer))
+        return self._run_of(crossings, LaneWork(bodies, label, observer))
 
     def _check_free(self) -> None:
         if self._is_closed:
@@ -206,8 +299,8 @@ class Lanes(ABC):
                 "layer), or from a second thread, needs lanes and process groups of its own"
             )
 
-    def _let(self, run: Run, stop: int | None, joins: bool) -> None:
-        """Let a run go on, and end if it is to be joined; see :meth:`Run.go`."""
+    def _let(self, run: LaneRun, stop: int | None, joins: bool) -> None:
+        """Let a run go on, and end if it is to be joined; see :meth:`LaneRun.go`."""
         self._check_free()
         was_running = self._is_running
         try:
@@ -227,7 +320,7 @@ class Lanes(ABC):
             self.on_error(error)
 
     @abstractmethod
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         """Return a run of these steps."""
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
@@ -235,7 +328,7 @@ class Lanes(ABC):
 
         For a watchdog: it may be called from any thread, while a run is under way and while it hangs.
         """
-        return {lane: (name_of(mark.begun), name_of(mark.finished)) for lane, mark in self._marks.items()}
+        return {lane: (lane_name(mark.begun), lane_name(mark.finished)) for lane, mark in self._marks.items()}
 
     def close(self) -> None:
         """Release everything; running afterwards is an error, closing again is not.
@@ -248,7 +341,7 @@ class Lanes(ABC):
         self._is_closed = True
 
 
-def name_of(at: tuple[str, Task] | None) -> str:
+def lane_name(at: tuple[str, Task] | None) -> str:
     """Return "label/name" of a task for messages; "" for none."""
     if at is None:
         return ""
@@ -265,14 +358,14 @@ class SerialLanes(Lanes):
     overlap: ClassVar[Mapping[Lane, str]] = dict.fromkeys(Lane, "the caller's thread and stream; overlaps with nothing")
     _nests: ClassVar[bool] = True
 
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         return _SerialRun(self, crossings, work)
 
 
-class _SerialRun(Run):
+class _SerialRun(LaneRun):
     """Does one task after another in the caller's thread."""
 
-    def __init__(self, lanes: SerialLanes, crossings: Dependencies, work: Work) -> None:
+    def __init__(self, lanes: SerialLanes, crossings: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
         self._steps = crossings.steps
         self._work = work

@@ -7,12 +7,11 @@ Letters: N ranks that rows come from, e experts on this rank, C slots per expert
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Run
+from ds_fsmoe.execution.lanes import Body, LaneRun, Lanes, Observer, dependencies_of
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -26,61 +25,28 @@ from ds_fsmoe.planning.schedule import (
     Task,
 )
 
+if TYPE_CHECKING:
+    from ds_fsmoe.execution.row_chunks import RowChunks
+    from ds_fsmoe.execution.slot_chunks import SlotChunks
+
 Direction = Literal["forward", "backward"]
 Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
 """Maps ``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are the paper's hooks."""
 
 
-class Chunks(Protocol):
-    """The chunks of a phase: where their rows lie, and how many they are on their way.
-
-    :class:`~ds_fsmoe.execution.slot_chunks.SlotChunks` and :class:`~ds_fsmoe.execution.row_chunks.RowChunks`.
-    """
-
-    count: int
-
-    def read(self, chunk: int) -> torch.Tensor: ...
-
-    def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None: ...
-
-    def dispatch(self, x: torch.Tensor, chunk: int) -> torch.Tensor: ...
-
-    def leg(self, kind: str, x: torch.Tensor, chunk: int) -> torch.Tensor: ...
-
-    def dispatched(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def gather(self, x: torch.Tensor, chunk: int) -> torch.Tensor: ...
-
-    def compute(self, body: Callable[..., torch.Tensor], chunk: int, x: torch.Tensor) -> torch.Tensor: ...
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def parted(self, y: torch.Tensor) -> torch.Tensor: ...
-
-    def reduce(self, y: torch.Tensor, chunk: int) -> torch.Tensor: ...
-
-    def leaving(self, y: torch.Tensor) -> torch.Tensor: ...
-
-    def combine(self, y: torch.Tensor, chunk: int) -> torch.Tensor: ...
-
-    def write(self, y: torch.Tensor, chunk: int) -> None: ...
-
-    def weight_gradients(self) -> torch.Tensor | None: ...
-
-    def result(self) -> torch.Tensor: ...
-
-
-class Phase:
+class PhaseRun:
     """Moves the chunks through a phase: each task takes its chunk from where the previous task left it.
 
     Args:
-        chunks: the chunks of the phase.
+        chunks: the chunks of the phase: where their rows lie, and how many they are on their way.
         hook: the layer's hook.
         direction: the phase, forward or backward.
         holds: whether to keep every tensor until the phase is over, for lanes that run behind the host.
     """
 
-    def __init__(self, chunks: Chunks, hook: Hook | None, direction: Direction, holds: bool = False) -> None:
+    def __init__(
+        self, chunks: SlotChunks | RowChunks, hook: Hook | None, direction: Direction, holds: bool = False
+    ) -> None:
         self._chunks = chunks
         self._hook = hook
         self._direction: Direction = direction
@@ -91,7 +57,7 @@ class Phase:
 
     def begin(
         self, lanes: Lanes, schedule: Schedule, compute: Mapping[str, Body], label: str, observer: Observer | None
-    ) -> Run:
+    ) -> LaneRun:
         """Begin to run the schedule; when it has come to its end, :meth:`result` has the rows that came back.
 
         Args:

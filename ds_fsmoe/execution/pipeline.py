@@ -18,31 +18,37 @@ from typing import Protocol
 
 import torch
 
-from ds_fsmoe.execution.call import Call, ExpertCall, Layout, RowCall, Window, at_once, with_pauses
-from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Lanes, Observer, Together
-from ds_fsmoe.execution.pauses import half_now
+from ds_fsmoe.execution.call import (
+    Call,
+    CallOnRows,
+    CallOnSlots,
+    GradientWindow,
+    Layout,
+    at_once,
+    half_now,
+    with_pauses,
+)
+from ds_fsmoe.execution.collectives import FULL, Collectives
+from ds_fsmoe.execution.lanes import Lanes, Observer, Together, dependencies_of
 from ds_fsmoe.execution.phase import Hook
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.unchunked import WholeExperts, run_whole
-from ds_fsmoe.execution.wires import FULL
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT_NODE
 
 
-class Experts(Protocol):
+class LayerExperts(Protocol):
     """The experts of this rank."""
 
     parameters: tuple[torch.nn.Parameter, ...]
 
-    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> CallOnSlots: ...
 
     def call_rows(
         self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> RowCall: ...
+    ) -> CallOnRows: ...
 
 
 def uncut(block: BlockPlan) -> BlockPlan:
@@ -76,7 +82,7 @@ class CallSizes:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class LayerPipeline:
     """The experts' part of one layer: its schedules, lanes and collectives."""
 
     lanes: Lanes
@@ -87,7 +93,7 @@ class Pipeline:
     """The name for messages and traces, such as "L03"."""
     recompute: bool = False
     observer: Observer | None = None
-    window: Window | None = None
+    window: GradientWindow | None = None
     on_call: tuple[Callable[[CallSizes], None], ...] = ()
     """Functions that receive the sizes of each call, before it begins."""
 
@@ -101,12 +107,14 @@ class Pipeline:
         """Whether there is more than one chunk in either phase."""
         return max(self.forward.block.degree, self.backward.block.degree) > 1
 
-    def uncut(self) -> Pipeline:
+    def uncut(self) -> LayerPipeline:
         """Return the same pipeline with one chunk in both phases."""
         forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
-    def watched(self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None) -> Pipeline:
+    def watched(
+        self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None
+    ) -> LayerPipeline:
         """Return the same pipeline with these observers added."""
         observers = [each for each in (self.observer, observer) if each is not None]
         together = observers[0] if len(observers) == 1 else Together(*observers) if observers else None
@@ -122,7 +130,7 @@ class Pipeline:
         x_RM: torch.Tensor,
         num_experts: int,
         capacity: int,
-        experts: Experts | WholeExperts,
+        experts: LayerExperts | WholeExperts,
         hook: Hook | None = None,
     ) -> torch.Tensor:
         """Send slots to the experts and back.
@@ -146,7 +154,7 @@ class Pipeline:
         self,
         x_RM: torch.Tensor,
         layout: Layout,
-        experts: Experts | WholeExperts,
+        experts: LayerExperts | WholeExperts,
         hook: Hook | None = None,
         weights_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -182,7 +190,7 @@ class Pipeline:
                 tell(sizes)
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, layout, experts, hook, needs_backward, weights_R)
-        call: ExpertCall | RowCall
+        call: CallOnSlots | CallOnRows
         if not isinstance(layout, SlotLayout):
             call = experts.call_rows(needs_backward, layout.sizes, x_RM, recompute=self.recompute)
         else:

@@ -7,21 +7,106 @@ Letters: e experts on this rank, G ranks of an EP group, P of an ESP group, N = 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Generic, Protocol, TypeVar
+from functools import cached_property, lru_cache, partial
+from typing import Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.device_tables import TABLES
-from ds_fsmoe.execution.row_orders import moves
+from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.token_cuts import TokenCuts
+
+# ---- The orders in which rows lie on their way, and how to get from one to another
+#
+# Rows come in blocks: those that one source sends to one expert in one segment of its tokens. Only the sizes of
+# blocks depend on the tokens; the order of blocks at each place follows from the plan, so it is worked out once.
+#
+# Letters: E experts of all ranks, e experts on this rank, N ranks that rows come from, T segments, X blocks.
+
+
+Order = Literal["by_source", "by_expert"]
+"""How the rows of a chunk lie at the experts: as they arrive, source by source, and for each expert by expert; or
+expert by expert, and for each segment by segment, so that any run of segments is one run of rows of an expert."""
+
+
+@lru_cache(maxsize=256)
+def block_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int, order: Order) -> np.ndarray:
+    """Return the blocks in the order in which they lie, chunk by chunk, as indices into an array [N, e, T].
+
+    Args:
+        shape: (N, e, T).
+        cuts: the cuts of the tokens.
+        degree: the number of chunks.
+        order: the order within a chunk.
+    """
+    source, expert, segment = (each.reshape(-1) for each in np.indices(shape))
+    chunk = cuts.chunk_of_segment(degree)[segment]
+    # The last key counts first.
+    keys = {"by_source": (segment, expert, source, chunk), "by_expert": (source, segment, expert, chunk)}
+    return np.lexsort(keys[order])
+
+
+@lru_cache(maxsize=256)
+def _table(
+    shape: tuple[int, int, int], cuts: TokenCuts, before: tuple[int, Order], after: tuple[int, Order], of_chunk: bool
+) -> np.ndarray:
+    """Return [4, X]: the blocks in the order before, those in the order after, for each of the latter its position in
+    the former, and the position of the first block of its chunk."""
+    blocks_before, blocks_after = (block_order(shape, cuts, *each) for each in (before, after))
+    position = np.empty_like(blocks_before)
+    position[blocks_before] = np.arange(len(blocks_before))
+    chunk = cuts.chunk_of_segment(after[0])[blocks_after % shape[2]]
+    first = np.searchsorted(chunk, chunk) if of_chunk else np.zeros_like(chunk)
+    return np.stack([blocks_before, blocks_after, position[blocks_after], first])
+
+
+def moves(
+    sizes_NeT: torch.Tensor,
+    cuts: TokenCuts,
+    before: tuple[int, Order],
+    after: tuple[int, Order],
+    num_rows: int,
+    *,
+    of_chunk: bool = False,
+) -> torch.Tensor:
+    """Return for each row of the order after where it lies in the order before, [rows] int64.
+
+    Nothing here waits for the device.
+
+    Args:
+        sizes_NeT: [N, e, T] int64, the rows of each block.
+        cuts: the cuts of the tokens.
+        before, after: (number of chunks, order within them).
+        num_rows: their number.
+        of_chunk: whether places count from the first row of the chunk; then both orders have the same chunks.
+    """
+    shape = tuple(sizes_NeT.shape)
+    made_of = shape, cuts, before, after, of_chunk
+
+    def table(device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(_table(*made_of)).to(device)
+
+    blocks_before, blocks_after, position, first = TABLES.get(made_of, sizes_NeT, table).unbind()
+    sizes_X = sizes_NeT.reshape(-1)
+    ends_before, ends_after = sizes_X[blocks_before].cumsum(0), sizes_X[blocks_after].cumsum(0)
+    sizes_after = sizes_X[blocks_after]
+    starts_after = ends_after - sizes_after
+    offsets = (ends_before[position] - sizes_after) - starts_after
+    if of_chunk:
+        offsets = offsets - starts_after[first]
+    places = torch.repeat_interleave(offsets, sizes_after, output_size=num_rows)
+    return places.add_(torch.arange(num_rows, device=places.device))
+
+
+# ---- The sizes of one call of a layer whose chunks hold rows, as many as were chosen, instead of slots
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """The ranks that share the experts of a layer, as one of them sees them."""
 
     group: dist.ProcessGroup | None
@@ -58,7 +143,7 @@ class Block:
         return tuple(sorted(range(len(self.places)), key=lambda each: self.places[each][::-1]))
 
 
-ALONE = Block(None)
+ALONE = RowBlock(None)
 
 
 @dataclass(frozen=True)
@@ -117,15 +202,7 @@ class PhaseSizes:
         return None if self.order is None else self.order[self.places[chunk] : self.places[chunk + 1]]
 
 
-class SizesOfPhase(Protocol):
-    """The sizes of one phase."""
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The first row of each chunk among those at the experts, and last their number."""
-
-
-Phase = TypeVar("Phase", bound=SizesOfPhase)
+Phase = TypeVar("Phase", "PhaseSizes", "NodePhase")
 
 
 @dataclass(frozen=True)
@@ -191,3 +268,263 @@ def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torc
     )
     of_chunks_re = of_experts_Te.new_zeros(degree, of_experts_Te.shape[1]).index_add_(0, chunk_of_T, of_experts_Te)
     return of_chunks_re.cumsum(1).to(torch.int32)
+
+
+# ---- The sizes of one call whose tokens cross to each node once, and where copies of a row go inside the node
+#
+# A token's row goes to each node that has one of its experts, to the rank of the same place (its *relay*). The relay
+# copies it to the ranks of its node that have one of its experts, and such a rank copies it to each of those. On the
+# way back results are added up at the same three points. Where copies go is a :class:`Fan`.
+#
+# Letters: G ranks of an EP group, n nodes, p ranks in a node, e experts on this rank, T segments of the tokens, r
+# chunks, J the most copies of a row, R copies of all rows.
+
+
+@dataclass(frozen=True)
+class Fan:
+    """Copies of rows, chunk by chunk."""
+
+    row_of_copy: torch.Tensor
+    """[R] int64: the row of each copy, counted from the first of its chunk."""
+    copies_JN: torch.Tensor
+    """[J, rows] int64: the copies of each row, counted from the first of its chunk; beyond the last where it has
+    fewer."""
+    record_of_copy: torch.Tensor
+    """[R] int64: the number of the record that asks for the copy."""
+    place_of_copy: torch.Tensor
+    """[R] int64: the place of each copy in :attr:`copies_JN`, flattened."""
+    first_row: tuple[int, ...]
+    """The first row of each chunk, and last their number."""
+    first_copy: tuple[int, ...]
+    """The first copy of each chunk, and last their number."""
+
+    def rows(self, chunk: int) -> torch.Tensor:
+        """Return the row of each copy of a chunk."""
+        return self.row_of_copy[self.copies_of(chunk)]
+
+    def copies(self, chunk: int) -> torch.Tensor:
+        """Return the copies of each row of a chunk."""
+        return self.copies_JN[:, self.first_row[chunk] : self.first_row[chunk + 1]]
+
+    def copies_of(self, chunk: int) -> slice:
+        """Return where the copies of a chunk lie."""
+        return slice(self.first_copy[chunk], self.first_copy[chunk + 1])
+
+    def beside(self, values_R: torch.Tensor) -> torch.Tensor:
+        """Return values of copies where :attr:`copies_JN` names the copies; zero where it names none."""
+        whole = values_R.new_zeros(self.copies_JN.numel())
+        return whole.scatter_(0, self.place_of_copy, values_R).view(self.copies_JN.shape)
+
+
+@dataclass(frozen=True)
+class NodeChunkSizes:
+    """The rows of one chunk that this rank moves."""
+
+    sends: list[int]
+    """The rows to each of n nodes."""
+    receives: list[int]
+    """The rows from each of n nodes."""
+    spreads: list[int]
+    """The copies to each of p ranks of the node."""
+    arrives: list[int]
+    """The copies from each of p ranks."""
+    of_experts: list[int]
+    """The rows of each of e experts."""
+
+
+@dataclass(frozen=True)
+class NodePhase:
+    """The chunks of one phase."""
+
+    chunks: tuple[NodeChunkSizes, ...]
+    starts: tuple[int, ...]
+    """The first row of each chunk among those that this rank sends, and last their number."""
+    to_ranks: Fan
+    """The copies that this rank makes as a relay."""
+    to_experts: Fan
+    """The copies that it makes for its experts, which lie expert by expert."""
+    ends: torch.Tensor
+    """[r, e] int32: where the rows of each expert end in a chunk."""
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The first row of each chunk among those at the experts, and last their number."""
+        return (0, *itertools.accumulate(sum(each.of_experts) for each in self.chunks))
+
+
+@dataclass(frozen=True)
+class NodeCounts:
+    """The counts of a call on the host, from which all sizes follow."""
+
+    links: NodeLinks
+    cuts: TokenCuts
+    own_GeT: np.ndarray
+    """The choices of this rank's tokens."""
+    own_GT: np.ndarray
+    """This rank's tokens with an expert on a rank."""
+    own_nT: np.ndarray
+    """This rank's tokens with an expert in a node."""
+    choices_GeT: np.ndarray
+    """Each rank's choices of the experts here."""
+    relayed_nT: np.ndarray
+    """The rows that come to this rank as a relay from each node."""
+    relayed_npT: np.ndarray
+    """The copies of these for each rank of the node."""
+    arriving_GT: np.ndarray
+    """Each rank's tokens with an expert here."""
+
+    @property
+    def choice_sizes(self) -> tuple[list[int], list[int]]:
+        """The records of choices to each of G ranks, and from each."""
+        return self.own_GeT.sum((1, 2)).tolist(), self.choices_GeT.sum((1, 2)).tolist()
+
+    @property
+    def relay_sizes(self) -> tuple[list[int], list[int]]:
+        """The records for relays to each of G ranks, and from each: only those of this rank's place have any."""
+        of_nodes = self.own_GT[np.array(self.links.ranks)].sum((1, 2))
+        sends, receives = [0] * len(self.own_GT), [0] * len(self.own_GT)
+        for node, ranks in enumerate(self.links.ranks):
+            sends[ranks[self.links.place]] = int(of_nodes[node])
+            receives[ranks[self.links.place]] = int(self.relayed_npT[node].sum())
+        return sends, receives
+
+    def sizes(
+        self,
+        own_nT: torch.Tensor,
+        choices_GeT: torch.Tensor,
+        relay_records: torch.Tensor,
+        choice_records: torch.Tensor,
+        num_choices: int,
+    ) -> RowSizes[NodePhase]:
+        """Return all sizes. Nothing here waits for the device.
+
+        Args:
+            own_nT, choices_GeT: the counts on the device.
+            relay_records: int64, for each copy that a relay is to make the number of its row among those of its source:
+                source by source, rank by rank, token by token.
+            choice_records: int64, for each choice of an expert here ``row * K + choice``, with the number of its row
+                among those of its source: source by source, expert by expert, token by token.
+            num_choices: K.
+        """
+        phase = partial(self._phase, choices_GeT, relay_records, choice_records, num_choices)
+        return sizes_of_phases(self.cuts, int(self.own_nT.sum()), phase, own_nT, choices_GeT)
+
+    def _phase(
+        self,
+        choices_GeT: torch.Tensor,
+        relay_records: torch.Tensor,
+        choice_records: torch.Tensor,
+        num_choices: int,
+        degree: int,
+    ) -> NodePhase:
+        cuts, links = self.cuts, self.links
+        first_of_chunks = [first for first, _ in cuts.chunks(degree)]
+
+        def of_chunks(counts: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(counts, first_of_chunks, axis=-1)
+
+        to_nr, from_nr = of_chunks(self.own_nT), of_chunks(self.relayed_nT)
+        spreads_pr = of_chunks(self.relayed_npT).sum(0)
+        # As they arrive: relay by relay, and of each node by node.
+        by_relay = np.array(links.ranks).T.reshape(-1)
+        arriving_Gr = of_chunks(self.arriving_GT)
+        arrives_pr = arriving_Gr[by_relay].reshape(links.per_node, links.num_nodes, degree).sum(1)
+        of_experts_er = of_chunks(self.choices_GeT.sum(0))
+        parts = to_nr, from_nr, spreads_pr, arrives_pr, of_experts_er
+        to_ranks = _fan(
+            _Blocks(self.relayed_npT, relay_order(self.relayed_npT.shape, cuts, degree), cuts, degree),
+            from_nr,
+            np.arange(links.num_nodes),
+            relay_records,
+            None,
+            links.per_node,
+        )
+        to_experts = _fan(
+            _Blocks(self.choices_GeT, block_order(self.choices_GeT.shape, cuts, degree, "by_expert"), cuts, degree),
+            arriving_Gr,
+            by_relay,
+            torch.div(choice_records, num_choices, rounding_mode="floor"),
+            choice_records % num_choices,
+            num_choices,
+        )
+        return NodePhase(
+            tuple(NodeChunkSizes(*each) for each in zip(*(each.T.tolist() for each in parts), strict=True)),
+            (0, *np.cumsum(to_nr.sum(0)).tolist()),
+            to_ranks,
+            to_experts,
+            expert_ends(cuts, degree, choices_GeT),
+        )
+
+
+@lru_cache(maxsize=256)
+def relay_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int) -> np.ndarray:
+    """Return the blocks [n, p, T] in the order in which a relay sends them: chunk by chunk, rank by rank, and of each
+    node by node."""
+    node, rank, segment = (each.reshape(-1) for each in np.indices(shape))
+    return np.lexsort((segment, node, rank, cuts.chunk_of_segment(degree)[segment]))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Copies in blocks: those of one source for one receiver in one segment."""
+
+    sizes: np.ndarray
+    """[sources, receivers, T]; records lie in this order."""
+    order: np.ndarray
+    """The blocks in the order in which the copies lie."""
+    cuts: TokenCuts
+    degree: int
+
+
+def _fan(
+    blocks: _Blocks,
+    rows_Nr: np.ndarray,
+    source_order: Sequence[int] | np.ndarray,
+    record_rows: torch.Tensor,
+    record_copies: torch.Tensor | None,
+    most_copies: int,
+) -> Fan:
+    """Return where copies go.
+
+    Args:
+        blocks: the copies.
+        rows_Nr: the rows of each source in each chunk.
+        source_order: the sources in the order in which their rows lie in a chunk.
+        record_rows: of each record the number of its row among those of its source.
+        record_copies: of each record which copy of its row it is; ``None``: that of its receiver.
+        most_copies: J.
+    """
+    source_X, receiver_X, segment_X = np.unravel_index(blocks.order, blocks.sizes.shape)
+    chunk_X = blocks.cuts.chunk_of_segment(blocks.degree)[segment_X]
+    flat = blocks.sizes.reshape(-1)
+    sizes_X = flat[blocks.order]
+    first_copy = (0, *np.cumsum(np.bincount(chunk_X, sizes_X, blocks.degree).astype(np.int64)).tolist())
+    first_row = (0, *np.cumsum(rows_Nr.sum(0)).tolist())
+    # The first row of each source in each chunk: among its own, and in the chunk.
+    before_own_Nr = np.cumsum(rows_Nr, 1) - rows_Nr
+    in_order_Nr = rows_Nr[source_order]
+    in_chunk_Nr = np.empty_like(rows_Nr)
+    in_chunk_Nr[source_order] = np.cumsum(in_order_Nr, 0) - in_order_Nr
+    starts_X = np.cumsum(sizes_X) - sizes_X
+    to_record_X = (np.cumsum(flat) - flat)[blocks.order] - starts_X
+    to_row_X = (in_chunk_Nr - before_own_Nr)[source_X, chunk_X]
+    to_column_X = np.array(first_row)[chunk_X]
+    if record_copies is None:
+        to_column_X = to_column_X + receiver_X * first_row[-1]
+    from_chunk_X = np.array(first_copy)[chunk_X]
+    table = np.stack([sizes_X, to_record_X, to_row_X, to_column_X, from_chunk_X])
+    # From pageable memory a copy is staged at once, and waits for nothing on the device.
+    on_device = torch.from_numpy(table.astype(np.int64)).to(record_rows.device, non_blocking=True)
+    num_copies = first_copy[-1]
+    # [R, 4]: what is to be added to each copy's number, and to what follows from it.
+    spread = torch.repeat_interleave(on_device[1:].t(), on_device[0], dim=0, output_size=num_copies)
+    numbers = torch.arange(num_copies, device=record_rows.device)
+    record_of_copy = numbers + spread[:, 0]
+    row_of_copy = record_rows[record_of_copy] + spread[:, 1]
+    place_of_copy = row_of_copy + spread[:, 2]
+    if record_copies is not None:
+        place_of_copy = place_of_copy + record_copies[record_of_copy] * first_row[-1]
+    copies = torch.full((most_copies * first_row[-1],), num_copies, dtype=torch.int64, device=record_rows.device)
+    copies.scatter_(0, place_of_copy, numbers - spread[:, 3])
+    copies_JN = copies.view(most_copies, first_row[-1])
+    return Fan(row_of_copy, copies_JN, record_of_copy, place_of_copy, first_row, first_copy)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed import waits
 from ds_fsmoe.distributed.agreement import DisagreementError, in_words
-from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.row_sizes import RowBlock
 
 _FAULT_BITS, _KIND_BITS, _NUMBER_BITS, _NAME_BITS = 2, 2, 26, 32
 _KINDS = ("evaluation", "training", "evaluation, computed again", "training, computed again")
@@ -80,7 +80,7 @@ class Forwards:
         return forward
 
 
-def faults_of(headers_N: np.ndarray, block: Block) -> np.ndarray:
+def faults_of(headers_N: np.ndarray, block: RowBlock) -> np.ndarray:
     """Return the fault of each source, once all are known to be in the same forward.
 
     Args:

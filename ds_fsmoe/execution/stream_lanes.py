@@ -10,9 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from ds_fsmoe.execution.captures import beside_captures, is_capturing
-from ds_fsmoe.execution.dependencies import Dependencies
-from ds_fsmoe.execution.lanes import Lanes, Run, Work, name_of
+from ds_fsmoe.execution.device_tables import beside_captures, is_capturing
+from ds_fsmoe.execution.lanes import Dependencies, LaneRun, Lanes, LaneWork, lane_name
 from ds_fsmoe.planning.schedule import Lane, Task
 
 _HIGH_PRIORITY = -1
@@ -70,7 +69,7 @@ class StreamLanes(Lanes):
         self._end: torch.cuda.Event | None = None
         """The event on the compute stream at the end of the last run."""
 
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         return _StreamRun(self, crossings, work)
 
     def is_behind(self) -> bool:
@@ -92,18 +91,18 @@ class StreamLanes(Lanes):
         A task is known to be finished if another lane waits for it or the run has ended; the last few hundred are kept.
         """
         if self._is_captured:  # nothing of it has been done, and nobody may ask about what was before
-            return {lane: (name_of(mark.begun), "") for lane, mark in self._marks.items()}
+            return {lane: (lane_name(mark.begun), "") for lane, mark in self._marks.items()}
         with beside_captures():
             finished = self._events.finished()
-        return {lane: (name_of(mark.begun), name_of(finished.get(lane))) for lane, mark in self._marks.items()}
+        return {lane: (lane_name(mark.begun), lane_name(finished.get(lane))) for lane, mark in self._marks.items()}
 
 
-class _StreamRun(Run):
+class _StreamRun(LaneRun):
     """One run: it has an event per crossing, from when that is recorded."""
 
     _lanes: StreamLanes
 
-    def __init__(self, lanes: StreamLanes, crossings: Dependencies, work: Work) -> None:
+    def __init__(self, lanes: StreamLanes, crossings: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
         self._crossings = crossings
         self._work = work

@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.chunking import Cutting
 from ds_fsmoe.execution.collectives import Collectives, all_gather
 from ds_fsmoe.execution.row_sizes import ChunkSizes
+from ds_fsmoe.execution.slot_chunks import Cutting
 
 
 @dataclass(frozen=True)

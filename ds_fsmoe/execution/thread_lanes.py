@@ -7,17 +7,78 @@ import threading
 import weakref
 from _thread import LockType
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import ClassVar
 
-from ds_fsmoe.execution.dependencies import Dependencies, Step
-from ds_fsmoe.execution.lanes import Lanes, Mark, Run, Work
-from ds_fsmoe.execution.thread_state import ThreadState
+import torch
+
+from ds_fsmoe.execution.lanes import Dependencies, LaneRun, Lanes, LaneWork, Mark, Step
 from ds_fsmoe.planning.schedule import Lane
+
+# ---- The state that torch keeps per thread and that a body relies on: taken from one thread, applied in
+# another
+#
+# It covers grad mode, inference mode, and autocast for the device types cpu and cuda. Not covered: dispatch and
+# function modes (``torch.device`` as a context), hooks on saved tensors, and profilers; they see the caller's thread
+# only.
+#
+# Random numbers need no handling here, but they need care. torch's CPU generator is shared by the whole process, so a
+# task on a link lane draws between the draws of the compute lane, in an order that differs from run to run: anything
+# that must be reproducible draws on the compute lane, or from a ``torch.Generator`` of its own.
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """The state of one thread at one moment."""
+
+    is_grad_enabled: bool
+    is_inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """The tuples (device type, enabled, dtype)."""
+    caches_casts: bool
+
+    @staticmethod
+    def here() -> ThreadState:
+        """Return the current state of the calling thread."""
+        return ThreadState(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in _AUTOCAST_DEVICES
+            ),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Apply the state to the calling thread for the length of the block.
+
+        This is for dedicated threads: only inference mode is undone, and the next block sets the rest again.
+        """
+        with torch.inference_mode() if self.is_inference else nullcontext():
+            torch.set_grad_enabled(self.is_grad_enabled)  # after inference mode, which turns it off
+            for device, is_enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(device, is_enabled)
+                torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_cache_enabled(self.caches_casts)
+            # The cache of casts belongs to all threads, and an outermost autocast block that ends clears it: a block
+            # inside a body is not to count as outermost while the caller is in one.
+            torch.autocast_increment_nesting()
+            try:
+                yield
+            finally:
+                torch.autocast_decrement_nesting()
+
+
+# ---- Lanes on the CPU: a thread per link, and the caller's thread computes
 
 
 @dataclass(eq=False)
@@ -36,7 +97,7 @@ class ThreadLanes(Lanes):
     """A persistent thread per link lane, made by the first run that needs it; COMPUTE is the caller's thread.
 
     Autograd, random numbers and user code thus see their own thread. Bodies on the links run under the caller's
-    thread-local state (see :mod:`~ds_fsmoe.execution.thread_state`, also for care with random numbers).
+    thread-local state (see :mod:`~ds_fsmoe.execution.thread_lanes`, also for care with random numbers).
 
     A run first hands each link its tasks, then does the COMPUTE tasks in the caller's thread; a task that needs one on
     another lane sleeps until that one is done. A task only needs earlier ones and every lane keeps the order of the
@@ -58,7 +119,7 @@ class ThreadLanes(Lanes):
         super().__init__()
         self._workers: dict[Lane, _Worker] = {}
 
-    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
         return _ThreadRun(self, crossings, work)
 
     def worker(self, lane: Lane) -> _Worker:
@@ -74,12 +135,12 @@ class ThreadLanes(Lanes):
         self._workers.clear()
 
 
-class _ThreadRun(Run):
+class _ThreadRun(LaneRun):
     """One run: it has a lock per crossing, held until the crossing is open."""
 
     _lanes: ThreadLanes
 
-    def __init__(self, lanes: ThreadLanes, crossings: Dependencies, work: Work) -> None:
+    def __init__(self, lanes: ThreadLanes, crossings: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
         self._by_lane = crossings.by_lane
         self._links = crossings.links

@@ -64,6 +64,6 @@ class TokenCuts:
 
 
 @lru_cache(maxsize=256)
-def cuts_of(forward: int, backward: int) -> TokenCuts:
+def token_cuts_of(forward: int, backward: int) -> TokenCuts:
     """Return the cuts for these degrees, which are worked out once."""
     return TokenCuts(forward, backward)

@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.execution.lanes import Body, Observer
-from ds_fsmoe.execution.phase import Direction, Hook, Phase
+from ds_fsmoe.execution.phase import Direction, Hook, PhaseRun
 from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS, Schedule, Task
 
 if TYPE_CHECKING:
     from ds_fsmoe.execution.call import Layout
-    from ds_fsmoe.execution.pipeline import Pipeline
+    from ds_fsmoe.execution.pipeline import LayerPipeline
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WholeExperts:
 
 
 def run_whole(
-    pipeline: Pipeline,
+    pipeline: LayerPipeline,
     x_RM: torch.Tensor,
     layout: Layout,
     experts: WholeExperts,
@@ -53,12 +53,12 @@ def run_whole(
     needs_backward: bool,
     weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send the rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.Pipeline`.
+    """Send the rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.LayerPipeline`.
 
     Args:
-        pipeline, x_RM, layout, experts, hook: see :meth:`~ds_fsmoe.execution.pipeline.Pipeline.run`.
+        pipeline, x_RM, layout, experts, hook: see :meth:`~ds_fsmoe.execution.pipeline.LayerPipeline.run`.
         needs_backward: whether there will be a backward; the same on every rank.
-        weights_R: see :meth:`~ds_fsmoe.execution.pipeline.Pipeline.run`.
+        weights_R: see :meth:`~ds_fsmoe.execution.pipeline.LayerPipeline.run`.
 
     Raises:
         ValueError: the layer is cut, or the experts return another number of elements.
@@ -76,7 +76,7 @@ def run_whole(
     return _Leave.apply(y_NecM, call, token)
 
 
-def _computed(pipeline: Pipeline, experts: WholeExperts, x_NecM: torch.Tensor) -> torch.Tensor:
+def _computed(pipeline: LayerPipeline, experts: WholeExperts, x_NecM: torch.Tensor) -> torch.Tensor:
     try:
         if pipeline.recompute and torch.is_grad_enabled():
             # A copy: the module may write into its rows, and they are needed once more.
@@ -146,7 +146,7 @@ class _Leave(torch.autograd.Function):
 class _Call:
     """Holds one call, which may be waiting for its backward while others run."""
 
-    def __init__(self, pipeline: Pipeline, layout: Layout, hook: Hook | None) -> None:
+    def __init__(self, pipeline: LayerPipeline, layout: Layout, hook: Hook | None) -> None:
         if pipeline.is_cut:
             raise ValueError(f"{pipeline.label}: experts that are called as a whole in a layer that is cut")
         self._pipeline = pipeline
@@ -160,8 +160,8 @@ class _Call:
     def _halves(self, direction: Direction, schedule: Schedule, bodies: dict[str, Body]) -> _Halves:
         collectives, holds = self._pipeline.collectives, self._pipeline.lanes.runs_behind
 
-        def phase(rows_RM: torch.Tensor) -> Phase:
-            return Phase(self._layout.chunks(collectives, direction, rows_RM), self.hook, direction, holds)
+        def phase(rows_RM: torch.Tensor) -> PhaseRun:
+            return PhaseRun(self._layout.chunks(collectives, direction, rows_RM), self.hook, direction, holds)
 
         return _Halves(self._pipeline, schedule, phase, bodies, direction)
 
@@ -190,9 +190,9 @@ class _Halves:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: LayerPipeline,
         schedule: Schedule,
-        phase: Callable[[torch.Tensor], Phase],
+        phase: Callable[[torch.Tensor], PhaseRun],
         bodies: dict[str, Body],
         direction: Direction,
     ) -> None:
@@ -201,7 +201,7 @@ class _Halves:
         self._schedule = schedule
         self._make_phase = phase
         self._bodies = bodies
-        self._phase: Phase | None = None
+        self._phase: PhaseRun | None = None
 
     def arrive(self, rows_RM: torch.Tensor) -> torch.Tensor:
         """Run everything before the experts and return their rows."""
@@ -213,7 +213,7 @@ class _Halves:
         self._tell("begin")
         return self._phase.arrived()
 
-    def leave(self, rows_NecM: torch.Tensor) -> Phase:
+    def leave(self, rows_NecM: torch.Tensor) -> PhaseRun:
         """Run everything after the experts on their results and return the phase, which has ended."""
         assert self._phase is not None
         self._tell("end")
@@ -223,7 +223,7 @@ class _Halves:
         self._run(after, phase)
         return phase
 
-    def _run(self, half: _Half, phase: Phase | None = None) -> None:
+    def _run(self, half: _Half, phase: PhaseRun | None = None) -> None:
         travel = (phase or self._phase).travel(self._schedule)
         observer = None if self._observer is None else _OfHalf(self._observer, self._schedule, half.indices)
         self._lanes.run(half.schedule, travel | self._bodies, self._label, observer)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from ds_fsmoe.execution.pauses import Half
+from ds_fsmoe.execution.call import Half
 
 Call = Callable[[Any], Any]
 """Maps what the call before returned to what the next one gets."""
@@ -28,7 +28,7 @@ class Fiber:
 
     Args:
         value: what the first call gets.
-        is_last_in_backward: see :class:`~ds_fsmoe.execution.pauses.Half`.
+        is_last_in_backward: see :class:`~ds_fsmoe.execution.call.Half`.
         begin: called first of all, inside of the half's own context.
     """
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -14,19 +17,119 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from ds_fsmoe.components.expert_compute.autograd_call import RandomState, buffers_kept
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import manual_form
-from ds_fsmoe.components.expert_compute.row_wise import NotRowWiseError, RowShapeError, check_row_wise
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.distributed.agreement import check_agreement
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.observing.step_timer import most_of
 
+# ---- A check of the experts' law: row i of the result depends on row i of the input alone
+
+
+_RANKS, _SLOTS = 2, 5
+
+
+class NotRowWiseError(ValueError):
+    """A row of an expert's result depends on more than the same row of its input. The message says on what."""
+
+
+class RowShapeError(ValueError):
+    """An expert changes the number of rows, or their width."""
+
+
+def check_row_wise(
+    expert: nn.Module,
+    model_dim: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    keep_expert_dim: bool = False,
+) -> bool:
+    """Try an expert on a few rows of random numbers, in the mode it is in and through ``module(...)``.
+
+    Other rows are changed and the row in question must stay; then, unless the expert draws random numbers, the rows
+    are cut and each must come out as before. Random-number generators, gradients and buffers are left as they were.
+
+    Args:
+        expert: the module.
+        model_dim: M.
+        dtype, device: of the rows; those of the expert's first floating-point parameter unless given.
+        keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
+
+    Returns:
+        Whether the expert draws random numbers: then it is row-wise as far as they are the same, and rows that are
+        cut otherwise draw others.
+
+    Raises:
+        RowShapeError: the expert changes the number of rows or their width.
+        NotRowWiseError: it is not row-wise.
+    """
+    like = next((each for each in expert.parameters() if each.is_floating_point()), torch.empty(0))
+    dtype, device = dtype or like.dtype, torch.device(device or like.device)
+    generator = torch.Generator().manual_seed(0)
+    x_NcM = torch.randn(_RANKS, _SLOTS, model_dim, generator=generator).to(device, dtype)
+    other_NcM = torch.randn(_RANKS, _SLOTS, model_dim, generator=generator).to(device, dtype)
+
+    call = partial(_called, expert, keep_expert_dim)
+    differs = partial(_differs, dtype)
+    state = RandomState.now(device)
+    with torch.no_grad(), buffers_kept(expert), state.replayed():
+        y_NcM = call(x_NcM)
+        # Numbers of torch's generators are missed by whoever draws next, even where they change nothing here; those of
+        # others show in another result, as they have moved on.
+        draws = not state.is_now() or differs(call(x_NcM), y_NcM)
+        # The middle row sees rows change before it, after it, and in the other rank's block.
+        for rank, slot in ((0, _SLOTS // 2), (1, 0), (_RANKS - 1, _SLOTS - 1)):
+            changed_NcM = other_NcM.clone()
+            changed_NcM[rank, slot] = x_NcM[rank, slot]
+            with state.replayed():  # the same numbers: dropout takes out the same elements
+                if differs(call(changed_NcM)[rank, slot], y_NcM[rank, slot]):
+                    raise _not_row_wise(expert, "a row of its result changes when other rows do")
+        for start, stop in () if draws else ((0, 2), (2, _SLOTS)):
+            if differs(call(x_NcM[:, start:stop]), y_NcM[:, start:stop]):
+                raise _not_row_wise(expert, "a row of its result depends on the row's place or on the number of rows")
+    return draws
+
+
+def _called(expert: nn.Module, keep_expert_dim: bool, x_NcM: torch.Tensor) -> torch.Tensor:
+    x = (x_NcM.unsqueeze(1) if keep_expert_dim else x_NcM).clone()
+    y = expert(x)
+    y = y[0] if isinstance(y, tuple) else y
+    if y.shape != x.shape:
+        raise RowShapeError(
+            f"expert {type(expert).__name__} made {tuple(y.shape)} of {tuple(x.shape)}: an expert must return a "
+            "row of the same width for every row"
+        )
+    return y.squeeze(1) if keep_expert_dim else y
+
+
+def _differs(dtype: torch.dtype, one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Products of other heights add in another order: some roundings are allowed, and no more.
+    tolerance = min(1000 * max(torch.finfo(each).eps for each in (dtype, one.dtype)), 0.02)
+    one, other = one.double(), other.double()
+    largest = float(one.nan_to_num().abs().max())
+    return not torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def _not_row_wise(expert: nn.Module, why: str) -> NotRowWiseError:
+    return NotRowWiseError(
+        f"expert {type(expert).__name__} is not row-wise: {why}. Rows are computed in chunks, so each row of the "
+        "result may depend on the same row of the input alone"
+    )
+
+
+# ---- Checks the experts' law for the experts of a layer: each row of a result depends on the same row of the
+# input
+
+
 Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LawFinding:
     """A reason against running the experts of a layer in chunks, if there is one."""
 
     kind: Kind = "none"
@@ -35,16 +138,16 @@ class Finding:
     """The reason in words, such as "expert 1: ..."; empty if there is none."""
 
 
-def by_class(experts: ExpertSet) -> Finding:
+def by_class(experts: ExpertSet) -> LawFinding:
     """Return what the experts' modules say of themselves, in the mode they are in: nothing is computed."""
     for index, expert in enumerate(experts.experts):
         for name, module in expert.named_modules():
             what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
             if _draws(module):
-                return Finding("draws", f"{what} draws random numbers, and in chunks it would draw others")
+                return LawFinding("draws", f"{what} draws random numbers, and in chunks it would draw others")
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                return Finding("mixes", f"{what} is not row-wise: it normalises over all rows")
-    return Finding()
+                return LawFinding("mixes", f"{what} is not row-wise: it normalises over all rows")
+    return LawFinding()
 
 
 def _draws(module: nn.Module) -> bool:
@@ -55,7 +158,7 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd) and 0 < module.p < 1
 
 
-def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
+def by_trial(experts: ExpertSet, x: torch.Tensor) -> LawFinding:
     """Return the worst result of a few rows of random numbers, the same on every rank, for experts that are not known
     to be row-wise.
 
@@ -64,37 +167,37 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
         x: [..., M], whose width, dtype and device the rows have.
     """
     if getattr(experts, "is_row_wise", False):
-        return Finding()
+        return LawFinding()
     found = [
         _tried(index, expert, x, experts.keep_expert_dim)
         for index, expert in enumerate(experts.experts)
         if manual_form(expert) is None
     ]
-    return worst_of(Finding(), *found)
+    return worst_of(LawFinding(), *found)
 
 
-def worst_of(*found: Finding) -> Finding:
+def worst_of(*found: LawFinding) -> LawFinding:
     """Return the first of the worst findings."""
     return max(found, key=lambda each: get_args(Kind).index(each.kind))
 
 
-def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> Finding:
+def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> LawFinding:
     kind = type(expert).__name__
     try:
         with uncompiled():
             draws = check_row_wise(expert, x.shape[-1], dtype=x.dtype, device=x.device, keep_expert_dim=keep_expert_dim)
     except RowShapeError as error:
-        return Finding("shape", f"expert {index}: {error}")
+        return LawFinding("shape", f"expert {index}: {error}")
     except NotRowWiseError as error:
-        return Finding("mixes", f"expert {index}: {error}")
+        return LawFinding("mixes", f"expert {index}: {error}")
     except Exception as error:  # whatever an expert has against so few rows
         said = f"{type(error).__name__}: {error}".split("\n")[0]
-        return Finding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
+        return LawFinding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
     if draws:
-        return Finding(
+        return LawFinding(
             "draws", f"expert {index}: expert {kind} draws random numbers, and in chunks it would draw others"
         )
-    return Finding()
+    return LawFinding()
 
 
 def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
@@ -106,7 +209,7 @@ def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
 
 
 def agreed(
-    found: Finding,
+    found: LawFinding,
     is_error: bool,
     path: str,
     group: dist.ProcessGroup | None,
@@ -137,3 +240,69 @@ def agreed(
             check_agreement({f"experts of {path}": problem}, group, what="whether experts are row-wise")
         raise LayerError(problem)
     return next((text for text in texts if text), "")
+
+
+# ---- Explains widths that do not fit, in terms of the layer: torch names two matrices and neither of their
+# owners
+
+
+_OF_SHAPES = re.compile(r"shapes? |size of tensor|input of size")
+"""Matches what torch says of shapes that do not fit, and of no other failure."""
+
+
+def check_width(layer: str, x: torch.Tensor, width: int | None) -> None:
+    """Check that the input of a layer has the width it was made for.
+
+    Args:
+        layer: the layer's name, for the message.
+        x: the input, [..., M].
+        width: M; ``None`` where the gate does not say.
+
+    Raises:
+        LayerError: the input has another width, or no width at all.
+    """
+    if x.dim() == 0 or (width is not None and x.shape[-1] != width):
+        made_for = "M" if width is None else f"M = {width}"
+        raise LayerError(f"{layer}: its input has shape {list(x.shape)}: must be [..., {made_for}]")
+
+
+@contextmanager
+def naming_widths(layer: str, experts: ExpertSet, x: torch.Tensor) -> Iterator[None]:
+    """Explain a failure inside this context that an expert causes by not taking or making rows of the layer's width.
+
+    The experts are tried, with one row each, only once something has failed.
+
+    Args:
+        layer: the layer's name, for the message.
+        experts: the experts of this rank.
+        x: [..., M], the rows they get.
+
+    Raises:
+        LayerError: names the layer, the expert, M and the shape.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Experts with stacked weights are no modules that rows could be given to, and have the model's own width.
+        alone = () if isinstance(experts, StackedExperts) else experts.experts
+        for index, expert in enumerate(alone):
+            if problem := _wrong_width(expert, x, experts.keep_expert_dim):
+                raise LayerError(f"{layer}: expert {index}, a {type(expert).__name__}, {problem}") from error
+        raise
+
+
+def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> str | None:
+    shape = (1, 1, 1, x.shape[-1]) if keep_expert_dim else (1, 1, x.shape[-1])
+    devices = [x.device] if x.device.type == "cuda" else []
+    must = f"an expert must return a row of the layer's width, M = {x.shape[-1]}, for every row"
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            made = expert(x.new_zeros(shape))
+        except RuntimeError as error:
+            if not _OF_SHAPES.search(str(error)):
+                return None
+            return f"does not take rows of shape {list(shape)}: {error}; {must}"
+    made = made[0] if isinstance(made, tuple) else made
+    if isinstance(made, torch.Tensor) and made.shape != shape:
+        return f"made {list(made.shape)} of {list(shape)}: {must}"
+    return None

@@ -7,8 +7,9 @@ Letters: e experts on this rank, W experts with weights in one tensor.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,20 +24,12 @@ _MOST_SETS = 64
 """The most sets of experts of a layer for which what was worked out is kept."""
 
 
-class CalledExperts(Protocol):
-    """Experts whose weights lie in one tensor of each kind."""
-
-    def call_rows(self, which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> RowCall:
-        """Return a call of some of these experts.
-
-        Args:
-            which: ascending numbers of W; the first sizes are those of these experts, and all others are 0.
-            rows: how many rows there are of each place.
-            x_RM: rows of this width and type.
-        """
+CalledExperts = Callable[[Sequence[int], CallRows, torch.Tensor], RowCall]
+"""Makes a call of some of W experts whose weights lie in one tensor of each kind. It takes their ascending numbers, the
+sizes of the rows, of which the first are those of these experts and all others are 0, and the rows."""
 
 
-class ExpertForm(Protocol):
+class ExpertForm(ABC):
     """The experts of this rank in one layer, and how others with their structure are called."""
 
     names: tuple[str, ...]
@@ -47,21 +40,26 @@ class ExpertForm(Protocol):
     @property
     def device(self) -> torch.device:
         """The device on which they are computed."""
+        return self.parameters[0].device
 
+    @abstractmethod
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight of one expert, also where it is shared out."""
 
+    @abstractmethod
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type of a weight."""
 
+    @abstractmethod
     def own(self, name: str, index: int) -> torch.Tensor:
         """Return a weight of one of the experts here, which must be whole."""
 
+    @abstractmethod
     def called(self, stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
         """Return experts with these weights, [W, ...] each."""
 
 
-class StackedForm:
+class StackedForm(ExpertForm):
     """The experts of Hugging Face's models: one module.
 
     Args:
@@ -76,11 +74,6 @@ class StackedForm:
         self.names = contract.weights
         self.parameters = tuple(getattr(module, name) for name in self.names)
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which they are computed."""
-        return self.parameters[0].device
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight of one expert, also where it is shared out."""
         return (shape_of(getattr(self._module, name)) or ())[1:]
@@ -93,7 +86,7 @@ class StackedForm:
         """Return a weight of one of the experts here, which must be whole."""
         return getattr(self._module, name).detach()[index]
 
-    def called(self, stacks: Mapping[str, torch.Tensor]) -> _CalledStack:
+    def called(self, stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
         """Return experts with these weights, [W, ...] each."""
         state = self._module.fsmoe
         stand_in = copy.copy(self._module)
@@ -107,10 +100,11 @@ class StackedForm:
             stand_in.num_experts = num_experts
         own = state.own_forward
         own_forward = None if own is None else own.__func__.__get__(stand_in)  # type: ignore[attr-defined]
-        return _CalledStack(StackedExperts(stand_in, self._contract, own_forward, state.path), num_experts)
+        experts = StackedExperts(stand_in, self._contract, own_forward, state.path)
+        return lambda which, rows, x_RM: experts.call_rows(False, sizes_of_some(rows, which, num_experts), x_RM)
 
 
-class SetForm:
+class SetForm(ExpertForm):
     """The experts of DeepSpeed's layers: modules of one structure.
 
     Args:
@@ -124,11 +118,6 @@ class SetForm:
         self.names = tuple(self._weights[0])
         self.parameters = tuple(each for weights in self._weights for each in weights.values())
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which they are computed."""
-        return self.parameters[0].device
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight of one expert."""
         return tuple(self._weights[0][name].shape)
@@ -141,7 +130,7 @@ class SetForm:
         """Return a weight of one of the experts here."""
         return self._weights[index][name].detach()
 
-    def called(self, stacks: Mapping[str, torch.Tensor]) -> _CalledSet:
+    def called(self, stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
         """Return experts with these weights, [W, ...] each."""
         modules = []
         for index in range(len(next(iter(stacks.values())))):
@@ -152,34 +141,21 @@ class SetForm:
                 memo[id(each)] = nn.Parameter(weight, requires_grad=False) if is_parameter else weight
             # What the memo has is put in the place of what would be copied.
             modules.append(copy.deepcopy(self._modules[0], memo))
-        return _CalledSet(modules, self._path)
+        sets: dict[tuple[int, ...], ExpertSet] = {}
+
+        def call_rows(which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+            key = tuple(which)
+            if key not in sets:
+                if len(sets) == _MOST_SETS:
+                    del sets[next(iter(sets))]
+                sets[key] = ExpertSet([modules[each] for each in key], keep_expert_dim=True, path=self._path)
+            return sets[key].call_rows(False, sizes_of_some(rows, range(len(key)), len(key)), x_RM)
+
+        return call_rows
 
 
 def _weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-class _CalledStack:
-    def __init__(self, experts: StackedExperts, num_experts: int) -> None:
-        self._experts, self._num_experts = experts, num_experts
-
-    def call_rows(self, which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> RowCall:
-        return self._experts.call_rows(False, sizes_of_some(rows, which, self._num_experts), x_RM)
-
-
-class _CalledSet:
-    def __init__(self, modules: Sequence[nn.Module], path: str) -> None:
-        self._modules, self._path = tuple(modules), path
-        self._sets: dict[tuple[int, ...], ExpertSet] = {}
-
-    def call_rows(self, which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> RowCall:
-        key = tuple(which)
-        if key not in self._sets:
-            if len(self._sets) == _MOST_SETS:
-                del self._sets[next(iter(self._sets))]
-            experts = [self._modules[each] for each in key]
-            self._sets[key] = ExpertSet(experts, keep_expert_dim=True, path=self._path)
-        return self._sets[key].call_rows(False, sizes_of_some(rows, range(len(key)), len(key)), x_RM)
 
 
 def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> CallRows:

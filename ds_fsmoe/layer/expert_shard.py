@@ -16,16 +16,160 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS
-from ds_fsmoe.layer.over_ranks import Origin, SumOverRanks
+from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS, ExpertPart
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.shard_functions import DIMS, ELEMENTWISE, METADATA, STATISTICS, SUMS, TRUTHS
 from ds_fsmoe.log import logger
+
+# ---- Lists torch's functions by what they do to the experts of a weight; names are without the underscores
+# around them
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+METADATA = _names(
+    "size dim stride numel nelement is_contiguous element_size storage_offset is_floating_point is_complex "
+    "get_device is_signed is_same_size untyped_storage data_ptr record_stream requires_grad retain_grad hash repr len "
+    "backward is_pinned is_shared is_inference has_names format new_zeros new_ones new_empty new_full new_tensor "
+    "result_type can_cast is_conj is_neg is_set_to has_compatible_shallow_copy_type"
+)
+"""Functions that tell what a tensor is, and not what is in it; without the underscores around their names."""
+ELEMENTWISE = _names(
+    "add iadd radd sub isub rsub subtract mul imul rmul multiply div idiv rdiv truediv itruediv rtruediv true_divide "
+    "divide floordiv ifloordiv floor_divide pow ipow rpow neg negative pos abs absolute sqrt rsqrt square exp log "
+    "log1p log2 sign sgn reciprocal clamp clamp_min clamp_max clip maximum minimum lerp addcmul addcdiv where "
+    "masked_fill eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not nan_to_num round floor ceil "
+    "trunc tanh sigmoid relu detach clone to type float half bfloat16 double cpu cuda contiguous type_as pin_memory "
+    "alias isclose copy fill zero zeros_like ones_like empty_like full_like invert and or xor"
+)
+"""Functions that handle each element by itself."""
+SUMS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "mse_loss"))
+TRUTHS = _names("any all count_nonzero allclose equal argmax argmin")
+"""Functions without a gradient."""
+STATISTICS = SUMS | TRUTHS | _names("max min amax amin std var prod median histc")
+"""Functions whose results are told apart from those of all experts by a warning, where no gradient is wanted."""
+DIMS = {
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), (1, 2)),
+    **dict.fromkeys(("chunk", "split"), (2,)),
+    **dict.fromkeys(("narrow", "select", "softmax", "cumsum"), (1,)),
+}
+"""Function -> which of its arguments name the dimensions that it handles; all others it leaves alone."""
+
+
+# ---- Puts a weight of experts together from all ranks, and adds values up over them, with exact gradients
+#
+# Every rank has a loss of its own, and the gradient wanted is that of their mean. What a rank's loss takes from other
+# ranks' experts has its gradient there, so the backward adds up over the ranks what each has found.
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Says of which weight a tensor is this rank's part."""
+
+    name: str
+    part: ExpertPart
+    group: dist.ProcessGroup
+    """The ranks that have the other parts."""
+    places: Callable[[], Sequence[int] | None] = lambda: None
+    """Tells where each expert lies among those of all ranks; ``None``: in the model's own order."""
+
+    @property
+    def times(self) -> int:
+        """How many times as many elements the whole weight has."""
+        shard = self.part.shard
+        return self.part.ep_size * (1 if shard is None or shard.dim is None else shard.count)
+
+    @property
+    def experts(self) -> list[int]:
+        """The numbers of this rank's experts, in the order in which they lie."""
+        places, own = self.places(), self.part.experts
+        return [*own] if places is None else [places.index(each) for each in own]
+
+    def said(self) -> str:
+        """Return the parameter and what of it is here, for messages."""
+        which = ", ".join(map(str, self.experts))
+        return f"{self.name} has experts {which} of {self.part.num_experts} on this rank"
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the whole of what each rank has, with experts in the model's own order. Collective."""
+        whole, places = joined_over_ranks(own, self.part, self.group), self.places()
+        return whole if places is None else self.part.in_order(whole, places)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what is whole."""
+        if (places := self.places()) is None:
+            return self.part.cut(whole)
+        inverse = sorted(range(len(places)), key=places.__getitem__)
+        return self.part.cut(self.part.in_order(whole, inverse))
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Adds up a tensor over ranks; so does its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _sum(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradient, ctx.group), None
+
+
+class WholeOfParts(torch.autograd.Function):
+    """Stands for a whole weight where a gradient is wanted; its backward gives each rank that of its part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parameter: torch.Tensor,
+        whole: torch.Tensor,
+        cut: Callable[[torch.Tensor], torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.cut, ctx.group = cut, group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.cut(_sum(gradient, ctx.group)).contiguous(), None, None, None
+
+
+@torch.no_grad()
+def joined_over_ranks(part: torch.Tensor, description: ExpertPart, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a whole weight, of which each rank of a group has a part. Collective over the group.
+
+    Args:
+        part: this rank's.
+        description: which part that is.
+        group: the ranks, in the order of the parts.
+    """
+    own = part.detach().contiguous()
+    parts = [torch.empty_like(own) for _ in range(description.num_parts)]
+    with waiting("all parts of a weight of experts"):
+        dist.all_gather(parts, own, group=group)
+    return description.join(parts)
+
+
+def _sum(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = value.clone(memory_format=torch.contiguous_format)
+    with waiting("the sum of a loss on weights of experts"):
+        dist.all_reduce(total, group=group)
+    return total
+
+
+# ---- Marks the weights of experts that are spread over ranks, so that a script cannot take this rank's part
+# for the whole
+
 
 TRUSTED = ("deepspeed", "ds_fsmoe")
 _PASSING_ON = frozenset(("torch", "copy", "copyreg", "functools", "contextlib", "_pickle", "pickle"))

@@ -12,19 +12,153 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
+from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.row_sizes import Block
-from ds_fsmoe.layer.dealt import HeldTable
+from ds_fsmoe.execution.row_sizes import RowBlock
 from ds_fsmoe.layer.expert_forms import CalledExperts, ExpertForm
+from ds_fsmoe.ops import Ops
+
+# ---- Sends rows to where experts are in one call of a layer in inference, where popular ones are on several
+# ranks
+#
+# Letters: E experts, G ranks of the EP group, P places, C copies of an expert at the most, K choices, S tokens.
+
+
+@dataclass(frozen=True)
+class HeldTable:
+    """Says which experts each rank holds in a call, the same on every rank.
+
+    Every rank has as many places as the one with most experts; those behind a rank's experts are empty. Place p is on
+    rank ``p // per_rank``.
+
+    Raises:
+        ValueError: a rank has no expert, or one twice; or an expert is nowhere.
+    """
+
+    experts_of_rank: tuple[tuple[int, ...], ...]
+    """The experts of each of G ranks, in the order of its places."""
+    num_experts: int
+    """E."""
+
+    def __post_init__(self) -> None:
+        present = set().union(*self.experts_of_rank)
+        if present != set(range(self.num_experts)):
+            raise ValueError(f"experts {sorted(present)}: must be each of 0..{self.num_experts - 1}")
+        for rank, experts in enumerate(self.experts_of_rank):
+            if not experts or len(set(experts)) < len(experts):
+                raise ValueError(f"rank {rank} holds experts {experts}: must be different ones, at least one")
+
+    @property
+    def per_rank(self) -> int:
+        """The places of a rank."""
+        return max(map(len, self.experts_of_rank))
+
+    @property
+    def num_places(self) -> int:
+        """P."""
+        return self.per_rank * len(self.experts_of_rank)
+
+    @cached_property
+    def copies_E(self) -> np.ndarray:
+        """[E]: the ranks that hold each expert."""
+        every = [expert for experts in self.experts_of_rank for expert in experts]
+        return np.bincount(every, minlength=self.num_experts)
+
+    @cached_property
+    def places_EC(self) -> np.ndarray:
+        """[E, C]: the places of each expert, rank by rank, again and again up to C."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for rank, experts in enumerate(self.experts_of_rank):
+            for index, expert in enumerate(experts):
+                found[expert].append(rank * self.per_rank + index)
+        most = max(map(len, found))
+        return np.array([(each * most)[:most] for each in found])
+
+    def load_of_ranks(self, rows_E: np.ndarray) -> np.ndarray:
+        """Return [G]: the rows of each rank, as each expert's are dealt out evenly.
+
+        Args:
+            rows_E: the rows of each expert.
+        """
+        rows = rows_E / self.copies_E
+        return np.array([rows[list(experts)].sum() for experts in self.experts_of_rank])
+
+    def staying(self, before: HeldTable) -> HeldTable:
+        """Return the same table with experts in the places that they had before, where they may stay there."""
+        return replace(self, experts_of_rank=tuple(map(_staying, self.experts_of_rank, before.experts_of_rank)))
+
+
+def _staying(experts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    stays = [each if each in experts else None for each in before[: len(experts)]]
+    stays += [None] * (len(experts) - len(stays))
+    come = iter(sorted(set(experts).difference(each for each in stays if each is not None)))
+    return tuple(next(come) if each is None else each for each in stays)
+
+
+def rows_of_experts(routing: Routing) -> torch.Tensor:
+    """Return [E] int64: the rows that a decision sends to each expert; nothing waits."""
+    expert_KS = _experts(routing).reshape(-1)
+    counts = expert_KS.new_zeros(routing.num_experts + 1)
+    return counts.scatter_add_(0, expert_KS, torch.ones_like(expert_KS))[:-1]
+
+
+def dealt(routing: Routing, rows_E: torch.Tensor, table: HeldTable, rank: int, ops: Ops) -> Routing:
+    """Return a decision about E experts as one about places, with one slot of each.
+
+    The rows of an expert that is on several ranks go to them in turn, token by token; each rank begins with another
+    one, so that the copies get equally many. Nothing waits for the device.
+
+    Args:
+        routing: the decision.
+        rows_E: what :func:`rows_of_experts` returns of it.
+        table: where experts are.
+        rank: this rank, in the order of the EP group.
+        ops: the operators to use.
+    """
+    expert_KS = _experts(routing)
+    places_EC = torch.from_numpy(table.places_EC).to(expert_KS.device)
+    most = places_EC.shape[1]
+    num_places = table.num_places
+    # One row more is for choices that are none.
+    places_EC = torch.cat([places_EC, places_EC.new_full((1, most), num_places)])
+    if most == 1:
+        place_KS = places_EC[:, 0][expert_KS]
+    else:
+        copies_E = torch.from_numpy(np.append(table.copies_E, 1)).to(expert_KS.device)
+        slots = max(1, expert_KS.numel())
+        numbered = ops.take_slots(expert_KS.contiguous(), table.num_experts, slots, None, "token")
+        number_KS = numbered.slots_KS - expert_KS * slots + rank
+        place_KS = places_EC[expert_KS, number_KS % copies_E[expert_KS]]
+    # A number that is none's, too large or too small, stays one, so that it is still found to be a fault; and so do
+    # counts that are too small.
+    place_KS = torch.where(routing.slots_KS < 0, -1, place_KS)
+    place_KS = torch.where(routing.slots_KS > routing.num_slots, num_places + 1, place_KS)
+    at = place_KS.reshape(-1).clamp(-1, num_places)
+    counts_P = at.new_zeros(num_places + 2).scatter_add_(0, at + 1, torch.ones_like(at))[1:-1]
+    counts_P = counts_P - (routing.counts_E < rows_E).any().long()
+    return replace(routing, slots_KS=place_KS, counts_E=counts_P, capacity=1, num_experts=num_places)
+
+
+def _experts(routing: Routing) -> torch.Tensor:
+    """Return [K, S]: the expert of each row, E for none."""
+    expert_KS = routing.slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
+    is_row_KS = (routing.slots_KS >= 0) & (routing.slots_KS < routing.num_slots)
+    return torch.where(is_row_KS, expert_KS, routing.num_experts)
+
+
+# ---- The experts that a rank holds for one call of a layer in inference, and how their weights come there
+
 
 Where = Literal["host", "home"]
 """Where weights are taken from: the memory of each host, or the ranks where experts are at home."""
@@ -70,22 +204,6 @@ class Room:
         return (num_experts if where == "host" else 0) * of_expert, (most if is_buffered else 0) * of_expert
 
 
-class HeldExperts(Protocol):
-    """The experts of this rank in one layer, by a table that changes from call to call."""
-
-    may_be_early: bool
-    """Whether :meth:`prepare` may be called outside of the layer's forward; the same on every rank."""
-
-    def arranged(self, table: HeldTable) -> HeldTable:
-        """Return the table with the places as they suit these experts."""
-
-    def prepare(self, table: HeldTable) -> None:
-        """Begin to have the experts of this table. Collective over the block where weights are fetched."""
-
-    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
-        """Return one call of the experts of the last table, without a backward."""
-
-
 class AllOnHost:
     """All experts, in memory in which they are computed.
 
@@ -96,6 +214,7 @@ class AllOnHost:
     """
 
     may_be_early = True
+    """Whether :meth:`prepare` may be called outside of the layer's forward; the same on every rank."""
 
     def __init__(self, form: ExpertForm, stacks: Mapping[str, torch.Tensor], rank: int) -> None:
         self._called, self._rank = form.called(stacks), rank
@@ -111,7 +230,7 @@ class AllOnHost:
 
     def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
         """Return one call of the experts of the last table."""
-        return self._called.call_rows(self._experts, rows, x_RM)
+        return self._called(self._experts, rows, x_RM)
 
 
 class Buffered:
@@ -124,7 +243,7 @@ class Buffered:
         room: the memory for them, its stacks filled, if there are any.
     """
 
-    def __init__(self, form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, room: Room) -> None:
+    def __init__(self, form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> None:
         stacks = room.stacks or None
         self._form, self._homes, self._block, self._stacks = form, homes, block, stacks
         self._rank = block.ep_index
@@ -172,7 +291,7 @@ class Buffered:
         self._finish()
         if self._called is None:
             self._called = self._form.called(self._buffers)
-        return self._called.call_rows(tuple(range(len(self._held))), rows, x_RM)
+        return self._called(tuple(range(len(self._held))), rows, x_RM)
 
     def _at_hand(self, name: str, expert: int) -> torch.Tensor | None:
         """Return a weight that need not be fetched."""
@@ -230,7 +349,7 @@ class Buffered:
 
 
 def gather_stacks(
-    stacks: Mapping[str, torch.Tensor], form: ExpertForm, homes: Sequence[Sequence[int]], block: Block
+    stacks: Mapping[str, torch.Tensor], form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock
 ) -> None:
     """Fill stacks with all experts' weights. Collective over the block. One expert of each rank travels at a time.
 
@@ -255,7 +374,11 @@ def computes_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, room: Room) -> HeldExperts:
+HeldExperts = AllOnHost | Buffered
+"""The experts of this rank in one layer, by a table that changes from call to call."""
+
+
+def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> HeldExperts:
     """Return the experts of a layer for inference. Collective over the block where there are stacks.
 
     Args:

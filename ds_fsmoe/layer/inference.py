@@ -23,10 +23,9 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.row_sizes import Block
-from ds_fsmoe.execution.wires import FULL
-from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
-from ds_fsmoe.layer.held_experts import HeldExperts, LateExperts
+from ds_fsmoe.execution.collectives import FULL
+from ds_fsmoe.execution.row_sizes import RowBlock
+from ds_fsmoe.layer.held_experts import HeldExperts, HeldTable, LateExperts, dealt, rows_of_experts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.ops import Ops
@@ -84,7 +83,7 @@ class InferenceLayer:
     label: str
     homes: tuple[tuple[int, ...], ...]
     """The experts at home on each of G ranks."""
-    block: Block
+    block: RowBlock
     ops: Ops
     held: HeldExperts
     experts: LateExperts

@@ -25,31 +25,25 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase, in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
-from ds_fsmoe.execution.chunking import cut
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.counts_exchange import CountsExchange
+from ds_fsmoe.execution.counts_exchange import CountsExchange, NodeExchange
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.node_exchange import NodeExchange
-from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
 from ds_fsmoe.execution.same_forward import Forward, Forwards
-from ds_fsmoe.execution.slot_chunks import SlotLayout
+from ds_fsmoe.execution.slot_chunks import SlotLayout, cut
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
-from ds_fsmoe.execution.token_cuts import TokenCuts, cuts_of
+from ds_fsmoe.execution.token_cuts import TokenCuts, token_cuts_of
 from ds_fsmoe.execution.unchunked import WholeExperts
-from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
-from ds_fsmoe.layer.node_routing import number_by_node
-from ds_fsmoe.layer.placed import Placed
+from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial, check_width, naming_widths
 from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
-from ds_fsmoe.layer.row_routing import number_rows, sends_rows
-from ds_fsmoe.layer.widths import check_width, naming_widths
-from ds_fsmoe.layer.without_engine import pipeline_without_engine
+from ds_fsmoe.layer.row_routing import Placed, number_by_node, number_rows_of_layer, sends_rows
+from ds_fsmoe.layer.runtime import pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
 
 Run = Callable[..., torch.Tensor]
-"""Sends rows to the experts and back, see :meth:`Pipeline.run`."""
+"""Sends rows to the experts and back, see :meth:`LayerPipeline.run`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def path_of_tokens(
     *,
     gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase],
     order: OrderBase,
-    pipeline: Pipeline,
+    pipeline: LayerPipeline,
     experts: ExpertSet | WholeExperts,
     group: dist.ProcessGroup | None,
     callbacks: Sequence[CallbackBase] = (),
@@ -161,7 +155,7 @@ def _through_slots(
     routing: RoutingBase,
     order: OrderBase,
     run: Run,
-    pipeline: Pipeline,
+    pipeline: LayerPipeline,
     duplicates: TensorParallelTokens | None,
 ) -> torch.Tensor:
     """Send all slots, [E, C] of them, empty or not; [S, M] to [S, M]."""
@@ -182,7 +176,7 @@ def _through_rows(
     routing: RoutingBase,
     order: OrderBase,
     run: Run,
-    pipeline: Pipeline,
+    pipeline: LayerPipeline,
     name: str,
     forward: Forward | None,
 ) -> torch.Tensor:
@@ -193,10 +187,10 @@ def _through_rows(
             "a Routing"
         )
     collectives = pipeline.collectives
-    cuts = cuts_of(*pipeline.degrees)
+    cuts = token_cuts_of(*pipeline.degrees)
     if collectives.nodes is not None:
         return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, forward)
-    numbered = number_rows(routing, cuts, order.ops)
+    numbered = number_rows_of_layer(routing, cuts, order.ops)
     counts = CountsExchange.begin(
         numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name, forward
     )
@@ -229,7 +223,7 @@ def _through_nodes(
 
 
 def _in_chunks(
-    routing: RoutingBase, pipeline: Pipeline, duplicates: TensorParallelTokens | None
+    routing: RoutingBase, pipeline: LayerPipeline, duplicates: TensorParallelTokens | None
 ) -> tuple[RoutingBase, int]:
     """Return the routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order puts
     rows where the routing says, so contiguous chunks cost no copy."""
@@ -338,7 +332,7 @@ class MOELayer(nn.Module):
         self.callbacks, self.group = tuple(callbacks), group
         self.return_stats, self.overlap, self.dispatch = return_stats, overlap, dispatch
         self._degrees, self._alltoall = degrees, alltoall_impl
-        self._running: tuple[Pipeline, ExpertSet] | None = None
+        self._running: tuple[LayerPipeline, ExpertSet] | None = None
         self._looked: set[bool] = set()
         self._forwards = Forwards("MOELayer")
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks modules of experts that were loaded with this rank's experts only and have no engine yet."""
+"""Marks modules of experts without an engine, and parameters that an engine has replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking, tensors_in
 from ds_fsmoe.layer.parts import LayerError
+
+# ---- Marks modules of experts that were loaded with this rank's experts only and have no engine yet
+
 
 _PART, _HANDLE = "fsmoe_loaded_part", "fsmoe_loaded_handle"
 
@@ -32,7 +37,7 @@ def loaded_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertPart]]:
             yield name, module, part
 
 
-def unmark(module: nn.Module) -> None:
+def unmark_loaded(module: nn.Module) -> None:
     """Let a marked module run: it has an engine."""
     if loaded_part(module) is not None:
         getattr(module, _HANDLE).remove()
@@ -48,3 +53,40 @@ def _refuse(module: nn.Module, inputs: Any) -> None:
             f"of {part.ep_size}, and no engine: give the model to ds_fsmoe.initialize before it runs, or load it whole "
             'within ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
         )
+
+
+# ---- Makes the use of a parameter an error that a model had before its experts were spread, or put together
+# again
+
+
+class ReplacedParameter(nn.Parameter):
+    """Stands for a parameter that a model had, and that is no parameter of it any more."""
+
+    fsmoe_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if asking() in TRUSTED or func.__name__ in ("__hash__", "__repr__"):
+                return func(*args, **(kwargs or {}))
+        found = next(each for each in tensors_in((*args, kwargs or {})) if isinstance(each, ReplacedParameter))
+        raise LayerError(
+            f"{found.fsmoe_name}: this parameter was looked up before ds_fsmoe.initialize() or ds_fsmoe.make_whole(), "
+            "which has put a new one in its place: look it up in the model again"
+        )
+
+
+def replace_all(replaced: Mapping[nn.Parameter, nn.Parameter], path: str, module: nn.Module) -> None:
+    """Let the use of parameters that a model no longer has be an error, and give their memory back.
+
+    Args:
+        replaced: new parameter -> the one that it replaces.
+        path: the path of a module that has the new ones.
+        module: that module.
+    """
+    for name, new in module.named_parameters():
+        if (old := replaced.get(new)) is not None:
+            old.data, old.grad = old.data.new_empty(0), None
+            old.fsmoe_name, old.__class__ = f"{path}.{name}", ReplacedParameter

@@ -22,7 +22,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from ds_fsmoe.components.gate import GateBase
-from ds_fsmoe.components.routing import Given, RoutingBase
+from ds_fsmoe.components.routing import ReplayedRouting, RoutingBase
 from ds_fsmoe.observing.instruments import Gate
 
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -33,14 +33,14 @@ class Tape:
     """Holds what layers decided in a checkpointed function, by layer, in the order of their calls."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Given | None]] = {}
+        self._kept: dict[int, list[ReplayedRouting | None]] = {}
         self._num_taken: dict[int, int] = {}
 
-    def keep(self, layer: int, given: Given | None) -> None:
+    def keep(self, layer: int, given: ReplayedRouting | None) -> None:
         """Keep the next decision of a layer."""
         self._kept.setdefault(layer, []).append(given)
 
-    def take(self, layer: int) -> Given | None:
+    def take(self, layer: int) -> ReplayedRouting | None:
         """Return the next decision of a layer in this run; ``None``: it kept none."""
         number = self._num_taken.get(layer, 0)
         self._num_taken[layer] = number + 1
@@ -86,20 +86,20 @@ def runs_again() -> bool:
     return bool(tapes) and any(is_again for _, is_again in tapes)
 
 
-def keep(layer: object, given: Given | None) -> None:
+def keep(layer: object, given: ReplayedRouting | None) -> None:
     """Keep what a layer decided for all functions around it that may run again."""
     for tape, is_again in _tapes.get():
         if not is_again:
             tape.keep(id(layer), given)
 
 
-def take(layer: object) -> Given | None:
+def take(layer: object) -> ReplayedRouting | None:
     """Return what a layer decided when the innermost function that runs again ran first."""
     tape = next((tape for tape, is_again in reversed(_tapes.get()) if is_again), None)
     return None if tape is None else tape.take(id(layer))
 
 
-def remembering(route: Gate, gate: Any, layer: object, given: Given | None) -> Gate:
+def remembering(route: Gate, gate: Any, layer: object, given: ReplayedRouting | None) -> Gate:
     """Return a layer's way to decide that goes by what is given, and is kept for functions that may run again.
 
     Args:

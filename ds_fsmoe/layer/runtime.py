@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstForwards
+from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.distributed import waits
@@ -19,14 +20,15 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import Layout, layout, world_size_now
-from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.execution.collectives import Collectives, Wires
+from ds_fsmoe.execution.counts_exchange import FAULTS, RoutingError
+from ds_fsmoe.execution.device_tables import HostCopy, is_capturing
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.execution.row_sizes import ALONE, Block
+from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.row_sizes import ALONE, RowBlock
 from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
-from ds_fsmoe.execution.wires import Wires
-from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
-from ds_fsmoe.layer.late_faults import LateFaults
+from ds_fsmoe.layer.parts import Exchange, exchange_in
 from ds_fsmoe.layer.recomputed import tape_torchs_functions
 from ds_fsmoe.layer.replay import Replay
 from ds_fsmoe.log import log_on_rank_0
@@ -34,9 +36,167 @@ from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.instruments import Check, Instrument
 from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.block import BlockPlan, Links
+from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.presets import BEST, preset
+
+# ---- Reports choices that are out of range where looking at them in the call would make the host wait for the
+# device
+#
+# A layer that exchanges nothing counts such a choice as none and goes on. What the device has found travels to the
+# host behind the forward, and is looked at with the engine's step; without a step at the next call that finds it
+# there, ``eval()``, ``train()`` or ``destroy()``. Several ranks share what forwards in training have found at their
+# common step, and raise together; in evaluation, where nothing is shared, each rank raises alone, as a call on a CPU
+# does.
+
+
+def refuse(path: str, fault: int, rank: int | None = None) -> None:
+    """Refuse choices that are out of range.
+
+    Args:
+        path: the path of the layer.
+        fault: see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`; 0: nothing is wrong.
+        rank: the rank that made them; without it this one.
+
+    Raises:
+        RoutingError: something is.
+    """
+    if fault:
+        if rank is None:
+            rank = dist.get_rank() if world_size_now() > 1 else 0
+        raise RoutingError(f"{path or 'an MoE layer'}: what the gate of rank {rank} returned: {FAULTS[fault]}")
+
+
+_MOST = 256
+"""The number of forwards of layers that may wait to be looked at."""
+
+
+class LateFaults:
+    """Holds what the layers of one engine have found and nobody has looked at yet."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, torch.Tensor, HostCopy]] = []
+        self._paths: tuple[str, ...] = ()
+        self._device = torch.device("cpu")
+        self._kept: dict[str, torch.Tensor] = {}
+        self._shared: list[HostCopy] = []
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether ranks share what forwards in training have found."""
+        return bool(self._paths)
+
+    def begin_sharing(self, paths: Iterable[str], device: torch.device) -> None:
+        """Share from now on what forwards in training find.
+
+        Args:
+            paths: the paths of the layers, the same on every rank.
+            device: the device of this rank.
+        """
+        self._paths, self._device = tuple(paths), device
+
+    def add(self, path: str, fault: torch.Tensor, in_training: bool) -> None:
+        """Keep what a forward has found, and look at what has arrived of earlier ones.
+
+        Args:
+            path: the path of the layer.
+            fault: a scalar on the device.
+            in_training: whether the layer is in training.
+
+        Raises:
+            RoutingError: an earlier forward had choices out of range.
+        """
+        if is_capturing():  # a graph would keep what this forward found, and nothing of its replays
+            return
+        if in_training and self.are_shared:
+            self._keep(path, fault)
+            return
+        self._look_at_own(waits=len(self._found) >= _MOST)
+        self._found.append((path, fault, HostCopy(fault)))
+
+    def share(self) -> None:
+        """Tell all ranks what was found since the last time. Collective where ranks share it.
+
+        Only the device waits for it, in :meth:`look` the host.
+        """
+        if not self.are_shared:
+            return
+        for path, fault, _ in self._found:
+            self._keep(path, fault)
+        self._found.clear()
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        faults_L = torch.stack([self._kept.pop(each, none).long() for each in self._paths])
+        # The largest of each layer names the rank it is of.
+        codes_L = torch.where(faults_L > 0, faults_L * dist.get_world_size() + dist.get_rank(), 0)
+        with waiting("choices out of range"):
+            dist.all_reduce(codes_L, op=dist.ReduceOp.MAX)
+        self._shared.append(HostCopy(codes_L))
+
+    def look(self) -> None:
+        """Look at what has been found, and wait for what has not arrived.
+
+        Raises:
+            RoutingError: a forward had choices out of range; if it was shared, on every rank.
+        """
+        shared, self._shared = self._shared, []
+        for copy in shared:
+            with waiting("choices out of range"):
+                codes = copy.wait().tolist()
+            for path, code in zip(self._paths, codes, strict=True):
+                fault, rank = divmod(code, dist.get_world_size())
+                refuse(path, fault, rank)
+        self._look_at_own(waits=True)
+
+    def look_at_all(self) -> None:
+        """Look at what has been found and will not be shared any more, at the end of the engine.
+
+        Raises:
+            RoutingError: a forward of this rank had choices out of range.
+        """
+        self._found += [(path, fault, HostCopy(fault)) for path, fault in self._kept.items()]
+        self._kept.clear()
+        self.look()
+
+    def _keep(self, path: str, fault: torch.Tensor) -> None:
+        earlier = self._kept.get(path)
+        self._kept[path] = fault if earlier is None else torch.maximum(earlier, fault)
+
+    def _look_at_own(self, waits: bool) -> None:
+        while self._found and (waits or self._found[0][2].has_arrived()):
+            path, _, copy = self._found.pop(0)
+            fault = int(copy.wait())
+            if fault:
+                self._found.clear()
+                refuse(path, fault)
+
+
+# ---- Runs layers that belong to no engine of ours
+
+
+def pipeline_without_engine(
+    alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
+) -> LayerPipeline:
+    """Return the pipeline of a layer that belongs to no engine of ours.
+
+    Args:
+        alltoall: the all-to-all.
+        group: the ranks that share the experts; ``None`` for this process alone.
+        lanes: the lanes that run tasks.
+        degrees: the numbers of chunks (forward, backward).
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
+    plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
+    if ranks == 1:
+        return LayerPipeline(lanes, Collectives(alltoall.exchange, None, None), *plans)
+    block = RowBlock(group, tuple((each, 0) for each in range(ranks)), dist.get_rank(group))
+    rows = alltoall.exchange_rows if alltoall.takes_rows else None
+    return LayerPipeline(lanes, Collectives(alltoall.exchange, group, None, exchange_rows=rows, block=block), *plans)
+
+
+# ---- Runs the layers of one engine: by the plan that a block asks for, on lanes and groups that all layers
+# share
 
 
 def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
@@ -59,7 +219,7 @@ def planned_links(block: FSMoEBlock) -> Links:
     return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
 
 
-def block_of(groups: FSMoEGroups) -> Block:
+def block_of(groups: FSMoEGroups) -> RowBlock:
     """Return the ranks that share the experts of a layer, as the exchange of counts needs them."""
     if groups.block_group is None:
         return ALONE
@@ -67,7 +227,7 @@ def block_of(groups: FSMoEGroups) -> Block:
     places = tuple(
         (layout.group_of("ep", each).index(each), layout.group_of("esp", each).index(each)) for each in ranks
     )
-    return Block(groups.block_group, places, ranks.index(groups.rank))
+    return RowBlock(groups.block_group, places, ranks.index(groups.rank))
 
 
 class LayerRuntime:
@@ -224,7 +384,7 @@ class LayerRuntime:
                 logging.WARNING,
             )
 
-    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
+    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> LayerPipeline:
         """Return the pipeline that runs one layer by a plan.
 
         Args:
@@ -251,7 +411,7 @@ class LayerRuntime:
             exchange.nodes,
             Wires(self.block.wires.dispatch, self.block.wires.combine),
         )
-        return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
+        return LayerPipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 
     def at_step(self, number: int) -> None:
         """Take note that optimizer step ``number`` is about to begin, or goes on."""

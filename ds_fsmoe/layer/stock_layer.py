@@ -8,13 +8,15 @@ their class: same Parameter objects, same state-dict names, every ``isinstance``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.experts import Experts as StockExperts
 from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.moe.sharded_moe import MOE_TIMER, TOPK_GATE_TIMER
 from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
@@ -23,16 +25,24 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.checks.no_door import warn_without_door
+from ds_fsmoe.components.expert_compute.autograd_call import buffers_kept
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.manual_ffn import runs_unobserved
+from ds_fsmoe.components.expert_compute.manual_ffn import is_observed, runs_unobserved
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
-from ds_fsmoe.components.routing import Given, Routing, RoutingBase
-from ds_fsmoe.components.stock_routes import StockMasks, StockRoutes, routing_of, stock_masks, stock_routes
+from ds_fsmoe.components.routing import (
+    ReplayedRouting,
+    Routing,
+    RoutingBase,
+    StockMasks,
+    StockRoutes,
+    routing_of,
+    stock_masks,
+    stock_routes,
+)
 from ds_fsmoe.distributed.groups import sizes_of_mpu
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
-from ds_fsmoe.layer.expert_container import is_like_stocks, whole_experts, why_called
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.opaque import OpaqueModule
@@ -43,6 +53,66 @@ from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+
+# ---- Handles the module ``deepspeed_moe.experts`` that holds a rank's experts, and says whether it must be
+# called itself
+#
+# DeepSpeed's own only hands each expert its rows, so our layer takes the experts out of it. Where a user has put
+# hooks on it, or replaced its forward or the module itself, it is called once with all rows.
+
+
+def is_like_stocks(container: nn.Module) -> bool:
+    """Return whether it computes what DeepSpeed's does: its class, or one that changes neither forward nor call."""
+    return (
+        isinstance(container, StockExperts)
+        and type(container).forward is StockExperts.forward
+        and type(container).__call__ is nn.Module.__call__
+        and "forward" not in vars(container)
+    )
+
+
+def why_called(container: nn.Module) -> str | None:
+    """Say why it has to be called itself, as the rest of a sentence about its layer; ``None`` if it need not be."""
+    if not is_like_stocks(container):
+        kind = type(container)
+        return f"its experts module is a {kind.__module__}.{kind.__qualname__}, which is called with all rows at once"
+    if is_observed(container):
+        return "hooks on its experts module are to see all rows at once, as in DeepSpeed"
+    return None
+
+
+def whole_experts(container: nn.Module, path: str) -> WholeExperts:
+    """Wrap the container of a layer, to be called once.
+
+    Args:
+        container: the container of the layer.
+        path: the path of the layer in the model.
+    """
+    name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__
+    again = partial(buffers_kept, container)
+    return WholeExperts(container, tuple(container.parameters()), name, again, is_like_stocks(container))
+
+
+def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
+    """Refuse to shard experts over several ranks where their module would be shown partial sums.
+
+    Args:
+        layers: name -> a ``deepspeed.moe.layer.MoE``.
+        esp_size: the ranks that share an expert.
+
+    Raises:
+        LayerError: the container has to be called; names the layer.
+    """
+    for name, layer in layers.items() if esp_size > 1 else ():
+        if reason := why_called(layer.deepspeed_moe.experts):
+            raise LayerError(
+                f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {reason}; with experts cut over {esp_size} "
+                "ranks there would be parts of sums to see: use 1"
+            )
+
+
+# ---- Implements the layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer
+
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
@@ -61,7 +131,7 @@ class FSMoEGate(StockTopKGate):
     needs_capacity: bool = True
     """Whether ranks have to agree on a capacity, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     takes_given: ClassVar[bool] = True
-    given: Given | None = None
+    given: ReplayedRouting | None = None
     """The choice to go by, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     _decided: Routing | None = None
 
@@ -158,7 +228,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         return self.fsmoe.label
 
     @property
-    def pipeline(self) -> Pipeline | None:
+    def pipeline(self) -> LayerPipeline | None:
         """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.layer.expert_checks import Finding, agreed, by_class, by_trial, worst_of
+from ds_fsmoe.layer.expert_checks import LawFinding, agreed, by_class, by_trial, worst_of
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.observing.step_timer import most_of
@@ -160,8 +160,8 @@ class Uncut:
             self._on_change()
 
 
-def _by_modules(layer: FSMoELayer) -> Finding:
+def _by_modules(layer: FSMoELayer) -> LawFinding:
     if reason := layer.why_called():
-        return Finding("called", reason)
+        return LawFinding("called", reason)
     experts = layer.local_experts()
-    return Finding() if experts is None else by_class(experts)
+    return LawFinding() if experts is None else by_class(experts)

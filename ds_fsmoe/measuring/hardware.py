@@ -9,147 +9,63 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
 NVIDIA_SMI_LIMIT_S = 10.0
 # A speed nobody knows: -1, also as an unsigned number.
-_NO_SPEED = (-1, 2**32 - 1)
+_NO_SPEED = (None, 0, -1, 2**32 - 1)
 # Interfaces that stay from one start to the next, though no device belongs to them: bonds, and eth0 in a container.
 _STEADY_NAMES = ("eth", "en", "ib", "bond", "team")
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface."""
+def link_lines(root: Path = ROOT, cuda: bool = True, ask_nvidia_smi: bool = False) -> list[str]:
+    """Return a line for each network interface, each InfiniBand port, and for the GPUs that this process sees.
 
-    name: str
-    kind: str
-    """``physical``, ``virtual`` or ``loopback``."""
-    state: str
-    """``up``, ``down``, ...; "" where it is not known."""
-    speed_mbits: int | None
-    """The speed that the interface itself reports; ``None``: not known."""
-    mtu_bytes: int | None
-    driver: str
-
-    def line(self) -> str:
-        """Return a readable description."""
-        speed = "speed unknown" if self.speed_mbits is None else f"{self.speed_mbits / 1e3:g} Gbit/s"
-        parts = (self.kind, self.state and f"is {self.state}", speed, self.mtu_bytes and f"mtu {self.mtu_bytes}")
-        return f"{self.name}: {', '.join([*filter(None, parts), *([self.driver] if self.driver else [])])}"
-
-
-@dataclass(frozen=True)
-class Port:
-    """A port of an InfiniBand or RoCE adapter."""
-
-    name: str
-    """Adapter and number, such as ``mlx5_0/1``."""
-    link: str
-    """``InfiniBand``, or ``Ethernet`` for RoCE."""
-    state: str
-    rate: str
-    """The speed, such as ``400 Gb/sec (4X NDR)``."""
-
-    def line(self) -> str:
-        """Return a readable description."""
-        return f"{self.name}: {', '.join(filter(None, (self.link, self.rate, self.state)))}"
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs that this process sees."""
-
-    names: tuple[str, ...]
-    peers: tuple[tuple[int, ...], ...]
-    """For each GPU, the GPUs whose memory it can access directly."""
-    nvlink_gb_s: tuple[float, ...] = ()
-    """The bandwidth of all NVLinks of each GPU together, one way; empty if not asked for or without NVLinks."""
-
-    def lines(self) -> list[str]:
-        """Return a readable description."""
-        counts = {name: self.names.count(name) for name in self.names}
-        found = [f"GPUs: {', '.join(f'{count} x {name}' for name, count in counts.items())}"]
-        if len(self.names) > 1:
-            alone = [str(i) for i, peers in enumerate(self.peers) if len(peers) < len(self.names) - 1]
-            reach = (
-                f"{', '.join(alone)} cannot reach the memory of all others"
-                if alone
-                else "all reach each other's memory"
-            )
-            found.append(f"GPUs: {reach}")
-        if self.nvlink_gb_s:
-            found.append(f"NVLink: {', '.join(f'{each:g}' for each in dict.fromkeys(self.nvlink_gb_s))} GB/s per GPU")
-        return found
-
-
-@dataclass(frozen=True)
-class LinkFacts:
-    """The links of one host."""
-
-    interfaces: tuple[Interface, ...]
-    ports: tuple[Port, ...]
-    gpus: Gpus | None = None
-
-    def lines(self) -> list[str]:
-        """Short, to be read; loopback and what is virtual and comes and goes is left out."""
-        network = [each.line() for each in self.interfaces if _is_steady(each)]
-        return [*network, *(each.line() for each in self.ports), *(self.gpus.lines() if self.gpus else ())]
-
-
-def link_facts(root: Path = ROOT, cuda: bool = True, ask_nvidia_smi: bool = False) -> LinkFacts:
-    """Read them. Never raises: what cannot be read is not known.
+    Loopback is left out, and what is virtual and comes and goes. Never raises: what cannot be read is not known.
 
     Args:
         root: under which ``sys/class`` is; for tests.
         cuda: whether to ask torch for GPUs; that begins to use them.
         ask_nvidia_smi: whether to ask it for NVLinks, which takes a second.
     """
-    gpus = _gpus(_nvlink_gb_s() if ask_nvidia_smi else ()) if cuda else None
-    return LinkFacts(tuple(_interfaces(root / "sys/class/net")), tuple(_ports(root / "sys/class/infiniband")), gpus)
+    network = filter(None, map(_interface, _entries(root / "sys/class/net")))
+    gpus = _gpus(_nvlink_gb_s() if ask_nvidia_smi else ()) if cuda else []
+    return [*network, *_ports(root / "sys/class/infiniband"), *gpus]
 
 
 # ---- network
 
 
-def _is_steady(interface: Interface) -> bool:
-    return interface.kind == "physical" or (interface.kind == "virtual" and interface.name.startswith(_STEADY_NAMES))
+def _interface(at: Path) -> str | None:
+    """Return the line of an interface; ``None`` where there is none, or one that does not stay.
 
-
-def _interfaces(folder: Path) -> list[Interface]:
-    return [_interface(each) for each in _entries(folder) if _text(each / "mtu")]
-
-
-def _interface(at: Path) -> Interface:
-    # A device of its own, or the kernel's making. ARPHRD_LOOPBACK is 772.
-    kind = "loopback" if _text(at / "type") == "772" else "physical" if (at / "device").exists() else "virtual"
+    Args:
+        at: its folder.
+    """
+    mtu_bytes, name, is_device = _number(at / "mtu"), at.name, (at / "device").exists()
+    # ARPHRD_LOOPBACK is 772.
+    if mtu_bytes is None or _text(at / "type") == "772" or not (is_device or name.startswith(_STEADY_NAMES)):
+        return None
+    state, speed_mbits = _text(at / "operstate").replace("unknown", ""), _number(at / "speed")
+    speed = "speed unknown" if speed_mbits in _NO_SPEED else f"{speed_mbits / 1e3:g} Gbit/s"
     kinds = re.search(r"^DEVTYPE=(\w+)$", _text(at / "uevent"), re.MULTILINE)
-    speed = _number(at / "speed")
-    return Interface(
-        at.name,
-        kind,
-        _text(at / "operstate").replace("unknown", ""),
-        None if speed in (*_NO_SPEED, 0) else speed,
-        _number(at / "mtu"),
-        _link_name(at / "device" / "driver") or (kinds[1] if kinds else ""),
-    )
+    driver = _link_name(at / "device" / "driver") or (kinds[1] if kinds else "")
+    parts = ("physical" if is_device else "virtual", state and f"is {state}", speed, f"mtu {mtu_bytes}", driver)
+    return f"{name}: {', '.join(filter(None, parts))}"
 
 
-def _ports(folder: Path) -> list[Port]:
-    return [
-        Port(
-            f"{adapter.name}/{port.name}",
-            _text(port / "link_layer"),
-            # Such as "4: ACTIVE".
-            _text(port / "state").partition(":")[2].strip().lower(),
-            _text(port / "rate"),
-        )
-        for adapter in _entries(folder)
-        for port in _entries(adapter / "ports")
-    ]
+def _ports(folder: Path) -> list[str]:
+    """Return a line for each port of an InfiniBand or RoCE adapter."""
+    found = []
+    for adapter in _entries(folder):
+        for port in _entries(adapter / "ports"):
+            state = _text(port / "state").partition(":")[2].strip().lower()  # such as "4: ACTIVE"
+            parts = (_text(port / "link_layer"), _text(port / "rate"), state)
+            found.append(f"{adapter.name}/{port.name}: {', '.join(filter(None, parts))}")
+    return found
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -178,18 +94,26 @@ def _link_name(path: Path) -> str:
 # ---- GPUs
 
 
-def _gpus(nvlink_gb_s: Sequence[float]) -> Gpus | None:
+def _gpus(nvlink_gb_s: Sequence[float]) -> list[str]:
+    """Return lines about the GPUs, and about the bandwidth of all NVLinks of each together, one way."""
     try:
         import torch
 
         if not torch.cuda.is_available():
-            return None
+            return []
         numbers = range(torch.cuda.device_count())
         reach = torch.cuda.can_device_access_peer
-        peers = tuple(tuple(b for b in numbers if a != b and reach(a, b)) for a in numbers)
-        return Gpus(tuple(torch.cuda.get_device_name(each) for each in numbers), peers, tuple(nvlink_gb_s))
+        alone = [str(a) for a in numbers if not all(reach(a, b) for b in numbers if b != a)]
+        counts = Counter(torch.cuda.get_device_name(each) for each in numbers)
     except (ImportError, RuntimeError, AssertionError):  # no torch, or a driver that does not answer
-        return None
+        return []
+    found = [f"GPUs: {', '.join(f'{count} x {name}' for name, count in counts.items())}"]
+    if len(numbers) > 1:
+        cannot = f"{', '.join(alone)} cannot reach the memory of all others"
+        found.append(f"GPUs: {cannot}" if alone else "GPUs: all reach each other's memory")
+    if nvlink_gb_s:
+        found.append(f"NVLink: {', '.join(f'{each:g}' for each in dict.fromkeys(nvlink_gb_s))} GB/s per GPU")
+    return found
 
 
 def _nvlink_gb_s() -> tuple[float, ...]:

@@ -20,12 +20,16 @@ from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import find_topology, rank_now, sizes_that_divide, world_size_now
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.measuring.cache import write_measurements
-from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.fingerprint import Fingerprint, cluster_fingerprint, source_of
-from ds_fsmoe.measuring.hardware import link_facts
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
-from ds_fsmoe.measuring.microbenchmarks import ProfileNames
+from ds_fsmoe.measuring.cache import (
+    Fingerprint,
+    Measurements,
+    Measuring,
+    cluster_fingerprint,
+    source_of,
+    write_measurements,
+)
+from ds_fsmoe.measuring.cluster_profile import ProfileNames, profile_cluster
+from ds_fsmoe.measuring.hardware import link_lines
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.measured import Timing
@@ -110,7 +114,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
             write_measurements(out, fingerprint, known, cluster)
         except OSError as error:
             raise MeasuringError(f"{out} cannot be written: {error}") from error
-        facts = fingerprint["links"] | {_host_of_rank_0(fingerprint): link_facts(ask_nvidia_smi=True).lines()}
+        facts = fingerprint["links"] | {_host_of_rank_0(fingerprint): link_lines(ask_nvidia_smi=True)}
         timings = {each: known.timings[names.of(each)] for each in names.operations}
         return Result(cluster, timings, facts, time.perf_counter() - start_s)
 

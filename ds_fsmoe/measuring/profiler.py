@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.execution.call import ExpertCall
-from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.execution.call import CallOnSlots
+from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
-from ds_fsmoe.execution.pipeline import CallSizes, Experts
+from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
-from ds_fsmoe.measuring.contention import slowdowns
-from ds_fsmoe.measuring.link_times import prepared
-from ds_fsmoe.measuring.measurements import Measuring
-from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
+from ds_fsmoe.measuring.cache import Measuring
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, slowdowns
 from ds_fsmoe.planning.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -37,17 +37,161 @@ from ds_fsmoe.planning.measured import (
     Slowdowns,
     Timing,
 )
-from ds_fsmoe.planning.schedule import (
-    HOLD,
-    Lane,
-    Schedule,
-)
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, HOLD, Lane, Schedule
+
+# ---- What the collectives of layers cost: each is timed once, however many layers share its ranks, in every
+# way that there is to do it
+
+
+Reduces = tuple[tuple[float, ReduceMethod], ...]
+"""The ways to reduce; see :attr:`Collectives.reduces`."""
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """The times of several layers' collectives, by :meth:`ProfiledLayer.link_name`."""
+
+    timings: Mapping[str, Timing]
+    reduces: Mapping[str, Reduces]
+    """The fastest way to reduce-scatter, by size."""
+
+
+def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkTimes:
+    """Time every collective of these layers. Collective.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    uses: dict[str, list[tuple[str, ProfiledLayer]]] = {}
+    for subject in subjects:
+        for name in subject.links:
+            uses.setdefault(subject.link_name(name), []).append((name, subject))
+    timings: dict[str, Timing] = {}
+    reduces: dict[str, Reduces] = {}
+    for full_name, users in uses.items():
+        name, subject = users[0]
+        sizes_bytes = _sizes_bytes([user.link_bytes(each) for each, user in users])
+        methods = _methods(subject.collectives) if name == REDUCE_SCATTER else ()
+        if len(methods) < 2:
+            timings[full_name] = _time(measuring, full_name, name, subject, subject.collectives, sizes_bytes)
+            continue
+        found: dict[ReduceMethod, Timing] = {}
+        for method in methods:
+            collectives = replace(subject.collectives, reduces=((0.0, method),))
+            try:
+                of_method = f"{full_name} by {method}"
+                found[method] = _time(measuring, of_method, name, subject, collectives, sizes_bytes)
+            except MeasuringError:
+                # On every rank: not each backend has it for each type.
+                if method == methods[0]:
+                    raise
+        reduces[full_name], timings[full_name] = fastest(found)
+    return LinkTimes(timings, reduces)
+
+
+def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
+    """Return the best of several ways, with at most one change between them as messages grow, and its times."""
+    names = list(found)
+    sizes = found[names[0]].sizes
+    best_ms, best = float("inf"), (0, names[0], names[0])
+    for place in range(len(sizes)):
+        for small in names if place else names[:1]:
+            for large in names:
+                ways = [small] * place + [large] * (len(sizes) - place)
+                # A way counts by how much longer it takes, at a small size as much as at a large one.
+                total = sum(
+                    found[way].times_ms[i] / max(1e-9, min(each.times_ms[i] for each in found.values()))
+                    for i, way in enumerate(ways)
+                )
+                if total < best_ms:
+                    best_ms, best = total, (place, small, large)
+    place, small, large = best
+    times_ms = (*found[small].times_ms[:place], *found[large].times_ms[place:])
+    least_ms = (*found[small].least_ms[:place], *found[large].least_ms[place:])
+    rule: Reduces = ((0.0, large),) if small == large or not place else ((0.0, small), (sizes[place], large))
+    return rule, Timing(found[large].unit, sizes, times_ms, least_ms=least_ms)
+
+
+def prepared(
+    subject: ProfiledLayer, name: str, collectives: Collectives, device: torch.device
+) -> tuple[Prepare, int, dist.ProcessGroup | None]:
+    """Return what prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean counts.
+
+    The second part of an all-to-all in two needs what the first one gives, so making it ready communicates.
+    """
+    exchanging, sharing = collectives.num_exchanging, collectives.num_sharing
+    width, dtype = subject.sizes.width, subject.sizes.dtype
+    blocks = {ALL_GATHER: 1, REDUCE_SCATTER: sharing}.get(name, exchanging)
+    group = collectives.esp_group if name in (ALL_GATHER, REDUCE_SCATTER) else collectives.ep_group
+    nodes = collectives.nodes
+    if nodes is not None and name in (IN_NODES, BETWEEN_NODES):
+        is_inside = name == IN_NODES
+        blocks = nodes.per_node if is_inside else nodes.num_nodes
+        send = nodes.exchange_inside if is_inside else nodes.exchange_between
+        row_bytes = blocks * width * dtype.itemsize
+
+        def prepare_level(rows: int) -> Callable[[], object]:
+            x_RM = torch.randn(blocks * rows, width, device=device).to(dtype)
+            each, order = [rows] * blocks, torch.arange(blocks * rows, device=device)
+            # Inside a node rows are copied before they travel, or added up when they have.
+            return lambda: send(x_RM.index_select(0, order) if is_inside else x_RM, each, each)
+
+        # Between nodes the groups of all places share the ports of the same nodes. Which of them is through first is
+        # another one each time, and in a step they make up for each other: the mean over all of them counts.
+        return prepare_level, row_bytes, nodes.inside if is_inside else group
+
+    def prepare(rows: int) -> Callable[[], object]:
+        x_BcM = torch.randn(blocks, rows, width, device=device).to(dtype)
+        if name == ALL_GATHER:
+            return lambda: collectives.gather(x_BcM.unsqueeze(1))
+        if name == REDUCE_SCATTER:
+            return lambda: collectives.reduce(x_BcM.unsqueeze(1))
+        return collectives.ready(A2A_IN_NODE if name == IN_NODES else A2A_IN, x_BcM)
+
+    counted = sharing if name in (ALL_GATHER, REDUCE_SCATTER) else exchanging
+    return prepare, counted * width * dtype.itemsize, group
+
+
+def _time(
+    measuring: Measuring,
+    full_name: str,
+    name: str,
+    subject: ProfiledLayer,
+    collectives: Collectives,
+    sizes_bytes: Sequence[int],
+) -> Timing:
+    device = measuring.watch.device
+    prepare, row_bytes, group = prepared(subject, name, collectives, device)
+    rows = sorted({max(1, size // row_bytes) for size in sizes_bytes})
+    while len(rows) < 4:
+        rows.append(2 * rows[-1])
+    up_to = f"{full_name}, up to {rows[-1] * row_bytes} bytes"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        return measuring.timing(up_to, "byte", rows, float(row_bytes), prepare, group)
+
+
+def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
+    """Return the sizes from the largest down to a chunk of the smallest, by halves; at least six."""
+    sizes, smallest = [max(wanted_bytes)], min(wanted_bytes) // 32
+    while len(sizes) < 6 or (sizes[-1] > smallest and len(sizes) < 10):
+        sizes.append(max(1, sizes[-1] // 2))
+    return sizes
+
+
+def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
+    # Wires of their own way to reduce have no choice.
+    return REDUCE_METHODS if type(collectives).reduce is Collectives.reduce else ()
+
+
+# ---- This module times the tasks of a layer's plan, each alone, on the groups, types and device that it runs
+# on
+
 
 _HOST_RUNS = 8
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProfiledLayer:
     """One layer, as it was called."""
 
     name: str
@@ -55,7 +199,7 @@ class Subject:
     kind: str
     """The text that is the same for equal layers, which are measured once."""
     collectives: Collectives
-    experts: Experts
+    experts: LayerExperts
     num_local_experts: int
     """The number of this rank's experts, e."""
     num_weights: int
@@ -119,8 +263,8 @@ def measured_slots(capacity: int) -> list[int]:
     return found
 
 
-def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Schedule) -> LayerProfile:
-    """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.measuring.link_times`.
+def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule: Schedule) -> LayerProfile:
+    """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.measuring.profiler`.
 
     Collective; random numbers and buffers are left as they were.
 
@@ -149,7 +293,9 @@ def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Sche
     return LayerProfile(operations, task_ms, bool(drew))
 
 
-def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: Callable[[str], Lane]) -> Slowdowns:
+def slowdowns_of(
+    measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, lane_of: Callable[[str], Lane]
+) -> Slowdowns:
     """Measure how much a layer's traffic and computation slow each other down. Collective.
 
     Args:
@@ -181,14 +327,14 @@ def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: 
 
 
 _Work = Callable[[], object]
-_Body = Callable[[ExpertCall, int, torch.Tensor], _Work]
+_Body = Callable[[CallOnSlots, int, torch.Tensor], _Work]
 """A function from a finished forward call, its slots and a gradient of its results to the work to time."""
 
 
 class _Computations:
     """The computations of experts on made-up rows."""
 
-    def __init__(self, device: torch.device, subject: Subject, draws: _Draws) -> None:
+    def __init__(self, device: torch.device, subject: ProfiledLayer, draws: _Draws) -> None:
         self._device = device
         self._subject = subject
         self._draws = draws
@@ -212,7 +358,7 @@ class _Computations:
         shape = ranks, self._subject.num_local_experts, slots, sizes.width
         return torch.randn(*shape, device=self._device).to(sizes.dtype)
 
-    def _call(self, same_cuts: bool = True) -> ExpertCall:
+    def _call(self, same_cuts: bool = True) -> CallOnSlots:
         with self._subject.surroundings():
             return self._subject.experts.call(True, same_cuts=same_cuts, recompute=self._subject.recompute)
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.execution.call import GradientSlice
+from ds_fsmoe.execution.call import SliceToReduce
 from ds_fsmoe.execution.lanes import Observer, Together
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
-from ds_fsmoe.execution.pipeline import Experts, Pipeline
+from ds_fsmoe.execution.pipeline import LayerExperts, LayerPipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.files.runs import TRACE
 from ds_fsmoe.observing.instruments import Instrument, LayerCall
-from ds_fsmoe.observing.predicted import Predictor, Predictors, Predicts
+from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor, Predictors
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.call_shape import CallShape
@@ -57,7 +57,7 @@ _KINDS_OF_GROUP = {
 }
 
 
-def trace_folder(block: FSMoEBlock) -> Path:
+def folder_of_trace(block: FSMoEBlock) -> Path:
     """Return where ranks write their traces: the block's folder, or else beside the run's record, if there is one."""
     if block.record.dir is None or "path" in block.trace.model_fields_set:
         return Path(block.trace.path)
@@ -70,7 +70,7 @@ class CallObserver:
 
     tracer: Tracer | None = None
     clock: StepClock | None = None
-    predictor: Predictor | Predicts | None = None
+    predictor: Predictor | MeasuredPredictor | None = None
     """The predictor of all layers, for the trace."""
     predictors: Predictors = dict
     """Predictors of layers from what was measured here: for the trace where there is no other."""
@@ -86,7 +86,7 @@ class CallObserver:
         trace, tracer = block.trace, None
         if trace.enabled:
             rank = dist.get_rank() if world_size_now() > 1 else 0
-            tracer = Tracer(trace_folder(block), rank, trace.start_step, trace.num_steps, device)
+            tracer = Tracer(folder_of_trace(block), rank, trace.start_step, trace.num_steps, device)
         clock = StepClock(device) if block.autotune.enabled else None
         return cls(tracer, clock, None if tracer is None or trace.cluster is None else Predictor(trace.cluster))
 
@@ -95,7 +95,7 @@ class CallObserver:
         """The instruments that are to be shown the calls of layers."""
         return () if self.tracer is None and self.clock is None else (self.watch,)
 
-    def meet(self, pipeline: Pipeline, groups: FSMoEGroups) -> None:
+    def meet(self, pipeline: LayerPipeline, groups: FSMoEGroups) -> None:
         """Take note of the groups of a layer.
 
         Raises:
@@ -122,7 +122,7 @@ class CallObserver:
         call.pipeline = replace(call.pipeline, window=window).watched(of_call, of_call.called)
 
 
-def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallShape:
+def call_sizes(at: CalledWith, experts: LayerExperts | WholeExperts) -> CallShape:
     """Return the sizes of what a call moves and multiplies."""
     matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
     products = len(matrices), sum(matrices)
@@ -138,7 +138,7 @@ class _MeasuredWindow:
         self.tasks, self.send, self.close = window.tasks, window.send, window.close
         self.slices_bytes: tuple[int, ...] = ()
 
-    def open(self, label: str) -> Sequence[GradientSlice]:
+    def open(self, label: str) -> Sequence[SliceToReduce]:
         parcels = self._window.open(label)
         flats = self._window.flats
         self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)
@@ -150,14 +150,14 @@ class _OfCall(Observer):
     """Tells the tracer and the clock of one call, and gives them what is needed to predict each run ahead of it."""
 
     asked: CallObserver
-    pipeline: Pipeline
-    experts: Experts | WholeExperts
+    pipeline: LayerPipeline
+    experts: LayerExperts | WholeExperts
     window: _MeasuredWindow | None
     clock: StepClock | None
     tracer: Tracer | None
 
     def called(self, at: CalledWith) -> None:
-        self.sizes = sizes_of(at, self.experts)
+        self.sizes = call_sizes(at, self.experts)
 
     def of_run(self, schedule: Schedule, label: str) -> Observer:
         of, sizes, listeners = self.pipeline.label, self.sizes, []

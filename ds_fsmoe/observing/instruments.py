@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.routing import RoutingBase
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 
 Gate = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase]
@@ -37,7 +37,7 @@ class LayerCall:
     capacity_group: dist.ProcessGroup | None
     """The ranks that must have as many slots as this one; ``None`` for this rank alone."""
     gate: Gate
-    pipeline: Pipeline
+    pipeline: LayerPipeline
     experts: ExpertSet | WholeExperts
     """The experts of this rank, in the form in which they are called."""
     local_experts: ExpertSet | None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
 
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
@@ -25,31 +24,11 @@ from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Contention, Timeline
 from ds_fsmoe.planning.workload import AllToAll, kind_costs
 
-if TYPE_CHECKING:
-    pass
-
-
 _MOST_KEPT = 256
 """The most timelines kept for one kind of layer, one for each set of call sizes."""
 
 
-class Predicts(Protocol):
-    """Predicts how long phases of a layer take."""
-
-    def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
-        """Predict one phase of one call.
-
-        Args:
-            schedule: the tasks of the plan that are run, with the gradients that travel with them.
-            plan: the plan of the phase.
-            shape: the sizes of the call.
-
-        Raises:
-            ValueError: a number is missing.
-        """
-
-
-Predictors = Callable[[], Mapping[str, Predicts]]
+Predictors = Callable[[], Mapping[str, "MeasuredPredictor"]]
 """Returns label of a layer -> predictor of its phases as of now; empty before anything has been measured."""
 
 
@@ -85,7 +64,7 @@ class Predictor:
         return self._predictors[key]
 
     def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
-        """See :class:`Predicts`."""
+        """See :meth:`MeasuredPredictor.timeline`."""
         return self.of(plan.groups, plan.alltoall).timeline(schedule, plan, shape)
 
 
@@ -105,7 +84,16 @@ class MeasuredPredictor:
     _timelines: dict[tuple, Timeline] = field(default_factory=dict)
 
     def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
-        """See :class:`Predicts`."""
+        """Predict one phase of one call.
+
+        Args:
+            schedule: the tasks of the plan that are run, with the gradients that travel with them.
+            plan: the plan of the phase.
+            shape: the sizes of the call.
+
+        Raises:
+            ValueError: a number is missing.
+        """
         key = schedule, plan, shape
         if key not in self._timelines:
             if len(self._timelines) >= _MOST_KEPT:  # a capacity that follows the tokens

@@ -12,15 +12,18 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -29,14 +32,155 @@ from ds_fsmoe.distributed import waits
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.lanes import Lanes
 from ds_fsmoe.files.whole_files import new_file
-from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing.clock import HOST, Clock
-from ds_fsmoe.observing.deepspeeds_waits import DeepSpeedsWaits
-from ds_fsmoe.observing.exit_hooks import TERMINATED_STATUS
-from ds_fsmoe.observing.other_ranks import OtherRanks, said
+from ds_fsmoe.observing.other_ranks import DeepSpeedsWaits, PeerReports, said_of_peers
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
 from ds_fsmoe.untrusted import read_regular
+
+# ---- Listens for the end of this process: an error that nobody catches, and SIGTERM, also while it is in a
+# collective
+
+
+TERMINATED_STATUS = 128 + signal.SIGTERM
+"""The exit status, as shells count, of a process that got SIGTERM while stuck outside of Python."""
+
+# How long the main thread has to end the process itself, once SIGTERM has been reported.
+_MAIN_LIMIT_S = 1.0
+
+
+_hooks: _Hooks | None = None
+
+
+def attend(listener: Watchdog) -> None:
+    """Tell a listener when the process ends."""
+    global _hooks
+    if _hooks is None:
+        _hooks = _Hooks()
+    _hooks.listeners.append(listener)
+    _hooks.take_sigterm()
+
+
+def attending() -> tuple[Watchdog, ...]:
+    """Return the listeners that are told."""
+    return () if _hooks is None else tuple(_hooks.listeners)
+
+
+def stop_attending(listener: Watchdog) -> None:
+    """Stop telling a listener; the last one to leave restores what was taken over."""
+    global _hooks
+    if _hooks is not None and listener in _hooks.listeners:
+        _hooks.listeners.remove(listener)
+        # Elsewhere they stay, pass everything on, and serve the next listener.
+        if not _hooks.listeners and _in_main_thread():
+            _hooks.give_back()
+            _hooks = None
+
+
+def _forget_in_child() -> None:
+    """Forget the listeners in a forked process, such as a data loader: its errors and its SIGTERM are its own.
+
+    It has our pipe too, so that without this its SIGTERM would look like one of this process.
+    """
+    global _hooks
+    if _hooks is not None:
+        _hooks.listeners.clear()
+        _hooks.give_back(in_child=True)
+        _hooks = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class _Hooks:
+    """Takes over ``sys.excepthook`` and SIGTERM for all listeners of the process. Other code may take them over from us
+    meanwhile and call ours; so ours keep working after the end, and only pass on."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Watchdog] = []
+        self._old_excepthook = sys.excepthook
+        self._old_sigterm: Any = None
+        self._pipe: tuple[int, int] | None = None
+        self._is_reported = False
+        sys.excepthook = self._on_error
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):  # ending it by hand is no error
+            for listener in tuple(self.listeners):
+                listener.failed(error)
+        self._old_excepthook(kind, error, trace)
+
+    def take_sigterm(self) -> None:
+        """Take over SIGTERM. Python's handlers run in the main thread, and not while it sits in a collective. But the
+        interpreter also writes the signal's number into a pipe at once, and a thread waits for that."""
+        if self._pipe is not None or not _in_main_thread():
+            return
+        old = signal.getsignal(signal.SIGTERM)
+        if old is None or old is signal.SIG_IGN:
+            return
+        if (taken := signal.set_wakeup_fd(-1)) != -1:
+            signal.set_wakeup_fd(taken)
+            return
+        out, into = os.pipe()
+        os.set_blocking(into, False)
+        signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+        self._pipe, self._old_sigterm = (out, into), old
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        threading.Thread(target=self._await_sigterm, args=(out,), name="fsmoe-sigterm", daemon=True).start()
+
+    def _await_sigterm(self, out: int) -> None:
+        while 0 not in (numbers := os.read(out, 64)):
+            if signal.SIGTERM not in numbers or self._is_reported:
+                continue
+            for listener in tuple(self.listeners):
+                listener.terminated()
+            self._is_reported = True
+            if self._old_sigterm is signal.SIG_DFL:
+                # The main thread does it by the signal itself, so that others see what it was; if it can.
+                time.sleep(_MAIN_LIMIT_S)
+                os._exit(TERMINATED_STATUS)
+        os.close(out)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self.listeners and self._pipe is not None:
+            with suppress(OSError):  # someone else may have the interpreter's pipe by now
+                os.write(self._pipe[1], bytes([number]))
+            until_s = time.monotonic() + sum(each.limit_s for each in self.listeners) + _MAIN_LIMIT_S
+            # No lock: this has interrupted the main thread anywhere, in the same place too.
+            while not self._is_reported and time.monotonic() < until_s:
+                time.sleep(0.01)
+        if callable(self._old_sigterm):
+            self._old_sigterm(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def give_back(self, in_child: bool = False) -> None:
+        """Restore what is still ours; in the main thread."""
+        if sys.excepthook == self._on_error:
+            sys.excepthook = self._old_excepthook
+        if self._pipe is None:
+            return
+        (out, into), self._pipe = self._pipe, None
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._old_sigterm)
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in (-1, into):
+            signal.set_wakeup_fd(taken)
+        if in_child:
+            os.close(out)  # the thread is the parent's, and so is the other end
+        else:
+            os.write(into, bytes([0]))
+        os.close(into)
+
+
+def _in_main_thread() -> bool:
+    """Return whether this is the main thread, where signals can be taken over and restored."""
+    return threading.current_thread() is threading.main_thread()
+
+
+# ---- Says what each rank was doing when a job goes wrong: it hangs, it fails, or it is told to end
+
 
 __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
 
@@ -130,7 +274,7 @@ class Watchdog:
         self._seen_progress: _Progress | None = None
         self._answer: tuple[bool, _Progress] = False, {}
         self._asking: threading.Thread | None = None
-        self._others = OtherRanks(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
+        self._others = PeerReports(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
         self._states: list[str] = []
         self._deepspeeds = DeepSpeedsWaits()
         self._waited: dict[int, tuple[waits.waiting, float]] = {}
@@ -138,9 +282,9 @@ class Watchdog:
         self._num_reports = 0
         self._writing = threading.Lock()
         self._closed = threading.Event()
-        exit_hooks.attend(self)
+        attend(self)
         # Where lanes are dropped: most often in the main thread, which alone can give SIGTERM back.
-        weakref.finalize(lanes, exit_hooks.leave, self).atexit = False
+        weakref.finalize(lanes, stop_attending, self).atexit = False
         self._thread = threading.Thread(target=self._watch, name="fsmoe-watchdog", daemon=True)
         self._thread.start()
 
@@ -168,7 +312,7 @@ class Watchdog:
         # not even to its end.
         if self._is_finalizing():
             return
-        exit_hooks.leave(self)
+        stop_attending(self)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -183,7 +327,7 @@ class Watchdog:
         while not self._host.wait(self._closed, self._poll_s):
             lanes = self._lanes()
             if lanes is None:
-                exit_hooks.leave(self)
+                stop_attending(self)
                 return
             now_s = self._host.monotonic()
             # More has passed only if this process was stopped, or got no time, and then its tasks have waited for that.
@@ -296,7 +440,7 @@ class Watchdog:
                 with self._writing:
                     self._write(reason, details)
                 written.append(self.file)
-                more = "".join(f"\n  {each}" for each in ((said(), *self._states) if self._states else ()))
+                more = "".join(f"\n  {each}" for each in ((said_of_peers(), *self._states) if self._states else ()))
                 logger.error("rank %s: %s; what it was doing: %s%s", self._rank, reason, self.file, more)
             except OSError as error:
                 logger.error("%s\nno report could be written: %s", self._head(reason), error)
@@ -336,7 +480,7 @@ class Watchdog:
             f"host:   {socket.gethostname()}, process {os.getpid()}",
             f"reason: {reason}",
             f"run:    {run}",
-            f"rank:   {said()}",
+            f"rank:   {said_of_peers()}",
             *(f"        {each}" for each in self._states),
             "",
             *Table(("lane", "begun last", "finished last"), rows, has_rule=False).lines(),
@@ -360,6 +504,6 @@ def _is_behind(lanes: Lanes) -> bool:
 
 def _own_file(file: Path) -> Path:
     """Return the file, or one beside it that no watchdog of this process uses."""
-    others = {each.file for each in exit_hooks.attending() if isinstance(each, Watchdog)}
+    others = {each.file for each in attending() if isinstance(each, Watchdog)}
     names = (file, *(file.with_stem(f"{file.stem}_{number}") for number in range(2, len(others) + 2)))
     return next(each for each in names if each not in others)

@@ -17,7 +17,7 @@ import torch
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.execution.host_copies import HostCopy
+from ds_fsmoe.execution.device_tables import HostCopy
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.popularity import PathProfile
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.router import entropy_of
+from ds_fsmoe.components.gate import entropy_of, in_backward
 from ds_fsmoe.components.routing import RoutingBase
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now

@@ -13,7 +13,7 @@ from ds_fsmoe.planning.recorded_data import job_as_data
 
 if TYPE_CHECKING:
     from ds_fsmoe.config.blocks import FSMoEBlock
-    from ds_fsmoe.execution.pipeline import Pipeline
+    from ds_fsmoe.execution.pipeline import LayerPipeline
     from ds_fsmoe.layer.stock_layer import FSMoELayer
     from ds_fsmoe.planning.block import Links
     from ds_fsmoe.planning.call_shape import CallShape
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.tuning.table import Row
 
 
-def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) -> dict[str, Any]:
+def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | None) -> dict[str, Any]:
     """Return the plans that run now and, where layers were measured, what the plans follow from.
 
     Args:

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import DisagreementError
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, on_every_rank, raise_on_all_ranks
-from ds_fsmoe.distributed.stages import Stages
-from ds_fsmoe.distributed.topology import rank_now, world_size_now
+from ds_fsmoe.distributed.topology import Stages, rank_now, world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes

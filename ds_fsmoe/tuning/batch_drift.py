@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from ds_fsmoe.config.blocks import AutotuneBlock
-from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.observing.step_timer import StepClock, most_of
 from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.tuning.drift import REFERENCES, PredictionWatch

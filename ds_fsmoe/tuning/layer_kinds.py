@@ -19,10 +19,10 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.pipeline import Pipeline
-from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
-from ds_fsmoe.measuring.profiler import Subject
+from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.crossings import Crossings, counted_crossings, expected_crossings
 from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Way:
     """One way to exchange tokens: an all-to-all by name."""
 
-    subject: Subject
+    subject: ProfiledLayer
     """The layer with this all-to-all."""
     planned: AllToAll
     """The planner's name for it."""
@@ -52,7 +52,7 @@ class LayerKind:
     labels: list[str]
     layer: FSMoELayer
     """One of the layers."""
-    subject: Subject
+    subject: ProfiledLayer
     num_tokens: int
     """S, on this rank."""
     ways: dict[str, Way] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class LayerKind:
     """The places of the choices of each layer, see :attr:`FirstCall.expert_KS`."""
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> LayerPipeline:
         """The pipeline of ``layer``."""
         assert self.layer.pipeline is not None
         return self.layer.pipeline
@@ -74,7 +74,7 @@ class LayerKind:
         crossings = next((way.crossings for way in self.ways.values() if way.crossings is not None), None)
         return CallShape(*sizes, num_tokens=at.num_tokens, crossings=crossings, wires=at.wires)
 
-    def _way(self, subject: Subject, planned: AllToAll, group: dist.ProcessGroup | None) -> Way:
+    def _way(self, subject: ProfiledLayer, planned: AllToAll, group: dist.ProcessGroup | None) -> Way:
         nodes = subject.collectives.nodes
         return Way(subject, planned, None if nodes is None else self._crossings(nodes, group))
 
@@ -184,7 +184,7 @@ def largest_of_each(kinds: list[LayerKind]) -> list[LayerKind]:
     return list(largest.values())
 
 
-def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
+def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> ProfiledLayer:
     pipeline = layer.pipeline
     assert pipeline is not None
     is_written = all(form is not None for form in call.forms)
@@ -196,7 +196,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
         f"{call.sizes.dtype}, recompute {pipeline.recompute}, {places['ep']}, {places['esp']}"
         f"{', in one chunk' if layer.fsmoe.is_uncut else ''}"
     )
-    return Subject(
+    return ProfiledLayer(
         label,
         kind,
         pipeline.collectives,
@@ -211,7 +211,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
     )
 
 
-def _places_of(expert_KS: torch.Tensor, subject: Subject, nodes: NodeLinks) -> tuple[float, float, int]:
+def _places_of(expert_KS: torch.Tensor, subject: ProfiledLayer, nodes: NodeLinks) -> tuple[float, float, int]:
     """Return in how many nodes and on how many ranks tokens of this rank had experts, and how many choices they had."""
     per_rank, num_experts = subject.num_local_experts, subject.num_experts
     # Experts are numbered rank by rank; node by node they may lie in another order.
@@ -223,7 +223,7 @@ def _places_of(expert_KS: torch.Tensor, subject: Subject, nodes: NodeLinks) -> t
     return found.nodes * len(expert_SK), found.ranks * len(expert_SK), int(is_sent.sum())
 
 
-def _places(pipeline: Pipeline) -> dict[str, str]:
+def _places(pipeline: LayerPipeline) -> dict[str, str]:
     placements, collectives = pipeline.forward.groups.placements, type(pipeline.collectives).__name__
     texts = {}
     for kind in ("ep", "esp"):

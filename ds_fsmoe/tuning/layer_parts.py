@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_fsmoe.measuring.measurements import Measuring
+from ds_fsmoe.measuring.cache import Measuring
 from ds_fsmoe.measuring.profiler import untouched
 from ds_fsmoe.measuring.stopwatch import Prepare
 from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GATHERED, GRADIENTS, ORDER, SCATTERED, Timing

@@ -18,12 +18,9 @@ from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, r
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.log import progress_on_rank_0
-from ds_fsmoe.measuring.cache import MeasurementCache
+from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, Measuring, cluster_fingerprint, source_of
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.fingerprint import cluster_fingerprint, source_of
-from ds_fsmoe.measuring.link_times import LinkTimes, Reduces, time_links
-from ds_fsmoe.measuring.measurements import Measurements, Measuring
-from ds_fsmoe.measuring.profiler import is_serial, issues_ahead, profile, slowdowns_of
+from ds_fsmoe.measuring.profiler import LinkTimes, Reduces, is_serial, issues_ahead, profile, slowdowns_of, time_links
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import layer_of_call

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
-from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.planning.step_time import StepTimes

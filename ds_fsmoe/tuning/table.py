@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ds_fsmoe.measuring.link_times import Reduces
+from ds_fsmoe.measuring.profiler import Reduces
 from ds_fsmoe.planning.block_times import Order, order_words
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing

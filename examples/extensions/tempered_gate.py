@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_fsmoe import register_gate
-from ds_fsmoe.components.gate_settings import option
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores, option
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 
 

@@ -343,7 +343,7 @@ def _watch_runs(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """The device knows when a run goes on, and which of its tasks is under way."""
     from ds_fsmoe.execution import lanes as lanes_module
 
-    let, do = Lanes._let, lanes_module.Work.do
+    let, do = Lanes._let, lanes_module.LaneWork.do
 
     def watched_let(self: Lanes, *args: Any, **kwargs: Any) -> None:
         before, gpu.is_in_run = gpu.is_in_run, True
@@ -360,7 +360,7 @@ def _watch_runs(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
             gpu.task = before
 
     monkeypatch.setattr(Lanes, "_let", watched_let)
-    monkeypatch.setattr(lanes_module.Work, "do", watched_do)
+    monkeypatch.setattr(lanes_module.LaneWork, "do", watched_do)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute import grouped_products as products
 from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 
 _COLUMNS = 8
 """Ranks are filled up with zeros to a multiple of this, which grouped products take in every type."""
@@ -52,17 +52,17 @@ class Adapter:
         """Return whether the gradients of A and B are asked for, for which the rows are needed."""
         return any(map(sums.wants, self.parameters))
 
-    def product(self, x_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def product(self, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """Return what the adapter adds to the rows times their expert's weight, [R, O]."""
         h_Rr = self._inner(x_RI, groups)
         return products.product(h_Rr.mul_(self.scaling), self._b_eOr(x_RI.dtype), False, groups)
 
-    def rows_gradient(self, dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def rows_gradient(self, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """Return what the adapter adds to the gradient of the rows, [R, I], from that of the results."""
         dh_Rr = self._inner_gradient(dy_RO, groups)
-        return products.rows_gradient(dh_Rr, self._a_erI(dy_RO.dtype), False, groups)
+        return products.grouped_rows_gradient(dh_Rr, self._a_erI(dy_RO.dtype), False, groups)
 
-    def add_gradients(self, x_RI: torch.Tensor, dy_RO: torch.Tensor, groups: Groups, sums: GradientSums) -> None:
+    def add_gradients(self, x_RI: torch.Tensor, dy_RO: torch.Tensor, groups: RowGroups, sums: GradientSums) -> None:
         """Add to the gradients of A and B those of some rows.
 
         Args:
@@ -93,11 +93,11 @@ class Adapter:
         delta_eOI = torch.bmm(b_Ore.permute(2, 0, 1), a_erI) * self.scaling
         return delta_eOI.transpose(1, 2) if is_transposed else delta_eOI
 
-    def _inner(self, x_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _inner(self, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return products.product(x_RI, self._a_erI(x_RI.dtype), False, groups)
 
-    def _inner_gradient(self, dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return products.rows_gradient(dy_RO, self._b_eOr(dy_RO.dtype), False, groups).mul_(self.scaling)
+    def _inner_gradient(self, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        return products.grouped_rows_gradient(dy_RO, self._b_eOr(dy_RO.dtype), False, groups).mul_(self.scaling)
 
     def _a_erI(self, dtype: torch.dtype) -> torch.Tensor:
         return F.pad(self.a.detach().to(dtype).unflatten(0, (self.num_experts, -1)), (0, 0, 0, self._missing))

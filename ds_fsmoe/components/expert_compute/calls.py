@@ -8,24 +8,29 @@ Letters: N ranks the rows came from, e experts on this rank, C slots per expert,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall, GroupedExperts, Run, joined, runs_of
+from ds_fsmoe.components.expert_compute.grouped_call import (
+    ExpertRun,
+    GroupedCall,
+    GroupedExperts,
+    GroupedRowsCall,
+    can_be_grouped,
+    runs_of,
+)
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, modules_of
 from ds_fsmoe.components.expert_compute.plan import ExpertPlan, PlannedExpert
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun
-from ds_fsmoe.components.expert_compute.row_grouped import GroupedRowsCall, can_be_grouped
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.components.expert_compute.row_call import CallRows, KeptCall, RowCall, RowRun, joined_parts
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 
-class ExpertCall:
+class ExpertCall(KeptCall):
     """Made by :meth:`ExpertSet.call`; keeps what its backward needs until it is dropped.
 
     ``forward`` is called for cuts that together hold each slot once, then ``backward`` for cuts that do the same, equal
@@ -38,16 +43,13 @@ class ExpertCall:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[ExpertRun],
         sums: GradientSums,
         autocast: AutocastState,
         needs_backward: bool,
     ) -> None:
-        self._runs = tuple(runs)
+        super().__init__(runs, sums, autocast, needs_backward)
         self._num_experts = self._runs[-1].last
-        self._sums = sums
-        self._autocast = autocast
-        self._needs_backward = needs_backward
         self._slots_forward = 0
         self._returned: list[tuple[int, int]] = []
 
@@ -79,28 +81,6 @@ class ExpertCall:
         self._returned.append((start, stop))
         return result_NeCM
 
-    def release(self) -> list[torch.Tensor | None]:
-        """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
-        versions, and for those who move or drop what it keeps (checkpointing, offloading)."""
-        released: list[torch.Tensor | None] = []
-        for run in self._runs:
-            if isinstance(run.call, GroupedCall):
-                run.call.forget()
-            for cuts in run.call.stores:
-                released += cuts.release()
-        return released
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Take back what :meth:`release` gave, ahead of the backward."""
-        remaining = iter(tensors)
-        for run in self._runs:
-            for cuts in run.call.stores:
-                cuts.restore(remaining)
-
-    def rows(self) -> list[torch.Tensor]:
-        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
-        return [rows for run in self._runs for cuts in run.call.stores for rows in cuts.first_of_each()]
-
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
 
@@ -126,8 +106,7 @@ class ExpertCall:
             )
 
     def _check_backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> None:
-        if not self._needs_backward:
-            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+        self._check_is_kept()
         self._check("gradients", start, stop, dy_NeCM)
         for first, last in self._returned:
             if max(first, start) < min(last, stop):
@@ -137,7 +116,7 @@ class ExpertCall:
         """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
         if len(self._runs) == 1 and not isinstance(self._runs[0].call, GraphCall):  # written out, and so new memory
             return self._runs[0].through(tensor_NeCM, way).contiguous()
-        return joined((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
+        return joined_parts((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
 
 
 class ExpertSet:
@@ -231,7 +210,7 @@ class ExpertSet:
                 call = ManualCall(expert, sums, recompute=recompute, **options)
             else:
                 call = self._graph_call(first, sums, keeps_graph=keeps_graph, **options)
-            runs.append(Run(first, last, call))
+            runs.append(ExpertRun(first, last, call))
         return ExpertCall(runs, sums, AutocastState.now(self._device_types()), needs_backward)
 
     def call_rows(

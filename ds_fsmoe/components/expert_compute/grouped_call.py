@@ -9,25 +9,35 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
 from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.linears import StackedLinear, add_stacked_gradients, apply_linear
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups, takes_grouped
+from ds_fsmoe.components.expert_compute.linears import (
+    GroupedLinear,
+    RowWeights,
+    StackedLinear,
+    add_grouped_gradients,
+    add_stacked_gradients,
+    apply_linear,
+)
 from ds_fsmoe.components.expert_compute.manual_call import (
     ManualCall,
     back_to_rows,
-    check_versions,
-    rows_of,
+    check_unchanged,
+    flat_rows,
     versions_of,
 )
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.row_call import joined_parts
+from ds_fsmoe.components.expert_compute.saved import SavedActivations, SavedRows
 
 GroupedExperts = Literal["auto", "never", "always"]
 
@@ -68,9 +78,10 @@ def most_together(planned: PlannedExpert, together: GroupedExperts) -> int:
 class GroupedCall:
     """Computes what calls of its experts would compute, all at once where that pays and nothing is copied for it.
 
-    That is where the experts' weights lie side by side in memory (:mod:`~ds_fsmoe.components.expert_compute.stacked`):
-    copying them costs more than it gives. Of a cut that went at once one tensor of each kind is kept for all experts;
-    should the backward need them one by one, each expert has its part of it.
+    That is where the experts' weights lie side by side in memory
+    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`): copying them costs more than it gives. Of a
+    cut that went at once one tensor of each kind is kept for all experts; should the backward need them one by
+    one, each expert has its part of it.
 
     Args:
         experts: k that have one structure, in their order.
@@ -132,7 +143,7 @@ class GroupedCall:
             self._check_is_new(start, stop)
             self._cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
         self._cuts_at_once.append((start, stop))
-        h_kRH = rows_of(form.hidden(kept))
+        h_kRH = flat_rows(form.hidden(kept))
         del kept
         return _by_rank(apply_linear(form.down, h_kRH), x_NkcM.shape)
 
@@ -141,19 +152,15 @@ class GroupedCall:
         form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
         if form is None:
             return self._back_one_by_one(start, stop, dy_NkcM)
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         x_NkcM, *read = self._cuts.take(start, stop)
         kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
         del read
         dx_kRM, left = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
         del kept
         if self._first.wants_any:
-            h_kRH = left.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
-            add_stacked_gradients(self._sums, self._down, left.dy_RM, h_kRH)
-            left.h_NcH = h_kRH = None
-            x_kRM = rows_of(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
-            for up, delta_kRH in zip(self._up, left.deltas_RH, strict=True):
-                add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
+            left.x_RM = flat_rows(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
+            left.add_gradients(self._sums, self._first.form, add_stacked_gradients, self._up, self._down)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> ManualExpert | None:
@@ -182,7 +189,7 @@ class GroupedCall:
     def _kept(self, form: ManualExpert, x_NkcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of rows [N, k, c, M] what the rest needs, each [k, N, c, H]."""
         num_ranks, k, slots, _ = x_NkcM.shape
-        kept = form.kept(rows_of(x_NkcM.transpose(0, 1)))
+        kept = form.kept(flat_rows(x_NkcM.transpose(0, 1)))
         return tuple(each.view(k, num_ranks, slots, each.shape[-1]) for each in kept)
 
     @property
@@ -193,7 +200,7 @@ class GroupedCall:
         return self._calls
 
     def _back_one_by_one(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         calls = self._alone
         went_at_once = any(first < stop and start < last for first, last in self._cuts_at_once)
         read = self._read_each(start, stop) if went_at_once else None
@@ -234,11 +241,11 @@ class GroupedCall:
 
     def _one_by_one(self, tensor_NkcM: torch.Tensor, way: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         parts = (way(i, tensor_NkcM[:, i]).unsqueeze(1) for i in range(len(self._experts)))
-        return joined(parts, len(self._experts))
+        return joined_parts(parts, len(self._experts))
 
 
 @dataclass(frozen=True)
-class Run:
+class ExpertRun:
     """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
 
     first: int
@@ -272,21 +279,118 @@ def runs_of(planned: Sequence[PlannedExpert | None], together: GroupedExperts) -
     return runs
 
 
-def joined(parts: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor:
-    """Results [N, k, c, M] of some experts each, to [N, e, c, M] in new memory. A part goes before the next is made."""
-    whole_NeCM, first = None, 0
-    for part in parts:
-        if whole_NeCM is None:
-            whole_NeCM = part.new_empty(part.shape[0], num_experts, *part.shape[2:])
-        elif part.dtype != whole_NeCM.dtype:
-            whole_NeCM = whole_NeCM.to(torch.promote_types(part.dtype, whole_NeCM.dtype))
-        whole_NeCM[:, first : first + part.shape[1]] = part
-        first += part.shape[1]
-        del part
-    return whole_NeCM
-
-
 def _by_rank(y_kRM: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """[k, N * c, M] to [N, k, c, M], the same memory."""
     num_ranks, k, slots, width = shape
     return y_kRM.view(k, num_ranks, slots, width).transpose(0, 1)
+
+
+# ---- Several experts of one structure on rows of their own, not equally many: each step of them all in one
+# product
+#
+# Letters: k of the experts on this rank, R rows of all of them, expert by expert, M, H widths.
+
+
+def can_be_grouped(planned: PlannedExpert, x_RM: torch.Tensor) -> bool:
+    """Whether torch has a grouped product for these rows and weights that does not wait for the device."""
+    widths = (size for each in planned.weights for size in each.shape)
+    return takes_grouped(widths, [x_RM.dtype, *(each.dtype for each in planned.weights)], x_RM.device)
+
+
+class GroupedRowsCall:
+    """Computes what calls of its experts would compute, on [R, M] with the rows expert by expert.
+
+    Args:
+        experts: k that have one structure, in their order.
+        sums: where weight gradients go.
+        needs_backward: whether to keep anything.
+        recompute: whether to keep the rows alone.
+        saved: where to keep it.
+    """
+
+    is_grouped = True
+
+    def __init__(
+        self,
+        experts: Sequence[PlannedExpert],
+        sums: GradientSums,
+        *,
+        needs_backward: bool,
+        recompute: bool,
+        saved: SavedRows,
+    ) -> None:
+        self._first = experts[0]
+        self._sums = sums
+        self._needs_backward = needs_backward
+        self._recompute = recompute
+        self._saved = saved
+        self._up = [[each.form.up[i] for each in experts] for i in range(len(self._first.form.up))]
+        self._down = [each.form.down for each in experts]
+        self._weights = [each.weight for each in itertools.chain(*self._up, self._down)]
+        self._versions = versions_of(self._weights) if needs_backward else []
+        self._stacks: list[StackedLinear] | None = None
+
+    @property
+    def stores(self) -> tuple[SavedRows, ...]:
+        """Of what is kept for the backward."""
+        return (self._saved,)
+
+    @classmethod
+    def of(cls, experts: Sequence[PlannedExpert], *args: GradientSums, **options: object) -> GroupedRowsCall | None:
+        """Return the call of experts whose weights lie side by side; ``None`` where they do not."""
+        call = cls(experts, *args, **options)
+        return call if call._stacked() is not None else None
+
+    def forget(self) -> None:
+        """Hold the weights' memory no longer, which somebody may want to move."""
+        self._stacks = None
+
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        """[R, M] to the same shape.
+
+        Args:
+            chunk: of the forward.
+            x_RM: the rows.
+            groups: where the rows of each expert lie.
+        """
+        form = self._form(groups)
+        kept = form.kept(x_RM)
+        if self._needs_backward:
+            keeps_rows = self._first.wants_up or self._recompute
+            hidden = () if self._recompute else (each.unsqueeze(0) for each in kept)
+            self._saved.put(chunk, (x_RM.unsqueeze(0) if keeps_rows else None, *hidden))
+        return form.down(form.hidden(kept))
+
+    def backward(
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
+        """As :meth:`forward`; adds to the weights' gradients."""
+        check_unchanged(self._weights, self._versions)
+        form = self._form(groups)
+        x_1RM, *read = self._saved.take(chunk)
+        kept = tuple(each.unsqueeze(0) for each in form.kept(x_1RM[0])) if self._recompute else tuple(read)
+        del read
+        dx_RM, left = back_to_rows(form, kept, dy_RM.unsqueeze(0), weights)
+        del kept
+        if self._first.wants_any:
+            add = partial(add_grouped_gradients, groups=groups)
+            left.x_RM = x_1RM[0] if self._first.wants_up else None
+            left.add_gradients(self._sums, self._first.form, add, self._up, self._down)
+        return dx_RM
+
+    def _stacked(self) -> list[StackedLinear] | None:
+        """The weights of each layer as one tensor, without a copy; ``None`` where that cannot be."""
+        if self._stacks is None:
+            found = [StackedLinear.of(each, adds_bias_within=False) for each in (*self._up, self._down)]
+            self._stacks = None if any(each is None for each in found) else found
+        return self._stacks
+
+    def _form(self, groups: RowGroups) -> ManualExpert:
+        """The experts as one, for rows that lie there."""
+        stacks = self._stacked()
+        if stacks is None:
+            raise RuntimeError("the weights of the experts were moved apart between the forward and its backward")
+        form = copy.copy(self._first.form)
+        *up, form.down = (GroupedLinear(each.weight_kOI, each.bias_kO, groups) for each in stacks)
+        form.up = tuple(up)
+        return form

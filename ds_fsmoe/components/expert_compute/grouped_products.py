@@ -24,7 +24,7 @@ _WORTH_A_LAUNCH_BYTES = 16 * 2**20
 
 
 @dataclass(slots=True)
-class Groups:
+class RowGroups:
     """Where the rows of each expert lie."""
 
     sizes: list[int]
@@ -66,7 +66,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
+def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: RowGroups) -> torch.Tensor:
     """Return the rows times their expert's weight, [R, O]."""
     if groups.is_grouped and weight_k.data_ptr() % _STRIDE_BYTES:
         # Behind an odd parameter in a flat buffer, or in a file that is mapped: on CUDA torch refuses such addresses.
@@ -80,12 +80,14 @@ def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, gro
     return y_RO
 
 
-def rows_gradient(dy_RO: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
+def grouped_rows_gradient(
+    dy_RO: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: RowGroups
+) -> torch.Tensor:
     """Return the gradient of the rows, [R, I], from that of the results."""
     return product(dy_RO.contiguous(), weight_k, not is_transposed, groups)
 
 
-def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
+def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: RowGroups) -> torch.Tensor:
     """Return the gradient of the weight, in its shape; zeros for an expert without rows."""
     dy_RO = dy_RO.contiguous()
     left, right = (x_RI, dy_RO) if is_transposed else (dy_RO, x_RI)
@@ -98,7 +100,7 @@ def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool
 
 
 def add_weight_gradient(
-    x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: Groups, sum_k: torch.Tensor
+    x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: RowGroups, sum_k: torch.Tensor
 ) -> bool:
     """Add the gradient of the weight to a sum, expert by expert, if that is cheaper than to write it all once more.
 
@@ -115,7 +117,7 @@ def add_weight_gradient(
     return True
 
 
-def bias_gradient(dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
+def bias_gradient(dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
     """Return the gradient of a bias, [k, O]."""
     if groups.is_grouped and dy_RO.shape[0]:  # a product adds up in float32
         return F.grouped_mm(dy_RO.new_ones(len(dy_RO), _COLUMNS).t(), dy_RO.contiguous(), offs=groups.ends_k)[:, 0]

@@ -12,10 +12,45 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.expert_compute import grouped_products
-from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.stacked import stacked
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, stacked
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
+
+# ---- The weights of experts' results in the sums of their tokens, where those are added up before they travel
+# back
+#
+# The gradient of a weight is ``<dy, o>``, with ``o`` the result of the expert. It is taken where the backward passes
+# anyway, so that no result is kept: for ``o = W h + b`` it is ``<W^T dy, h> + <dy, b>``.
+#
+# Letters: R rows of a chunk, M width.
+
+
+@dataclass(frozen=True)
+class RowWeights:
+    """The weights of the rows of one chunk, and the memory for their gradients."""
+
+    weights_R: torch.Tensor
+    gradients_R: torch.Tensor
+    """Zeros at first."""
+
+    def part(self, start: int, stop: int) -> RowWeights:
+        """Return those of rows [start, stop)."""
+        return RowWeights(self.weights_R[start:stop], self.gradients_R[start:stop])
+
+    def apply(self, dy_RM: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the experts' results, in the type of ``dy_RM``.
+
+        Args:
+            dy_RM: the gradient of the sums.
+        """
+        return (dy_RM * self.weights_R.unsqueeze(1)).to(dy_RM.dtype)
+
+    def add_products(self, one_RX: torch.Tensor, other_RX: torch.Tensor) -> None:
+        """Add the products of the rows of two tensors to the gradients."""
+        dtype = self.gradients_R.dtype
+        self.gradients_R.add_(torch.linalg.vecdot(one_RX.to(dtype), other_RX.to(dtype)))
+
+
+# ---- A linear layer by hand: its product and its gradients, with the operations that autograd would use
 
 
 class UnbiasedShardLinear(nn.Linear):
@@ -113,7 +148,7 @@ class GroupedLinear:
     weight_kOI: torch.Tensor
     bias_kO: torch.Tensor | None
     """Of those that add it."""
-    groups: Groups
+    groups: RowGroups
     """Where the rows of each lie."""
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
@@ -134,7 +169,7 @@ def rows_gradient(
 ) -> torch.Tensor:
     """The gradient of the results [R, O] to that of the rows [R, I]; [k, R, O] to [k, R, I] for a stacked one."""
     if type(linear) is GroupedLinear:
-        return grouped_products.rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
+        return grouped_products.grouped_rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
     return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
 
 
@@ -186,7 +221,7 @@ def add_grouped_gradients(
     linears: Sequence[nn.Linear | LinearWeights],
     dy_RO: torch.Tensor,
     x_RI: torch.Tensor | None,
-    groups: Groups,
+    groups: RowGroups,
 ) -> None:
     """:func:`add_gradients` for layers of one shape in k experts, whose rows lie expert by expert.
 

@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.linears import add_bias_products, add_gradients, apply_linear, rows_gradient
+from ds_fsmoe.components.expert_compute.linears import (
+    RowWeights,
+    add_bias_products,
+    add_gradients,
+    apply_linear,
+    rows_gradient,
+)
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedActivations
 
 _VERSION = operator.attrgetter("_version")
 
@@ -32,9 +38,25 @@ class Left:
     x_RM: torch.Tensor | None = None
     """These are the rows, where a weight of ``up`` wants a gradient."""
 
-    def hidden_rows(self, form: ManualExpert) -> torch.Tensor:
-        """Return the rows of the last layer, [R, H]."""
-        return rows_of(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+    def add_gradients(
+        self, sums: GradientSums, form: ManualExpert, add: Callable[..., None], up: Sequence[Any], down: Any
+    ) -> None:
+        """Add the gradients of all weights.
+
+        Args:
+            sums: where they go.
+            form: the expert, or the first of k.
+            add: ``add(sums, layer, gradient of its results, its rows)`` for one layer, or for that of k experts.
+            up: the layers ahead of the hidden one.
+            down: the layer behind it.
+        """
+        h_RH = None
+        if sums.wants(form.down.weight):
+            h_RH = flat_rows(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+        add(sums, down, self.dy_RM, h_RH)
+        self.h_NcH = h_RH = None
+        for each, delta_RH in zip(up, self.deltas_RH, strict=True):
+            add(sums, each, delta_RH, self.x_RM)
 
 
 def back_to_rows(
@@ -51,19 +73,19 @@ def back_to_rows(
     Returns:
         The gradient of the rows, [N * c, M], and what is left to do for the weights, without the rows.
     """
-    dy_RM = rows_of(dy_NcM)
+    dy_RM = flat_rows(dy_NcM)
     dh_RH = rows_gradient(form.down, dy_RM)
     weighted_NcH = None
     if weights is not None:
         weighted_NcH = form.hidden(kept)
-        weights.add_products(dh_RH, rows_of(weighted_NcH))
+        weights.add_products(dh_RH, flat_rows(weighted_NcH))
         add_bias_products(form.down, dy_RM, weights)
         dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
     dh_NcH = dh_RH.view(*dy_NcM.shape[:-1], dh_RH.shape[-1])
     del dh_RH
     deltas_NcH, h_NcH = form.backward_hidden(dh_NcH, kept)
     h_NcH = weighted_NcH if h_NcH is None else h_NcH
-    deltas_RH = tuple(map(rows_of, deltas_NcH))
+    deltas_RH = tuple(map(flat_rows, deltas_NcH))
     del dh_NcH, deltas_NcH
     dx_RM = rows_gradient(form.up[0], deltas_RH[0])
     for linear, delta_RH in zip(form.up[1:], deltas_RH[1:], strict=True):
@@ -119,7 +141,7 @@ class ManualCall:
         Raises:
             RuntimeError: a weight was changed in place since the forward.
         """
-        check_versions(self._weights, self._versions)
+        check_unchanged(self._weights, self._versions)
         x_NcM, *kept = self.cuts.take(start, stop)
         return x_NcM, tuple(kept)
 
@@ -141,19 +163,13 @@ class ManualCall:
         dx_RM, left = back_to_rows(self.written, kept, dy_NcM, weights)
         if self.wants_up:
             # A copy where they are strided, so that the memory of those that came is free.
-            left.x_RM = rows_of(x_NcM)
+            left.x_RM = flat_rows(x_NcM)
         return dx_RM.view(dy_NcM.shape), left
 
     def add_gradients(self, left: Left) -> None:
         """Add to the weights' gradients."""
-        if not self.wants_any:
-            return
-        down = self.written.down
-        h_RH = left.hidden_rows(self.written) if self._sums.wants(down.weight) else None
-        add_gradients(self._sums, down, left.dy_RM, h_RH)
-        left.h_NcH = h_RH = None
-        for up, delta_RH in zip(self.written.up, left.deltas_RH, strict=True):
-            add_gradients(self._sums, up, delta_RH, left.x_RM)
+        if self.wants_any:
+            left.add_gradients(self._sums, self.written, add_gradients, self.written.up, self.written.down)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
@@ -164,7 +180,7 @@ def versions_of(weights: Sequence[torch.Tensor]) -> list[int]:
     return list(map(_VERSION, weights))
 
 
-def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
+def check_unchanged(weights: Sequence[torch.Tensor], before: list[int]) -> None:
     """Refuse weights that were changed in place.
 
     Raises:
@@ -174,6 +190,6 @@ def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
         raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
 
 
-def rows_of(x_NcM: torch.Tensor) -> torch.Tensor:
+def flat_rows(x_NcM: torch.Tensor) -> torch.Tensor:
     """[N, c, M] to [N * c, M]; [k, N, c, M] to [k, N * c, M]."""
     return x_NcM.reshape(*x_NcM.shape[:-3], x_NcM.shape[-3] * x_NcM.shape[-2], x_NcM.shape[-1])

@@ -13,17 +13,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
+from ds_fsmoe.components.expert_compute.linears import RowWeights
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+
+if TYPE_CHECKING:
+    from ds_fsmoe.components.expert_compute.grouped_call import GroupedRowsCall
+    from ds_fsmoe.components.expert_compute.stacked_forms import AutogradStackedFFN, ManualStackedFFN
 
 
 class ChunkRows(Protocol):
@@ -99,37 +101,61 @@ class SizedCall:
         return self.forward
 
 
-class GroupsCall(Protocol):
-    """A call of several experts at once, whose rows lie expert by expert."""
-
-    is_grouped: bool
-    """Whether torch's grouped product takes their rows and weights."""
-
-    @property
-    def stores(self) -> Sequence[SavedRows]:
-        """Of what is kept for the backward."""
-
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
-
-    def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
-    ) -> torch.Tensor: ...
-
-    def forget(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class RowRun:
     """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
 
     first: int
     last: int
-    call: ManualCall | GraphCall | GroupsCall
+    call: ManualCall | GraphCall | GroupedRowsCall | ManualStackedFFN | AutogradStackedFFN
     is_single: bool
     """Whether it is the call of one expert, which is told the places of its rows among all that it has in a call."""
 
 
-class RowCall:
+class KeptCall:
+    """A call of experts whose runs keep something for the backward.
+
+    Args:
+        runs: the experts, one alone or neighbours together.
+        sums: where weight gradients go.
+        autocast: as it stands in the call.
+        needs_backward: whether to keep anything.
+    """
+
+    def __init__(self, runs: Sequence[Any], sums: GradientSums, autocast: AutocastState, needs_backward: bool) -> None:
+        self._runs = tuple(runs)
+        self._sums = sums
+        self._autocast = autocast
+        self._needs_backward = needs_backward
+
+    def release(self) -> list[torch.Tensor | None]:
+        """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
+        versions, and for those who move or drop what it keeps (checkpointing, offloading)."""
+        released: list[torch.Tensor | None] = []
+        for run in self._runs:
+            if hasattr(run.call, "forget"):
+                run.call.forget()
+            for store in run.call.stores:
+                released += store.release()
+        return released
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Take back what :meth:`release` gave, ahead of the backward."""
+        remaining = iter(tensors)
+        for run in self._runs:
+            for store in run.call.stores:
+                store.restore(remaining)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
+        return [rows for run in self._runs for store in run.call.stores for rows in store.first_of_each()]
+
+    def _check_is_kept(self) -> None:
+        if not self._needs_backward:
+            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+
+
+class RowCall(KeptCall):
     """Made by :meth:`ExpertSet.call_rows`; keeps what its backward needs until it is dropped.
 
     As :class:`~ds_fsmoe.components.expert_compute.calls.ExpertCall`, with chunks by their number: ``forward`` is called
@@ -145,10 +171,7 @@ class RowCall:
         needs_backward: bool,
         rows: CallRows,
     ) -> None:
-        self._runs = tuple(runs)
-        self._sums = sums
-        self._autocast = autocast
-        self._needs_backward = needs_backward
+        super().__init__(runs, sums, autocast, needs_backward)
         self._rows = rows
         self._ranges: dict[int, list[list[tuple[int, int]]]] = {}
         if any(run.is_single for run in self._runs):
@@ -180,27 +203,6 @@ class RowCall:
         weights = _row_weights(weights_R, gradients_R)
         return self._through("backward", self._rows.backward, chunk, dy_RM, weights)
 
-    def release(self) -> list[torch.Tensor | None]:
-        """Give away the tensors that are kept for the backward, so that autograd can keep them."""
-        released: list[torch.Tensor | None] = []
-        for run in self._runs:
-            if not run.is_single:
-                run.call.forget()
-            for store in run.call.stores:
-                released += store.release()
-        return released
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Take back what :meth:`release` gave, ahead of the backward."""
-        remaining = iter(tensors)
-        for run in self._runs:
-            for store in run.call.stores:
-                store.restore(remaining)
-
-    def rows(self) -> list[torch.Tensor]:
-        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
-        return [rows for run in self._runs for store in run.call.stores for rows in store.first_of_each()]
-
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each parameter of the experts, and start over.
 
@@ -216,8 +218,7 @@ class RowCall:
         return self._sums.take()
 
     def _check_backward(self, chunk: int) -> None:
-        if not self._needs_backward:
-            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+        self._check_is_kept()
         if chunk in self._returned:
             raise ValueError(f"chunk {chunk} came back twice")
         self._returned.add(chunk)
@@ -237,7 +238,7 @@ class RowCall:
                 self._of_run(run, way, phase, chunk, tensor_RM[start:stop], weights and weights.part(start, stop))
                 for run, start, stop in ranges
             )
-            return _joined(parts, len(tensor_RM))
+            return joined_parts(parts, len(tensor_RM), dim=0)
 
     def _of_run(
         self,
@@ -255,7 +256,7 @@ class RowCall:
         sizes, ends = phase.chunks[chunk].of_experts, phase.ends[chunk, run.first : run.last]
         if run.first:
             ends = ends - phase.ends[chunk, run.first - 1]
-        return do(chunk, tensor_RM, Groups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
+        return do(chunk, tensor_RM, RowGroups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
 
 
 def _row_weights(weights_R: torch.Tensor | None, gradients_R: torch.Tensor | None) -> RowWeights | None:
@@ -273,16 +274,23 @@ def _ranges(phase: PhaseRows) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _joined(parts: Iterable[torch.Tensor], num_rows: int) -> torch.Tensor:
-    """Rows of some experts each, one after another in new memory. A part goes before the next is made."""
+def joined_parts(parts: Iterable[torch.Tensor], size: int, dim: int = 1) -> torch.Tensor:
+    """Return results of some experts each, [N, k, c, M], as one tensor [N, e, c, M] in new memory. A part goes before
+    the next is made.
+
+    Args:
+        parts: along the dimension one behind the other.
+        size: of the dimension in the whole.
+        dim: the dimension of experts, or of the rows of all of them.
+    """
     whole: Any = None
     first = 0
     for part in parts:
         if whole is None:
-            whole = part.new_empty(num_rows, *part.shape[1:])
+            whole = part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :])
         elif part.dtype != whole.dtype:
             whole = whole.to(torch.promote_types(part.dtype, whole.dtype))
-        whole[first : first + len(part)] = part
-        first += len(part)
+        whole.narrow(dim, first, part.shape[dim]).copy_(part)
+        first += part.shape[dim]
         del part
     return whole

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.adapters import Adapter
-from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
-from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
+from ds_fsmoe.components.expert_compute.saved import SavedRows
+from ds_fsmoe.components.expert_compute.stacked_forms import AutogradStackedFFN, ManualStackedFFN, OwnForward
 from ds_fsmoe.ops import Ops
 
 
@@ -118,15 +118,15 @@ class StackedExperts:
         sums, devices = GradientSums(self.parameters), dict.fromkeys(("cpu", x_RM.device.type))
         bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
         saved = SavedRows(rows.expert_order, bounds)
-        form: Written | Called
+        form: ManualStackedFFN | AutogradStackedFFN
         if self._own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
             of_call = sums, saved, needs_backward, recompute, dtype
-            form = Written(self._module, self._contract, *of_call, self.gate, self._adapters)
+            form = ManualStackedFFN(self._module, self._contract, *of_call, self.gate, self._adapters)
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
             of_call = sums, saved, needs_backward, keeps_graph, self._adapters
-            form = Called(self._module, self._own_forward, *of_call, self._contract.is_transposed)
+            form = AutogradStackedFFN(self._module, self._own_forward, *of_call, self._contract.is_transposed)
         run = RowRun(0, self.num_experts, form, is_single=False)
         return RowCall([run], sums, AutocastState.now(devices), needs_backward, rows)
 

@@ -7,7 +7,6 @@ Letters: R rows, expert by expert; M width, H width of an expert, F = 2 * H wher
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,26 +19,16 @@ from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
-from ds_fsmoe.components.expert_compute.manual_call import check_versions, versions_of
-from ds_fsmoe.components.expert_compute.row_weights import RowWeights
-from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
+from ds_fsmoe.components.expert_compute.linears import RowWeights
+from ds_fsmoe.components.expert_compute.manual_call import check_unchanged, versions_of
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
 """``(hidden_states, top_k_index, top_k_weights) -> hidden_states`` of the module of the experts."""
 
 
-@dataclass
-class _Left:
-    """What the weights' gradients of a chunk still need."""
-
-    x_RM: torch.Tensor | None
-    dup_RF: torch.Tensor
-    h_RH: torch.Tensor | None
-    dy_RM: torch.Tensor | None
-
-
-class Written:
+class ManualStackedFFN:
     """The products written out. Kept are the rows and what the first product makes of them; the rest is made again.
 
     Args:
@@ -93,7 +82,7 @@ class Written:
     def forget(self) -> None:
         """Hold parameters alone: their memory may be moved."""
 
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same."""
         self._row_dtype = x_RM.dtype
         x_RM = self._cast(x_RM)
@@ -108,30 +97,17 @@ class Written:
         return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
 
     def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        left = self._through_gate(chunk, dy_RM, groups, weights)
-        del dy_RM
-        # Each tensor goes when it has been used, so that they are not all there beside the gradients of both weights.
-        self._add_gradients(self._contract.down, left.h_RH, left.dy_RM, groups)
-        left.h_RH = left.dy_RM = None
-        self._add_gradients(self._contract.up, left.x_RM, left.dup_RF, groups)
-        left.x_RM = None
-        return self._gradient_of_rows(left.dup_RF, groups)
-
-    def _through_gate(self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None) -> _Left:
-        """Return what the gradients of the weights and of the rows are made of."""
         with torch._C.DisableTorchFunctionSubclass():
-            check_versions(self._weights, self._versions)
+            check_unchanged(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
         x_RM = None if x_1RM is None else x_1RM[0]
         up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
         dy_RM = dy_RM.to(up_RF.dtype)
         if self._contract.has_post_expert_norm:
-            h_RH = self._gate.forward(up_RF).to(up_RF.dtype)
-            dy_RM = self._before_norm(h_RH, dy_RM, groups, weights)
-            del h_RH
+            dy_RM = self._before_norm(self._gate.forward(up_RF).to(up_RF.dtype), dy_RM, groups, weights)
         dh_RH = self._rows_gradient(self._contract.down, dy_RM, groups)
         if weights is not None and not self._contract.has_post_expert_norm:
             weights.add_products(dh_RH, self._gate.forward(up_RF).to(up_RF.dtype))
@@ -140,13 +116,16 @@ class Written:
                 weights.add_products(dy_RM, groups.rows_of_each(bias_k))
             dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
         dup_RF, h_RH = self._gate.backward(up_RF, dh_RH)
-        return _Left(x_RM, dup_RF, h_RH, dy_RM)
-
-    def _gradient_of_rows(self, dup_RF: torch.Tensor, groups: Groups) -> torch.Tensor:
+        # Each tensor goes when it has been used, so that they are not all there beside the gradients of both weights.
+        del up_1RF, up_RF, dh_RH
+        self._add_gradients(self._contract.down, h_RH, dy_RM, groups)
+        del h_RH, dy_RM
+        self._add_gradients(self._contract.up, x_RM, dup_RF, groups)
+        del x_1RM, x_RM
         dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
-    def _add_gradients(self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor | None, groups: Groups) -> None:
+    def _add_gradients(self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor, groups: RowGroups) -> None:
         """Add to the gradients of a weight, its bias and its adapters.
 
         Args:
@@ -155,7 +134,6 @@ class Written:
             dy_RO: the gradient of the product.
             groups: the rows of each expert.
         """
-        assert dy_RO is not None
         if x_RI is not None and self._wants(name):
             rows = x_RI, dy_RO, self._contract.is_transposed, groups
             add_to = partial(products.add_weight_gradient, *rows)
@@ -166,13 +144,13 @@ class Written:
             found = products.bias_gradient(dy_RO, groups)
             self._add(f"{name}_bias", found if self._adds_bias(name) else torch.zeros_like(found))
 
-    def _up(self, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _up(self, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self._linear(self._contract.up, x_RM, groups)
 
-    def _down(self, h_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _down(self, h_RH: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self._linear(self._contract.down, h_RH, groups)
 
-    def _linear(self, name: str, x_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _linear(self, name: str, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         weight_k = self._weight(name)
         x_RI = x_RI.to(weight_k.dtype)
         y_RO = products.product(x_RI, weight_k, self._contract.is_transposed, groups)
@@ -182,8 +160,8 @@ class Written:
             y_RO.add_(groups.rows_of_each(self._weight(f"{name}_bias")))
         return y_RO
 
-    def _rows_gradient(self, name: str, dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
-        dx_RI = products.rows_gradient(dy_RO, self._weight(name), self._contract.is_transposed, groups)
+    def _rows_gradient(self, name: str, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        dx_RI = products.grouped_rows_gradient(dy_RO, self._weight(name), self._contract.is_transposed, groups)
         for each in self._adapters.get(name, ()):
             dx_RI.add_(each.rows_gradient(dy_RO, groups))
         return dx_RI
@@ -192,7 +170,7 @@ class Written:
         return self._contract.has_bias and (name != self._contract.down or self._contract.adds_down_bias)
 
     def _before_norm(
-        self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None
+        self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None
     ) -> torch.Tensor:
         """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights and of the weights
         of its results."""
@@ -235,7 +213,7 @@ class Written:
         return getattr(self._module, name) if found is None else found
 
 
-class Called:
+class AutogradStackedFFN:
     """The module's own forward, differentiated by autograd.
 
     Args:
@@ -276,7 +254,7 @@ class Called:
     def forget(self) -> None:
         """Hold parameters alone: their memory may be moved."""
 
-    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same."""
         if self._needs_backward:
             self._saved.put(chunk, (x_RM.unsqueeze(0),))
@@ -286,7 +264,7 @@ class Called:
         return self._own(x_RM, groups, {})
 
     def backward(
-        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+        self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
         (x_1RM,) = self._saved.take(chunk)
@@ -303,7 +281,7 @@ class Called:
             self._sums.add(parameter, torch.zeros_like(alias) if gradient is None else gradient)
         return torch.zeros_like(leaf_RM) if dx_RM is None else dx_RM
 
-    def _recorded(self, x_RM: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
+    def _recorded(self, x_RM: torch.Tensor, groups: RowGroups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
         # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
         every = *self._named.values(), *(parameter for each in self._adapters for parameter in each.parameters)
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
@@ -311,7 +289,7 @@ class Called:
             leaf_RM = x_RM.detach().requires_grad_()
             return leaf_RM, self._own(leaf_RM.view_as(leaf_RM), groups, aliases), aliases
 
-    def _own(self, x_RM: torch.Tensor, groups: Groups, aliases: _Aliases) -> torch.Tensor:
+    def _own(self, x_RM: torch.Tensor, groups: RowGroups, aliases: _Aliases) -> torch.Tensor:
         of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
         arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
         if not self._needs_backward and not self._adapters:

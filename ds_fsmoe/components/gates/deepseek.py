@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.gate_settings import option, takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import in_backward, linear_scores, option, takes_options_of
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
@@ -49,15 +47,11 @@ class DeepSeekGate(TokenChoiceGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token, 2 unless it is given.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
-        drop_policy: see there.
         balance_loss_factor: see there; 0 unless it is given, as the bias balances.
-        z_loss_factor: see there.
         num_groups: groups of neighbouring experts, of the same size; a token takes experts from some of them.
         kept_groups: how many; left out: half of them, rounded up, or more if k needs it. A group is as good as its best
             two experts together.

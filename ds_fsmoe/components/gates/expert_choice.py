@@ -10,10 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate import GateBase, dropless_capacity, dropping_capacity
-from ds_fsmoe.components.gate_settings import OptionError
-from ds_fsmoe.components.router import entropy_of, linear_scores, which_are_used
-from ds_fsmoe.components.slot_routing import SlotRouting
+from ds_fsmoe.components.gate import (
+    GateBase,
+    OptionError,
+    dropless_capacity,
+    dropping_capacity,
+    entropy_of,
+    linear_scores,
+    which_are_used,
+)
+from ds_fsmoe.components.routing import SlotRouting
 from ds_fsmoe.registry import register_gate
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores, takes_options_of
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
@@ -31,15 +30,10 @@ class GShardGate(TokenChoiceGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token, 2 unless it is given.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
-        drop_policy: see there.
-        balance_loss_factor: see there.
-        z_loss_factor: see there.
         noise: ``False``: no noise in training either, and no ``w_noise``.
 
     Raises:

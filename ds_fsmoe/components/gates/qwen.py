@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fsmoe.components.gate_settings import takes_options_of
+from ds_fsmoe.components.gate import takes_options_of
 from ds_fsmoe.components.gates.mixtral import MixtralGate, MixtralSettings
 from ds_fsmoe.components.token_choice import Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
@@ -27,14 +27,10 @@ class QwenGate(MixtralGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token, 2 unless it is given.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
-        drop_policy: see there.
-        balance_loss_factor: see there.
         z_loss_factor: see there; ``0.1`` unless it is given.
         norm_topk_prob: weights sum to 1, as Mixtral's do (Qwen3); ``False``: they are the plain probabilities (Qwen1.5,
             Qwen2).

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores
 from ds_fsmoe.components.token_choice import Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
@@ -16,15 +16,10 @@ class SigmoidGate(TokenChoiceGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token, 1 unless it is given.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
-        drop_policy: see there.
-        balance_loss_factor: see there.
-        z_loss_factor: see there.
 
     Raises:
         ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.

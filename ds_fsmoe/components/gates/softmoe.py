@@ -10,10 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.dense_routing import DenseRouting
-from ds_fsmoe.components.gate import GateBase
-from ds_fsmoe.components.gate_settings import OptionError
-from ds_fsmoe.components.router import entropy_of, linear_scores, which_are_used
+from ds_fsmoe.components.gate import GateBase, OptionError, entropy_of, linear_scores, which_are_used
+from ds_fsmoe.components.routing import DenseRouting
 from ds_fsmoe.registry import register_gate
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ds_fsmoe.components.gate_settings import option, takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores, option, takes_options_of
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
@@ -29,15 +28,11 @@ class SwitchGate(TokenChoiceGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token, 1 unless it is given.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
         drop_policy: see there; ``"position"`` unless it is given.
-        balance_loss_factor: see there.
-        z_loss_factor: see there.
         jitter: while training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter.
 
     Raises:

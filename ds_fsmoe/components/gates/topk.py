@@ -18,9 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate, takes_options_of
-from ds_fsmoe.components.router import entropy_of, which_are_used
-from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.components.gate import (
+    CapacitySettings,
+    OptionError,
+    SettingsGate,
+    entropy_of,
+    takes_options_of,
+    which_are_used,
+)
+from ds_fsmoe.components.routing import ReplayedRouting, Routing
 from ds_fsmoe.components.token_choice import best_slots, first_capacity, last_capacity
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.ops.reference import Slots
@@ -58,12 +64,10 @@ class LinearGate(SettingsGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``drop_tokens``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
         drop_policy: see there; for k >= 3 only, below each formula has a rule of its own.
         noisy_gate_policy: ``"Jitter"`` scales the router's input by a random factor near 1, ``"RSample"`` (k = 1) adds
             Gumbel noise.
@@ -115,7 +119,7 @@ def route_top_k(
     ops: Ops = REFERENCE,
     says_entropy: bool = False,
     needs_capacity: bool = True,
-    given: Given | None = None,
+    given: ReplayedRouting | None = None,
 ) -> Routing:
     """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
 
@@ -190,7 +194,7 @@ def _route_top_1(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
-    given: Given | None,
+    given: ReplayedRouting | None,
 ) -> Routing:
     """Switch Transformer's gate: the weight is the chosen expert's probability, not renormalised."""
     num_tokens, num_experts = logits_SE.shape
@@ -224,7 +228,7 @@ def _route_top_2(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
-    given: Given | None,
+    given: ReplayedRouting | None,
 ) -> Routing:
     """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
@@ -255,7 +259,7 @@ def _route_more(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
-    given: Given | None,
+    given: ReplayedRouting | None,
 ) -> Routing:
     """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape

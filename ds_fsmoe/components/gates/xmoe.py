@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import option, takes_options_of
-from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.gate import linear_scores, option, takes_options_of
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
@@ -37,15 +36,10 @@ class XMoEGate(TokenChoiceGate):
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
+    Options that are not listed here are those of :class:`TokenChoiceGate`.
+
     Args:
         k: experts per token, 1 unless it is given.
-        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
-        eval_capacity_factor: see there.
-        min_capacity: see there.
-        drop_tokens: see there.
-        drop_policy: see there.
-        balance_loss_factor: see there.
-        z_loss_factor: see there.
         routing_dim: the dimensions D in which tokens and experts are compared, with wg [E, D]; left out: half as many
             as there are experts, at least 2.
         temperature: what cosines are divided by before anything is learned.

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from ds_fsmoe.components.dense_routing import DenseRouting
+from ds_fsmoe.components.gate import mix
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.router import mix
+from ds_fsmoe.components.routing import DenseRouting
 from ds_fsmoe.registry import register_order
 
 

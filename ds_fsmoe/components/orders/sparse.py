@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.components.slot_routing import SlotRouting
+from ds_fsmoe.components.routing import Routing, SlotRouting
 from ds_fsmoe.registry import register_order
 
 

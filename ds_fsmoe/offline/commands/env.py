@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_fsmoe.files.whole_files import check_folders
-from ds_fsmoe.measuring.hardware import link_facts
+from ds_fsmoe.measuring.hardware import link_lines
 from ds_fsmoe.terminal.screen import print_marked
 from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.versions import RUN, SUPPORTED, VERSION
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             "lock": report.lock_rows(),
             "machine": report.machine_rows(),
         }
-    sections["link"] = [(*line.partition(": ")[::2], "", "") for line in link_facts(ask_nvidia_smi=True).lines()]
+    sections["link"] = [(*line.partition(": ")[::2], "", "") for line in link_lines(ask_nvidia_smi=True)]
     for head, of_section in sections.items():
         _show((head, "found", "", ""), of_section)
     if args.json is not None:

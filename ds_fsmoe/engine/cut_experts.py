@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts experts of Hugging Face models: over how many ranks, along their hidden width, and parameter by parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard, describe_as, part_of
+from ds_fsmoe.components.expert_compute.contract import Contract, contract_of, shape_of
+from ds_fsmoe.components.expert_compute.grouped_products import takes_grouped
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import BLOCK, ConfigError
+from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+from ds_fsmoe.distributed.topology import layout, world_size_now
+from ds_fsmoe.layer.expert_shard import joined_over_ranks
+from ds_fsmoe.layer.own_experts_marks import loaded_part
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
+from ds_fsmoe.planning.packing import packings
+from ds_fsmoe.terminal.tables import Message
+
+# ---- Cuts one parameter of experts to this rank's part, tagged so that DeepSpeed knows it for one of experts
+
+
+PLACEMENT = "autoep_expert"
+"""The family of parameters that DeepSpeed's ZeRO 3 shards over the ranks that hold the same experts."""
+
+
+def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
+    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts; the parameter itself, with all
+    that hangs on it, where that is all of it.
+
+    Args:
+        whole: the parameter, which zero.Init may have shared out over all ranks.
+        part: which part this rank has.
+        group_name: DeepSpeed's name of the ranks that share the experts.
+    """
+    if part_of(whole) == part or (part.num_parts == 1 and not is_shared_out(whole)):
+        tag_as_experts(whole, part, group_name)
+        return whole
+    with gathered([whole]):
+        mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
+    if not is_shared_out(whole):
+        vars(mine).update(vars(whole))
+    tag_as_experts(mine, part, group_name)
+    return mine
+
+
+def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> None:
+    """Tag a parameter for DeepSpeed as one of experts, and for us as a part."""
+    mine.allreduce, mine.group_name = False, group_name
+    mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
+    describe_as(mine, part)
+
+
+def join_parts(parameter: nn.Parameter, places: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the whole of a parameter of which ranks have parts, on each of them. Collective over these ranks.
+
+    Args:
+        parameter: tagged as one of experts; not shared out at the time.
+        places: where each expert lies among those of all ranks, see
+            :meth:`~ds_fsmoe.checkpoint_files.expert_parts.ExpertPart.in_order`; ``None``: in the model's own order.
+    """
+    part = part_of(parameter)
+    assert part is not None
+    whole = parameter.detach().clone()
+    if part.num_parts > 1:
+        whole = joined_over_ranks(parameter, part, stock_groups._get_expert_parallel_group(parameter.group_name))
+    return whole if places is None else part.in_order(whole, places)
+
+
+def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Share out the parts of what zero.Init had shared out over all ranks, over those that hold the same experts.
+
+    Args:
+        replaced: new parameter -> the one it replaces, of one module.
+    """
+    of_zero = {new: old for new, old in replaced.items() if is_shared_out(old)}
+    if of_zero:
+        share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
+
+
+def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
+    """Share parameters of experts out over the ranks that hold the same experts. Collective over these.
+
+    Args:
+        parameters: tagged as those of experts.
+        of_zero: any parameter that zero.Init has shared out.
+    """
+    for each in parameters:
+        each.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(each.group_name)
+    of_zero.convert_to_zero_parameters(param_list=list(parameters))
+
+
+# ---- Cuts the experts of Hugging Face models along their hidden width, and refuses those that cannot be cut
+# rightly
+
+
+_FEW = 3
+"""As many experts and rows are tried."""
+_TOLERANCE = 1e-3
+
+
+def shards_of(contract: Contract, count: int, index: int) -> dict[str, Shard | None]:
+    """Return weight -> which part of each of its experts one of ``count`` ranks has; ``None`` where it has all.
+
+    The first product is cut along its results, gate and value alike, the second along what it takes in; the results of
+    all shards add up to the expert's, so that the first alone adds the last bias.
+    """
+    if count == 1:
+        return dict.fromkeys(contract.weights)
+    pieces = 2 if contract.has_gate and contract.is_concatenated else 1
+    up, down = (2, 1) if contract.is_transposed else (1, 2)
+    found: dict[str, Shard | None] = {
+        contract.up: Shard(count, index, up, pieces),
+        contract.down: Shard(count, index, down),
+    }
+    if contract.has_bias:
+        found[f"{contract.up}_bias"] = Shard(count, index, 1, pieces)
+        found[f"{contract.down}_bias"] = Shard(count, index, None)
+    return found
+
+
+def contract_of_shard(contract: Contract, index: int) -> Contract:
+    """Return what a module of shards says of its weights."""
+    return contract if index == 0 else replace(contract, adds_down_bias=False)
+
+
+def check_shards_of_experts(
+    block: FSMoEBlock, ds_config: Mapping[str, Any], experts: Mapping[str, nn.Module], adapted: Iterable[str] = ()
+) -> None:
+    """Refuse experts that cannot be cut into as many shards as a block asks for. No group is needed.
+
+    Args:
+        block: the block.
+        ds_config: the whole DeepSpeed config.
+        experts: the modules of experts, by name.
+        adapted: names of those with adapters.
+
+    Raises:
+        ConfigError, LayerError: name the experts and what to do.
+    """
+    count = block.esp_size
+    if count == 1 or not experts:
+        return
+    said = f"{BLOCK}.expert_tensor_parallel_size = {count}"
+    if ds_config.get("zero_optimization", {}).get("stage", 0) == 3:
+        raise ConfigError(
+            f"{said}: at ZeRO 3 experts of a Hugging Face model ({next(iter(experts))}) are not cut; leave it out, or "
+            "use stage 2"
+        )
+    for name in adapted:
+        raise ConfigError(f"{said}: {name} has adapters, and experts with adapters are not cut; leave it out")
+    for name, module in experts.items():
+        contract = contract_of(module)
+        if loaded_part(module) is not None:
+            raise LayerError(
+                f"{said}: {name} was loaded with this rank's experts only, which are not cut; leave it out"
+            )
+        if contract.has_post_expert_norm:
+            raise LayerError(f"{said}: {name} norms the results of its experts, which shards have in parts; use 1")
+        part = part_of(getattr(module, contract.down))
+        if part is not None and part.shard is not None:
+            if part.shard.count == count:
+                continue  # tried when they were cut
+            raise LayerError(
+                f"{said}: an engine has left {name} in {part.shard.count} shards: call ds_fsmoe.make_whole(model) on "
+                "every rank first, and give initialize() its parameters"
+            )
+        down = shape_of(getattr(module, contract.down)) or (0, 0, 0)
+        hidden = down[1] if contract.is_transposed else down[2]
+        if hidden % count:
+            choices = ", ".join(str(each) for each in range(1, hidden + 1) if hidden % each == 0)
+            raise LayerError(f"{said}: must divide the hidden width of {name} ({hidden}); the choices are {choices}")
+        if not _adds_up(module, contract, count):
+            raise LayerError(
+                f"{said}: the experts of {name}, a {type(module).__name__}, compute something else in shards: their "
+                "own forward is not what transformers' contract says, or what lies between the products mixes "
+                "hidden elements; use 1"
+            )
+
+
+@torch.no_grad()
+def _adds_up(module: nn.Module, contract: Contract, count: int) -> bool:
+    """Return whether the results of shards add up to what the module's own forward gives, on a few rows."""
+    weights = {name: getattr(module, name).detach() for name in contract.weights}
+    down = weights[contract.down]
+    if down.is_meta or not down.numel():
+        return True
+    few = {name: each[:_FEW] for name, each in weights.items()}
+    num_rows = len(few[contract.down])
+    width = down.shape[2] if contract.is_transposed else down.shape[1]
+    x_RM = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0)).to(down)
+    own = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    index_R1 = torch.arange(num_rows, device=down.device).unsqueeze(1)
+    theirs = own(_with_weights(module, few), x_RM, index_R1, x_RM.new_ones(num_rows, 1)).float()
+    ours = torch.zeros_like(theirs)
+    for index in range(count):
+        shards = shards_of(contract, count, index)
+        cut = {name: each if shards[name] is None else shards[name].cut(each) for name, each in few.items()}
+        shard = _with_weights(module, cut)
+        ours += StackedExperts(shard, contract_of_shard(contract, index)).on_few_rows(x_RM, [1] * num_rows).float()
+    if not theirs.isfinite().all():  # memory without weights: these come later
+        return True
+    scale = theirs.abs().max().clamp(min=1e-6)
+    return bool((theirs - ours).abs().max() / scale <= max(_TOLERANCE, 4 * torch.finfo(down.dtype).eps))
+
+
+def _with_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module that shares all with another but these weights."""
+    made = copy.copy(module)
+    made._parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
+    if hasattr(module, "num_experts"):
+        made.num_experts = len(next(iter(weights.values())))
+    return made
+
+
+# ---- Chooses over how many ranks the experts of a Hugging Face model are spread, by expert packing (Lina,
+# ATC'23)
+
+
+_CHOSEN = "fsmoe_packed_over"
+"""The attribute of a module of experts with the number of ranks that was chosen for it, before it has an engine."""
+_TYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+}
+"""DeepSpeed's words for the types in which one may train."""
+
+
+def type_of_run(ds_config: Mapping[str, Any], device_type: str) -> torch.dtype | None:
+    """Return the type in which a DeepSpeed config lets experts compute, ``None`` for that of their weights.
+
+    Args:
+        ds_config: the config.
+        device_type: the kind of device, such as "cuda": each has a type of its own for autocast.
+    """
+    for name in ("bf16", "bfloat16", "fp16"):
+        if _is_on(ds_config.get(name)):
+            return _TYPES[name]
+    autocast = ds_config.get("torch_autocast") or {}
+    if not _is_on(autocast):
+        return None
+    own = torch.get_autocast_dtype(device_type)
+    return _TYPES.get(str(autocast["dtype"]).removeprefix("torch."), own) if "dtype" in autocast else own
+
+
+def _is_on(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("enabled") is True
+
+
+def packed_ep_size(
+    block: FSMoEBlock,
+    experts: Iterable[nn.Module],
+    ep_sizes: Iterable[int],
+    device: torch.device,
+    expert_before_data: bool,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Return over how many ranks experts are spread so that their micro-ops take as long as the all-to-all's.
+
+    Collective over all ranks of the job, unless it was chosen when the modules were made.
+
+    Args:
+        block: the options.
+        experts: the modules of experts.
+        ep_sizes: the numbers of ranks over which all of them can be spread.
+        device: the device of this rank.
+        expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
+        dtype: the type in which experts will compute; ``None``: that of their weights.
+
+    Raises:
+        ConfigError: on every rank, where nothing is to follow from a clock; names the size that would have been chosen.
+        MeasuringError: on every rank, if one has failed.
+    """
+    modules, sizes = list(experts), list(ep_sizes)
+    loaded = {part.ep_size for each in modules if (part := loaded_part(each)) is not None}
+    # With all experts on every rank there is no part to tell.
+    loaded |= {getattr(each, _CHOSEN, 0) for each in modules} & set(sizes)
+    ep_size = max(loaded) if loaded else _chosen(block, modules, sizes, device, expert_before_data, dtype)
+    for each in modules:
+        setattr(each, _CHOSEN, ep_size)
+    return ep_size
+
+
+def _chosen(
+    block: FSMoEBlock,
+    modules: list[nn.Module],
+    sizes: list[int],
+    device: torch.device,
+    expert_before_data: bool,
+    dtype: torch.dtype | None,
+) -> int:
+    if len(packings(sizes)) == 1:
+        log_on_rank_0(f"expert packing (lina): ep_size = {max(sizes)}, as these ranks and experts have no half of it")
+        return max(sizes)
+    asked = block.gradient_partition.asked_bytes
+    found = pack_by_times(
+        Stopwatch(device),
+        Counter(_sizes_of(each, dtype, block.esp_size, device) for each in modules),
+        {each: layout(world_size_now(), each, block.esp_size, expert_before_data) for each in sizes},
+        MICRO_OP_BYTES if asked is None else asked,
+    )
+    wanted = f'write "ep_size": {found.ep_size}'
+    if block.deterministic:
+        raise ConfigError(
+            f'{BLOCK}.placement.policy = "lina": goes against {BLOCK}.deterministic = true, as it follows from a '
+            f"clock; it would choose ep_size = {found.ep_size} here: {wanted} and leave the policy out"
+        )
+    per_rank = " or ".join(map(str, found.experts_per_rank(found.ep_size)))
+    head = (
+        f"expert packing (lina): ep_size = {found.ep_size}, {per_rank} experts of a layer on each rank; {wanted} to "
+        "keep it in later runs"
+    )
+    log_on_rank_0(Message([head, found.table()]))
+    return found.ep_size
+
+
+def _sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device: torch.device) -> ExpertSizes:
+    """Return the sizes of a module of experts that has all of them; ``sharing`` ranks will share each."""
+    contract = contract_of(module)
+    up = getattr(module, contract.up)
+    num_experts, *inner = shape_of(up) or (0, 0, 0)
+    width, inside = inner if contract.is_transposed else inner[::-1]
+    dtype, hidden = dtype or up.dtype, inside // (1 + contract.has_gate)
+    is_grouped = takes_grouped((width, inside // sharing, hidden // sharing), (dtype,), device)
+    return ExpertSizes(num_experts, width, hidden, contract.has_gate, dtype, is_grouped)

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets up what an engine has besides layers: ranks meet, pipeline stages, halves, experts that move, checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from ds_fsmoe import registry
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.placement import STAY
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.distributed.agreement import DisagreementError, in_words
+from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.execution.tensor_parallel import TensorParallelUse
+from ds_fsmoe.halves.splitter import Splitter
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.recomputed import Taped
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.stock_layer import StockMoE
+from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.placement.holdings import PlacementError
+from ds_fsmoe.placement.placements import Placements, obstacle_to
+from ds_fsmoe.placement.watch import PlacementWatch
+from ds_fsmoe.planning.placement_costs import Prices
+
+if TYPE_CHECKING:
+    from ds_fsmoe.engine.state import FSMoEState
+
+
+# ---- Compares whether all ranks have come to one of our entry points, before any of them enters a collective
+# of ours
+#
+# A rank that has come to DeepSpeed's own instead, for want of ``DS_FSMOE``, of ``install()`` or of an enabled block,
+# runs nothing of ours and would sit in another collective than its peers. So it is missed in the store by which ranks
+# found each other.
+
+
+_num_calls: Counter[str] = Counter()
+"""The number of calls in this process, the same on all ranks. It only grows, as a store may outlive a process group."""
+
+
+def wait_for_all_ranks(what: str, limit_s: float) -> None:
+    """Wait until every rank has called this as often. Where all do, it takes four messages to the store.
+
+    Args:
+        what: the entry point.
+        limit_s: after a tenth of it a warning names the ranks that are missed, after all of it the error does.
+
+    Raises:
+        DisagreementError: names the ranks that have not come.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _num_calls[what] += 1
+    store = distributed_c10d._get_default_store()
+    place, ranks = f"ds_fsmoe/{what}/{_num_calls[what]}", range(dist.get_world_size())
+    try:
+        store.set(f"{place}/{dist.get_rank()}", "")
+    except RuntimeError:  # of a pretended process group, whose store is none
+        return
+    if store.add(place, 1) == len(ranks):
+        store.set(f"{place}/all", "")
+    for part_s in (0.1 * limit_s, 0.9 * limit_s):
+        try:
+            store.wait([f"{place}/all"], timedelta(seconds=part_s))
+            return
+        except dist.DistStoreError:
+            missing = [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
+            said = f"{in_words(missing)} of {len(ranks)} did not come to {what} with ds_fsmoe and an enabled block"
+            if part_s < 0.5 * limit_s and dist.get_rank() == min({*ranks} - {*missing}):
+                logger.log(logging.WARNING, f"{said} within {part_s:g} s; the others wait for {limit_s:g} s")
+    raise DisagreementError(
+        f"{said}, and rank {dist.get_rank()} did: a rank that trains with stock DeepSpeed would make all others wait. "
+        "Every rank needs DS_FSMOE=1 in its environment (DeepSpeed's launcher takes it to other nodes from a file "
+        ".deepspeed_env), or has to call ds_fsmoe.install() or ds_fsmoe.initialize, with the same block. For a rank "
+        f"that only takes longer to get there raise fsmoe.debug.hang_timeout_s (now {limit_s:g})"
+    )
+
+
+# ---- Lets the stages of a ``PipelineModule`` decide together: each has other layers, and what is collective
+# takes all ranks of the job
+
+
+@contextmanager
+def refused_on_all_stages() -> Iterator[None]:
+    """Let what is refused of one stage's layers end all ranks: the others would wait for it. Collective.
+
+    Raises:
+        LayerError: on the ranks of the stages that have nothing against theirs; the others raise what they found.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others have to hear of it
+        found = error
+    of_ranks = on_every_rank(None if found is None else str(found))
+    if found is not None:
+        raise found
+    told = next(((rank, text) for rank, text in enumerate(of_ranks) if text is not None), None)
+    if told is not None:
+        raise LayerError(f"rank {told[0]}, in another stage of the PipelineModule, has been refused: {told[1]}")
+
+
+def check_engine_stages(model: Any) -> None:
+    """Refuse stages that are not laid out as DeepSpeed's groups of experts are: each a run of neighbouring ranks.
+
+    Args:
+        model: a ``PipelineModule``.
+
+    Raises:
+        LayerError: on every rank; names the ranks of a stage.
+    """
+    size = world_size_now() // model.num_stages
+    for stage in range(model.num_stages):
+        ranks, wanted = sorted(model.topology().filter_match(pipe=stage)), range(stage * size, (stage + 1) * size)
+        if ranks != [*wanted]:
+            raise LayerError(
+                f"stage {stage} of the PipelineModule has the ranks {ranks}, and DeepSpeed spreads the experts of a "
+                f"stage over neighbours, here {[*wanted]}: let pipe be the first axis of its topology, as with "
+                "num_stages, or set fsmoe.enabled to false"
+            )
+
+
+def make_groups_on_every_stage(
+    model: nn.Module, layers: Mapping[str, StockMoE | HuggingFaceLayer], running: LayerRuntime
+) -> None:
+    """Let every stage make the groups of the layers of all stages, which is collective: a stage may have no MoE layer.
+    Collective itself.
+
+    Args:
+        model: a ``PipelineModule``.
+        layers: the layers of this rank's stage, converted.
+        running: the runtime of the engine.
+
+    Raises:
+        LayerError: no stage has a layer, or stages have layers that are spread differently; on every rank.
+    """
+    own = dict.fromkeys(_spread_of(each) for each in layers.values())
+    of_stages = [each for each in on_every_rank(list(own)) if each]
+    if not of_stages:
+        raise LayerError(
+            "fsmoe.enabled = true, but no stage of the PipelineModule has a deepspeed.moe.layer.MoE or an experts "
+            "module of transformers 5"
+        )
+    kinds = sorted({tuple(dict.fromkeys(size for size, _ in each)) for each in of_stages})
+    if len(kinds) > 1:
+        raise LayerError(
+            f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: in every "
+            "stage that has any it has to be the same; fsmoe.ep_size is that of experts of Hugging Face models"
+        )
+    spreads = list(dict.fromkeys(each for of_stage in of_stages for each in of_stage))
+
+    def make(*_: Any) -> None:
+        for ep_size, use in spreads:
+            groups = running.groups(ep_size, use)
+            for alltoall in _alltoalls(running):
+                running.exchange(groups, alltoall)
+
+    # DeepSpeed comes to the model ahead of its layers.
+    model.set_deepspeed_parallelism = make
+
+
+def _spread_of(layer: StockMoE | HuggingFaceLayer) -> tuple[int, TensorParallelUse]:
+    inner = layer.deepspeed_moe
+    return inner.ep_size, inner.fsmoe.tensor_parallel
+
+
+def _alltoalls(running: LayerRuntime) -> list[str]:
+    """Return the all-to-alls that a stage may come to use, each of which has communicators of its own."""
+    block: FSMoEBlock = running.block
+    compares = block.alltoall == "auto" and block.autotune.enabled
+    return [running.plan.alltoall, *(registry.known("alltoall") if compares else ())]
+
+
+# ---- Sets up halves of the batch that take turns, for one engine
+
+
+def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> None:
+    """Put a splitter before the blocks of a model, if they may ever be run by halves.
+
+    Args:
+        model: the engine's.
+        state: of the engine.
+        in_stages: whether the model is a pipeline of stages.
+    """
+    asked = state.block.split_batch
+    if asked == "off" or (asked == "auto" and state.autotune is None):
+        state.why_whole = "off" if asked == "off" else "nothing is tried here"
+        return
+    state.why_whole = _why_not(state, in_stages)
+    if not state.why_whole:
+        layers = {path: each.deepspeed_moe for path, each in state.layers.items()}
+        agree = _Agreement(state.stage_group, state.running.device)
+        state.splitter = Splitter(model, layers, state.block.split_blocks, agree, state.keeps_batches_whole)
+        state.why_whole = state.splitter.why_not
+    if state.why_whole and asked == "on":
+        log_on_rank_0(f'fsmoe.split_batch = "on": batches stay whole: {state.why_whole}')
+
+
+def _why_not(state: FSMoEState, in_stages: bool) -> str:
+    """Return why no block is run by halves, the same on every rank; empty if there is no reason."""
+    if in_stages:
+        return "a pipeline of stages has halves of its own: its micro-batches"
+    for path, layer in state.layers.items():
+        inner = layer.deepspeed_moe
+        if not isinstance(inner, FSMoEExperts):
+            return f"{path} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
+    return ""
+
+
+class _Agreement:
+    """Asks all ranks that run the same blocks.
+
+    Args:
+        group: these ranks; ``None``: all of the job.
+        device: on which they communicate.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def __call__(self, facts: Sequence[bool]) -> Sequence[bool]:
+        """Return for each of some facts whether it holds on all of them. Collective."""
+        if world_size_now() == 1:
+            return facts
+        held = torch.tensor([int(each) for each in facts], device=self._device)
+        with waiting("whether batches are split in halves"):
+            dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
+            return [bool(each) for each in held.tolist()]
+
+
+# ---- Lets the experts of an engine move, where its config asks for it
+
+
+def begin_placement(engine: Any, has_stages: bool) -> None:
+    """Make what moves the experts of an engine, if its config asks for it. Collective.
+
+    Args:
+        engine: our engine, with its layers, optimizer and reduction.
+        has_stages: whether its module is a ``PipelineModule``.
+
+    Raises:
+        ConfigError: on every rank, where experts of no layer can move, or a file with a placement is wrong.
+    """
+    state = engine.fsmoe
+    block = state.block.placement
+    if block.spare_experts:
+        log_on_rank_0(
+            f"fsmoe.placement.spare_experts = {block.spare_experts}: means nothing any more, as experts have no "
+            "replicas in training; they move as before. Leave it out",
+            logging.WARNING,
+        )
+    if block.policy in STAY and block.file is None:
+        return
+    if has_stages:
+        raise ConfigError(
+            f'fsmoe.placement.policy = "{block.policy}": not yet with a PipelineModule, whose experts stay where they '
+            'are; the choice is "off", without a file'
+        )
+    paths = {layer.deepspeed_moe.label: path for path, layer in state.layers.items()}
+    layers = state.inner_layers
+    obstacles = {label: obstacle_to(layer) for label, layer in layers.items()}
+    movable = {label: layer for label, layer in layers.items() if obstacles[label] is None}
+    if not movable:
+        state.why_not_placed = next(iter(obstacles.values()), None) or "there is no layer"
+        log_on_rank_0(
+            f'fsmoe.placement.policy = "{block.policy}": every expert stays where it is, as {state.why_not_placed}',
+            logging.WARNING,
+        )
+        return
+    if still := {label: why for label, why in obstacles.items() if why is not None}:
+        label, why = next(iter(still.items()))
+        log_on_rank_0(f"experts of {paths[label]} ({len(still)} such layer(s)) stay where they are: {why}")
+    state.placement = Placements(engine, movable, paths, state.stage_group)
+    try:
+        # Whether states can be moved is known now, and not only when they are to be.
+        state.placement.mover()
+    except PlacementError as error:
+        raise ConfigError(f'fsmoe.placement.policy = "{block.policy}": {error}') from error
+    if block.file is not None:
+        state.placement.load(block.file)
+    if block.policy not in STAY:
+        price_of = None if state.block.deterministic else lambda *of: _prices(engine, *of)
+        state.placement_watch = PlacementWatch(block, state.placement, price_of, state.stage_group)
+        state.running.instruments.append(state.placement_watch.watch)
+
+
+def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) -> Prices | None:
+    """Return what steps and moves of a layer cost, if the autotuner has measured it.
+
+    Args:
+        engine: our engine.
+        label: the label of the layer.
+        bytes_of_expert: what moves with an expert.
+        rows_GE: the rows of a call that each rank has for each expert.
+    """
+    tuner = engine.fsmoe.autotune
+    if tuner is None or label not in tuner.predictors or label not in tuner.shapes:
+        return None
+    layer, measured, shape = engine.fsmoe.inner_layers[label], tuner.predictors[label], tuner.shapes[label]
+    # As if all places got as many rows: how far the fullest lies above that is what placement changes.
+    balanced = replace(shape, capacity=max(1, round(rows_GE.sum() / shape.num_experts / len(rows_GE))))
+    return Prices(
+        balanced,
+        layer.pipeline.forward.groups,
+        layer.fsmoe.plan,
+        measured.costs,
+        bytes_of_expert,
+        layer.pipeline.forward.alltoall,
+        measured.contention,
+        measured.is_serial,
+        engine.gradient_accumulation_steps(),
+    )
+
+
+# ---- Gives functions that DeepSpeed's activation checkpointing runs again a tape of how layers routed
+#
+# See :mod:`~ds_fsmoe.layer.recomputed`; DeepSpeed's own checkpointing is another one than torch's.
+
+
+def tape_deepspeeds_functions() -> None:
+    """Give functions that DeepSpeed checkpoints their tapes, from now on in this process. Without effect the second
+    time."""
+    if getattr(checkpointing, "_ds_fsmoe_tapes", False):
+        return
+    forward, non_reentrant = checkpointing.CheckpointFunction.forward, checkpointing.non_reentrant_checkpoint
+
+    @functools.wraps(forward)
+    def taped_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, Taped(run_function), *args)
+
+    @functools.wraps(non_reentrant)
+    def taped_non_reentrant(function: Any, *args: Any) -> Any:
+        return non_reentrant(Taped(function), *args)
+
+    checkpointing.CheckpointFunction.forward = staticmethod(taped_forward)
+    checkpointing.non_reentrant_checkpoint = taped_non_reentrant
+    checkpointing._ds_fsmoe_tapes = True
