@@ -80,8 +80,10 @@ class _Queue:
         if first == last:
             return ()
         found: dict[str, Slice] = {}
-        for place, piece in enumerate(self.pieces):
-            start, end = self.ends[place], self.ends[place + 1]
+        # One piece more at either end, as steps and ends of pieces are rounded apart.
+        begin, stop = np.searchsorted(self.ends, (first * self.step_ms, last * self.step_ms)).tolist()
+        for place in range(max(0, begin - 2), min(stop + 1, len(self.pieces))):
+            piece, start, end = self.pieces[place], self.ends[place], self.ends[place + 1]
             cuts = []
             for step in (first, last):
                 share = (step * self.step_ms - start) / (end - start)

@@ -373,10 +373,13 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     found = planner.plan(layers, space, mode_of(name), carried)
     if name != BEST:
         return found
-    # Gradients inside of the experts' part make that longer when links contend, which their placement foresees layer by
-    # layer only; beside the dense parts alone they are sometimes a little faster.
-    beside = planner.plan(layers, space, "dense_only", carried)
-    return min((found, beside), key=planner.batch_ms)
+    # Placing gradients foresees layer by layer what they cost. As layers are best run without any, all of them beside the
+    # dense parts, in slices of one size or wherever they cost least are sometimes a little faster.
+    without = planner.plan(layers, space, "off", carried)
+    orders = [[each.order for each in without.choices(index)] for index in range(len(layers))]
+    given = [space.with_orders(*each) for each in orders]
+    modes: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
+    return min((found, *(planner.plan(layers, given, mode, carried) for mode in modes)), key=planner.batch_ms)
 
 
 def mode_of(schedule: str, asked: Mode | Literal["auto"] = "auto") -> Mode:
