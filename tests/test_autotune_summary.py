@@ -30,7 +30,7 @@ def row(*labels: str) -> Row:
 
 
 def told(step: StepTimes = STEP) -> Told:
-    return Told(step, Slowdowns({}), {}, 1, "best")
+    return Told(step, Slowdowns({}), {}, 1)
 
 
 def outcome(ratio: float, low: float, high: float, *others_ms: float, turns: int = 3) -> Outcome:

@@ -373,7 +373,7 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     found = planner.plan(layers, space, mode_of(name), carried)
     if name != BEST:
         return found
-    # Placing gradients foresees layer by layer what they cost. As layers are best run without any, all of them beside the
+    # Placing gradients foresees layer by layer what they cost. As layers are best run without any, gradients beside the
     # dense parts, in slices of one size or wherever they cost least are sometimes a little faster.
     without = planner.plan(layers, space, "off", carried)
     orders = [[each.order for each in without.choices(index)] for index in range(len(layers))]

@@ -339,7 +339,6 @@ class Autotune:
             sharded_ms=sharded,
             spread_ms=spread,
             esp_size=self._block.esp_size,
-            schedule=self._block.schedule,
             why_again=self._why_again,
             is_tried=self.trials is not None,
         )
