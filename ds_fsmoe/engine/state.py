@@ -36,10 +36,8 @@ from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
-from ds_fsmoe.tuning.batch_drift import BatchWatch
-from ds_fsmoe.tuning.drift import PredictionWatch
+from ds_fsmoe.tuning.drift import BatchWatch, PredictionWatch, StepComparison
 from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
-from ds_fsmoe.tuning.step_comparison import StepComparison
 
 
 class FSMoEState:

@@ -15,15 +15,13 @@ from typing import Literal
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.block_times import BlockTimes, Order, learn
+from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes, learn
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.gradient_prices import Price, window_prices
-from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
-from ds_fsmoe.planning.gradients import Mode, check_solver, partition
+from ds_fsmoe.planning.gradients import Mode, Partition, QueuedGradient, Window, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.search import MIN_GAIN, Choice, SearchSpace, choose
