@@ -18,6 +18,7 @@ from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes, learn
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradient_prices import Price, window_prices
 from ds_fsmoe.planning.gradients import Mode, Partition, QueuedGradient, Window, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
@@ -377,7 +378,8 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     orders = [[each.order for each in without.choices(index)] for index in range(len(layers))]
     given = [space.with_orders(*each) for each in orders]
     modes: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
-    return min((found, *(planner.plan(layers, given, mode, carried) for mode in modes)), key=planner.batch_ms)
+    plans = [found, *(planner.plan(layers, given, mode, carried) for mode in modes)]
+    return plans[smallest_of_best([planner.batch_ms(each) for each in plans])]
 
 
 def mode_of(schedule: str, asked: Mode | Literal["auto"] = "auto") -> Mode:
