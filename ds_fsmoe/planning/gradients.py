@@ -47,7 +47,7 @@ class QueuedGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SendWindow:
     """A part of the backward during which gradients can be sent."""
 
     layer: int
@@ -159,7 +159,7 @@ class _Queue:
 
 def partition(
     pieces: Sequence[QueuedGradient],
-    windows: Sequence[Window],
+    windows: Sequence[SendWindow],
     mode: Mode,
     *,
     solver: str = "dp",
@@ -227,11 +227,11 @@ def check_solver(solver: str, chunk_bytes: int | None) -> None:
         raise ValueError(f"gradient_partition.chunk_bytes = {chunk_bytes}: must be a whole number of at least 1")
 
 
-def _evaluated(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> Partition:
+def _evaluated(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]) -> Partition:
     return queue.partition(cuts, _evaluated_ms(queue, windows, cuts))
 
 
-def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
+def _dense_only(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     cuts, sent = [], 0
     for window in windows:
         sent = queue.exists(window.num_pieces) if window.kind == "dense" else sent
@@ -239,7 +239,7 @@ def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     return cuts
 
 
-def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
+def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     """Return the cheapest way to empty the queue, by dynamic programming over windows and the steps sent so far."""
     steps = queue.num_steps
     best_ms = np.full(steps + 1, np.inf)
@@ -304,7 +304,7 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     return cuts[::-1]
 
 
-def _prices(window: Window, queue: _Queue, size: np.ndarray, alpha_ms: float) -> np.ndarray:
+def _prices(window: SendWindow, queue: _Queue, size: np.ndarray, alpha_ms: float) -> np.ndarray:
     extra_ms = window.extra_ms(np.where(size > 0, alpha_ms + size * queue.step_ms, 0.0))
     extra_ms[0] = 0.0
     return extra_ms
@@ -317,7 +317,7 @@ def _worth_sending(extra_ms: np.ndarray, step_ms: float) -> int:
     return int(useful[-1]) + 1 if len(useful) else 1
 
 
-def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
+def _free_steps(queue: _Queue, window: SendWindow, first: int, exists: int) -> int:
     """Return how many steps from ``first`` on can be sent for free."""
     last = np.arange(first, exists + 1)
     time_ms = queue.start_up_ms(np.full(len(last), first), last) + (last - first) * queue.step_ms
@@ -326,7 +326,7 @@ def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
     return int(np.flatnonzero(free)[-1])
 
 
-def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
+def _de(queue: _Queue, windows: Sequence[SendWindow], seed: int) -> list[int]:
     """Run the paper's two steps: first the slices that are free, then the rest over the MoE parts by evolution."""
     from scipy.optimize import differential_evolution
 
@@ -356,7 +356,7 @@ def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
     return min((none, cuts(found.x)), key=lambda each: _evaluated_ms(queue, windows, each))
 
 
-def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> float:
+def _evaluated_ms(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]) -> float:
     before = np.array([0, *cuts[:-1]])
     last = np.array(cuts)
     times_ms = queue.start_up_ms(before, last) + (last - before) * queue.step_ms
@@ -365,7 +365,7 @@ def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int])
     return extra_ms + queue.tail_ms(cuts[-1] if cuts else 0)
 
 
-def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chunk_bytes: int) -> Partition:
+def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
     """Send, while a window's link would be idle, one more slice of one size; the last may overrun.
 
     Args:
@@ -380,14 +380,14 @@ def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[Window], ch
         whole, rest = divmod(piece.size_bytes, chunk_bytes)
         return [chunk_bytes] * whole + ([rest] if rest else [])
 
-    def may_begin(window: Window, before_ms: float) -> bool:
+    def may_begin(window: SendWindow, before_ms: float) -> bool:
         # Idle is a link on which a moment more would cost nothing.
         return float(window.extra_ms(np.array([before_ms + moment_ms]))[0]) <= 0.5 * moment_ms
 
     return _one_by_one(pieces, windows, cut, may_begin)
 
 
-def _by_priority(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chunk_bytes: int) -> Partition:
+def _by_priority(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
     """Send slices of single tensors as Lina's priority would (its sections 4.2 and 6.1), as a static list: one more
     while no all-to-all waits or is about to, so that one that comes waits for what is under way by then, at most.
 
@@ -417,9 +417,9 @@ def _check_number(size_bytes: float, chunk_bytes: int) -> None:
 
 def _one_by_one(
     pieces: Sequence[QueuedGradient],
-    windows: Sequence[Window],
+    windows: Sequence[SendWindow],
     cut: Callable[[QueuedGradient], Sequence[int]],
-    may_begin: Callable[[Window, float], bool],
+    may_begin: Callable[[SendWindow, float], bool],
 ) -> Partition:
     """Send slices in the order of the queue, each in the first window in which it may begin.
 

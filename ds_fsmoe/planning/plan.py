@@ -20,7 +20,7 @@ from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradient_prices import Price, window_prices
-from ds_fsmoe.planning.gradients import Mode, Partition, QueuedGradient, Window, check_solver, partition
+from ds_fsmoe.planning.gradients import Mode, Partition, QueuedGradient, SendWindow, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST, preset
@@ -310,10 +310,10 @@ class Planner:
         windows = []
         for index, kind in enumerate(kinds):
             layer = layers[kind]
-            windows.append(Window(index, "moe", len(pieces), prices[kind][0], rooms_ms[kind][0]))
+            windows.append(SendWindow(index, "moe", len(pieces), prices[kind][0], rooms_ms[kind][0]))
             # The experts' gradients of a layer exist before the layer is through, the others only then.
             pieces += [piece(each, layer, index) for each in layer.gradients if each.kind == EXPERT_GRAD]
-            windows.append(Window(index, "dense", len(pieces), prices[kind][1], rooms_ms[kind][1]))
+            windows.append(SendWindow(index, "dense", len(pieces), prices[kind][1], rooms_ms[kind][1]))
             pieces += [piece(each, layer, index) for each in layer.gradients if each.kind != EXPERT_GRAD]
         settings = self.settings
         return partition(

@@ -14,7 +14,7 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, choices_table, span, timings_of
-from ds_fsmoe.tuning.trials import Gain, Tried
+from ds_fsmoe.tuning.trials import TrialGain, Tried
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 LITTLE = 0.03
@@ -42,7 +42,7 @@ class Outcome:
     """The time of these steps."""
     least_dense_ms: float | None = None
     """The least time, over these steps, of all but the layers' runs."""
-    gain: Gain | None = None
+    gain: TrialGain | None = None
     """The gain over DeepSpeed's schedule of what stays, or, if ``is_stock``, of the best of the others; ``None``: not
     measured."""
     kept_ms: float | None = None

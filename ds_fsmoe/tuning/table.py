@@ -79,7 +79,7 @@ class Told:
     """EP size -> the time of a step by the cluster's numbers: the current size first, then larger ones."""
 
 
-def rows_of(
+def rows_of_plan(
     measured: Measured,
     labels: Sequence[str],
     plan: ModelPlan,
@@ -137,7 +137,7 @@ def _order_words(order: Order) -> str:
     return order_words(order.degree, order.links)
 
 
-def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
+def describe_rows(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
     """Return tables: what operations cost, how lanes slow each other down, how layers run, what a step should take.
 
     Args:
