@@ -14,7 +14,7 @@ from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.summary import Outcome, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told
-from ds_fsmoe.tuning.trials import Gain, Tried
+from ds_fsmoe.tuning.trials import TrialGain, Tried
 from tests.planning.measured_layers import made_up
 
 STEP = StepTimes(80.0, 70.0, 120.0, 9.0, 4.0, 1.0, 60.0)
@@ -30,13 +30,13 @@ def row(*labels: str) -> Row:
 
 
 def told(step: StepTimes = STEP) -> Told:
-    return Told(step, Slowdowns({}), {}, 1, "best")
+    return Told(step, Slowdowns({}), {}, 1)
 
 
 def outcome(ratio: float, low: float, high: float, *others_ms: float, turns: int = 3) -> Outcome:
     """What stays takes 80 ms, and in the turns in which it was found others took this long."""
     tried = [Tried("kept", 80.0, turns, True), *(Tried(f"other {ms}", ms, turns, False) for ms in others_ms)]
-    found = Outcome(6.0, 12, 40, 40 * 95.0, 8.0, Gain(ratio, low, high, turns), 80.0, 80.0 * ratio)
+    found = Outcome(6.0, 12, 40, 40 * 95.0, 8.0, TrialGain(ratio, low, high, turns), 80.0, 80.0 * ratio)
     found.tried = sorted(tried, key=lambda each: each.step_ms)
     return found
 

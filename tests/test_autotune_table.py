@@ -16,7 +16,7 @@ from ds_fsmoe.planning.search import Choice, SearchSpace
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.as_data import plans_as_data
 from ds_fsmoe.tuning.summary import Outcome
-from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe, describe_plan, rows_of
+from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe_plan, describe_rows, rows_of_plan
 from tests.planning.measured_layers import Machine, layer_of, made_up
 
 
@@ -27,7 +27,7 @@ def choice(degree: int, time_ms: float, runner_up_ms: float, both_ms: float, run
 
 def notes(*choices: Choice, asked: tuple[int | None, int | None] = (None, None)) -> list[str]:
     row = Row(("L00",), made_up(), choices, asked, "flat", {"flat": 1.0}, ())
-    return [line for line in map(str, _plans([row], "best")) if line.startswith("L00 ") and ": " in line]
+    return [line for line in map(str, _plans([row])) if line.startswith("L00 ") and ": " in line]
 
 
 FINE = choice(2, 20.0, 21.0, 50.0, 51.0)
@@ -74,12 +74,12 @@ def test_the_table_has_every_number_under_its_head() -> None:
     backward = Choice(Order(4, "reduce_first"), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
     row = Row(("L00",), made_up(1), (forward, backward), (None, None), "flat", {"flat": 5.0}, ())
     step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
-    text = describe([row], Told(step, Slowdowns({}), {}, 1, "best"), 1.0, "a test")
+    text = describe_rows([row], Told(step, Slowdowns({}), {}, 1), 1.0, "a test")
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    heads = "predicted [ms] isolated [ms] runner-up its [ms] 1 chunk [ms] order of tasks all-to-all"
+    heads = "order of tasks all-to-all predicted ms 1 chunk isolated ms runner-up its ms bound by"
     assert f"layers phase chunks {heads}" in lines
-    assert "L00 forward 2 1.500 1.250 3 1.750 2.500 links side by side flat" in lines
-    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduces first flat" in lines
+    assert "L00 forward 2 links side by side flat 1.5 2.5 1.25 3 1.75" in lines
+    assert "L00 backward 4 reduces first flat 3.5 4.5 3.25 1 4" in lines
     assert (
         "predicted: 20.000 ms (18.000 if lanes did not slow each other down), deepspeed 30.000 ms: 1.50 times" in text
     )
@@ -100,7 +100,7 @@ def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None
     step = StepTimes(0.0, 0.0, 0.0, None, 0.0, 0.0, 0.0)
     for slowed, pays in ((1.78, False), (1.85, True), (1.0, False)):
         factors = {(Lane.INTRA, Lane.COMPUTE): slowed, (Lane.COMPUTE, Lane.INTRA): slowed}
-        text = describe([], Told(step, Slowdowns(factors), {}, 1, "best"), 1.0, "a test")
+        text = describe_rows([], Told(step, Slowdowns(factors), {}, 1), 1.0, "a test")
         does = f"{Lane.COMPUTE} and {Lane.INTRA} at once do {2 / slowed:.2f} of what one does alone"
         assert (f"{does}: overlap of these will not pay" in text) == pays
 
@@ -117,7 +117,7 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     layer = layer_of(made_up())
     two, three = (SearchSpace.fixed(Order(2), Order(degree)) for degree in (2, 3))
     plan = planner.plan_options([{"flat": layer}] * 4, [two, three, two, two], "off")
-    rows = rows_of(measured, labels, plan, (None, None))
+    rows = rows_of_plan(measured, labels, plan, (None, None))
     assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
     assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
     assert [row.uncut for row in rows] == ["", "", "it has dropout"]

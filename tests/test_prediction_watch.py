@@ -19,8 +19,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, Schedule
 from ds_fsmoe.planning.timeline import Span, Timeline
-from ds_fsmoe.tuning.drift import PredictionWatch
-from ds_fsmoe.tuning.step_comparison import Compared, StepComparison
+from ds_fsmoe.tuning.drift import Compared, PredictionWatch, StepComparison
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 

@@ -21,7 +21,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, EXPERT_GRAD, GRAD, Schedule
 from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.tuning.step_comparison import StepComparison
+from ds_fsmoe.tuning.drift import StepComparison
 from tests.fake_clock import FakeClock
 from tests.logged import Said
 from tests.ranks import run_on_ranks

@@ -40,10 +40,8 @@ from ds_fsmoe.planning.workload import ONCE_PER_NODE
 from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
-from ds_fsmoe.tuning.batch_drift import BatchWatch
-from ds_fsmoe.tuning.drift import PredictionWatch
+from ds_fsmoe.tuning.drift import BatchWatch, PredictionWatch, StepComparison
 from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
-from ds_fsmoe.tuning.step_comparison import StepComparison
 from ds_fsmoe.versions import VERSION
 
 

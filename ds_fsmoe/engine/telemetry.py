@@ -46,8 +46,8 @@ from ds_fsmoe.telemetry.routers import RouterMetrics
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 from ds_fsmoe.tuning.as_data import called_as_data, measured_job, plans_as_data
 from ds_fsmoe.tuning.autotune import Autotune
+from ds_fsmoe.tuning.drift import StepComparison
 from ds_fsmoe.tuning.measure import Measured, tensors_of
-from ds_fsmoe.tuning.step_comparison import StepComparison
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState

@@ -94,17 +94,15 @@ class Search:
         if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
             most = max(1, min((each for each in capacities if each is not None), default=0))
-            orders = [order for backward in (False, True) for order in self.space.orders(backward)]
-            open_degrees = {order.degree for order in orders}
-            degrees = [each for each in TRIED_DEGREES if each in open_degrees and each <= most]
-            found += [self.whole(self.space.with_degrees(each, each, self.links)) for each in degrees]
+            orders = dict.fromkeys(order for backward in (False, True) for order in self.space.orders(backward))
             # More lanes at once take more of the processors, which is hard to predict where ranks share them.
-            others = dict.fromkeys(order.links for order in orders if order.links != self.links)
+            links = dict.fromkeys([self.links, *(order.links for order in orders)])
+            tried = [Order(degree, each) for each in links for degree in TRIED_DEGREES if degree <= most]
+            open_degrees = {order.degree for order in orders}
             found += [
-                self.whole(self.space.with_degrees(each, each, other))
-                for other in others
-                for each in degrees
-                if each > 1
+                self.whole(self.space.with_orders(each, each))
+                for each in tried
+                if each.degree in open_degrees and (each.degree > 1 or each.links == self.links)
             ]
         return _distinct([*found, *(each for each in halves if each is not None)])
 

@@ -9,22 +9,72 @@ then, so nothing is ever sent before it exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
-from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
-from ds_fsmoe.planning.gradient_slices import by_priority, of_one_size
-from ds_fsmoe.planning.schedule import EXPERT_GRAD
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, micro_op_ends, num_micro_ops
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 
 CHUNK_BYTES = 30 * 2**20
 """The size of the slices of ``fixed_chunk``: the paper's reading of Lina's 30 MB."""
 Mode = Literal["off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"]
 MODES: tuple[Mode, ...] = ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive")
 SOLVERS = ("dp", "de")
+MOST_SLICES = 100_000
+"""The slices of all gradients of a backward, at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedGradient:
+    """The gradients of one layer and one kind, which wait in a queue until they are sent."""
+
+    kind: str
+    lanes: tuple[Lane, ...]
+    size_bytes: int
+    cost: LinearCost
+    layer: int = -1
+    """The layer in the order of the backward; -1: the gradients existed before."""
+    tensors_bytes: tuple[int, ...] = ()
+    """The bytes of its tensors, in the order in which they exist; empty: it is one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendWindow:
+    """A part of the backward during which gradients can be sent."""
+
+    layer: int
+    kind: Literal["moe", "dense"]
+    num_pieces: int
+    """How many pieces of the queue exist when the window opens."""
+    extra_ms: Callable[[np.ndarray], np.ndarray]
+    """Time of gradients sent in it -> how much longer the layer gets. The function never falls and is 0 for nothing."""
+    room_ms: float = 0.0
+    """The time in which no all-to-all waits, or is about to wait, for the link of the gradients."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The gradients that each window sends."""
+
+    slices: tuple[tuple[Slice, ...], ...]
+    """The slices of each window, one entry per window."""
+    tail: tuple[Slice, ...]
+    """The slices that are sent after the backward."""
+    extra_ms: float
+    """How much longer all layers get, including the tail."""
+
+    @property
+    def size_bytes(self) -> float:
+        """The bytes of everything that is sent."""
+        return sum(each.size_bytes for slices in (*self.slices, self.tail) for each in slices)
 
 
 class _Queue:
@@ -80,8 +130,10 @@ class _Queue:
         if first == last:
             return ()
         found: dict[str, Slice] = {}
-        for place, piece in enumerate(self.pieces):
-            start, end = self.ends[place], self.ends[place + 1]
+        # One piece more at either end, as steps and ends of pieces are rounded apart.
+        begin, stop = np.searchsorted(self.ends, (first * self.step_ms, last * self.step_ms)).tolist()
+        for place in range(max(0, begin - 2), min(stop + 1, len(self.pieces))):
+            piece, start, end = self.pieces[place], self.ends[place], self.ends[place + 1]
             cuts = []
             for step in (first, last):
                 share = (step * self.step_ms - start) / (end - start)
@@ -107,7 +159,7 @@ class _Queue:
 
 def partition(
     pieces: Sequence[QueuedGradient],
-    windows: Sequence[Window],
+    windows: Sequence[SendWindow],
     mode: Mode,
     *,
     solver: str = "dp",
@@ -148,9 +200,9 @@ def partition(
     if mode == "dense_only":
         return _evaluated(queue, windows, _dense_only(queue, windows))
     if mode == "fixed_chunk":
-        return of_one_size(pieces, windows, slice_bytes(mode, chunk_bytes))
+        return _of_one_size(pieces, windows, slice_bytes(mode, chunk_bytes))
     if mode == "micro_ops":
-        return by_priority(pieces, windows, slice_bytes(mode, chunk_bytes))
+        return _by_priority(pieces, windows, slice_bytes(mode, chunk_bytes))
     cuts = _dp(queue, windows) if solver == "dp" else _de(queue, windows, seed)
     return _evaluated(queue, windows, cuts)
 
@@ -175,16 +227,11 @@ def check_solver(solver: str, chunk_bytes: int | None) -> None:
         raise ValueError(f"gradient_partition.chunk_bytes = {chunk_bytes}: must be a whole number of at least 1")
 
 
-def _evaluated(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> Partition:
-    total_ms, before = 0.0, 0
-    for window, cut in zip(windows, cuts, strict=True):
-        time_ms = queue.start_up_ms(np.array([before]), np.array([cut])) + (cut - before) * queue.step_ms
-        total_ms += float(window.extra_ms(time_ms)[0])
-        before = cut
-    return queue.partition(cuts, total_ms + queue.tail_ms(before))
+def _evaluated(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]) -> Partition:
+    return queue.partition(cuts, _evaluated_ms(queue, windows, cuts))
 
 
-def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
+def _dense_only(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     cuts, sent = [], 0
     for window in windows:
         sent = queue.exists(window.num_pieces) if window.kind == "dense" else sent
@@ -192,7 +239,7 @@ def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     return cuts
 
 
-def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
+def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     """Return the cheapest way to empty the queue, by dynamic programming over windows and the steps sent so far."""
     steps = queue.num_steps
     best_ms = np.full(steps + 1, np.inf)
@@ -257,7 +304,7 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     return cuts[::-1]
 
 
-def _prices(window: Window, queue: _Queue, size: np.ndarray, alpha_ms: float) -> np.ndarray:
+def _prices(window: SendWindow, queue: _Queue, size: np.ndarray, alpha_ms: float) -> np.ndarray:
     extra_ms = window.extra_ms(np.where(size > 0, alpha_ms + size * queue.step_ms, 0.0))
     extra_ms[0] = 0.0
     return extra_ms
@@ -270,7 +317,7 @@ def _worth_sending(extra_ms: np.ndarray, step_ms: float) -> int:
     return int(useful[-1]) + 1 if len(useful) else 1
 
 
-def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
+def _free_steps(queue: _Queue, window: SendWindow, first: int, exists: int) -> int:
     """Return how many steps from ``first`` on can be sent for free."""
     last = np.arange(first, exists + 1)
     time_ms = queue.start_up_ms(np.full(len(last), first), last) + (last - first) * queue.step_ms
@@ -279,7 +326,7 @@ def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
     return int(np.flatnonzero(free)[-1])
 
 
-def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
+def _de(queue: _Queue, windows: Sequence[SendWindow], seed: int) -> list[int]:
     """Run the paper's two steps: first the slices that are free, then the rest over the MoE parts by evolution."""
     from scipy.optimize import differential_evolution
 
@@ -309,10 +356,98 @@ def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
     return min((none, cuts(found.x)), key=lambda each: _evaluated_ms(queue, windows, each))
 
 
-def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> float:
+def _evaluated_ms(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]) -> float:
     before = np.array([0, *cuts[:-1]])
     last = np.array(cuts)
     times_ms = queue.start_up_ms(before, last) + (last - before) * queue.step_ms
     pairs = zip(windows, times_ms, strict=True)
     extra_ms = sum(float(window.extra_ms(np.array([time_ms]))[0]) for window, time_ms in pairs)
-    return extra_ms + queue.tail_ms(int(last[-1]))
+    return extra_ms + queue.tail_ms(cuts[-1] if cuts else 0)
+
+
+def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
+    """Send, while a window's link would be idle, one more slice of one size; the last may overrun.
+
+    Args:
+        pieces, windows: see :func:`partition`.
+        chunk_bytes: the size of a slice; the last one of a piece has the rest.
+    """
+    moment_ms = 1e-6 * max((each.cost.ms(each.size_bytes) for each in pieces), default=0.0) or 1e-9
+
+    _check_number(sum(each.size_bytes for each in pieces), chunk_bytes)
+
+    def cut(piece: QueuedGradient) -> list[int]:
+        whole, rest = divmod(piece.size_bytes, chunk_bytes)
+        return [chunk_bytes] * whole + ([rest] if rest else [])
+
+    def may_begin(window: SendWindow, before_ms: float) -> bool:
+        # Idle is a link on which a moment more would cost nothing.
+        return float(window.extra_ms(np.array([before_ms + moment_ms]))[0]) <= 0.5 * moment_ms
+
+    return _one_by_one(pieces, windows, cut, may_begin)
+
+
+def _by_priority(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
+    """Send slices of single tensors as Lina's priority would (its sections 4.2 and 6.1), as a static list: one more
+    while no all-to-all waits or is about to, so that one that comes waits for what is under way by then, at most.
+
+    Args:
+        pieces, windows: see :func:`partition`.
+        chunk_bytes: the most bytes of a slice; those of one tensor are equal.
+    """
+
+    _check_number(sum(each.size_bytes for each in pieces), chunk_bytes)
+
+    def cut(piece: QueuedGradient) -> list[int]:
+        tensors = piece.tensors_bytes or (piece.size_bytes,)
+        ends = [(0, *micro_op_ends(each, num_micro_ops(each, chunk_bytes))) for each in tensors]
+        return [stop - first for each in ends for first, stop in itertools.pairwise(each) if stop > first]
+
+    return _one_by_one(pieces, windows, cut, lambda window, before_ms: before_ms < window.room_ms)
+
+
+def _check_number(size_bytes: float, chunk_bytes: int) -> None:
+    number = size_bytes // chunk_bytes
+    if number > MOST_SLICES:
+        raise ValueError(
+            f"gradient_partition.chunk_bytes = {chunk_bytes}: {size_bytes / 1e9:.0f} GB of gradients would travel in "
+            f"{number:.0f} slices: must be at least {math.ceil(size_bytes / MOST_SLICES)}"
+        )
+
+
+def _one_by_one(
+    pieces: Sequence[QueuedGradient],
+    windows: Sequence[SendWindow],
+    cut: Callable[[QueuedGradient], Sequence[int]],
+    may_begin: Callable[[SendWindow, float], bool],
+) -> Partition:
+    """Send slices in the order of the queue, each in the first window in which it may begin.
+
+    Args:
+        pieces, windows: see :func:`partition`.
+        cut: a piece -> the bytes of its slices.
+        may_begin: a window, and the time of the slices before in it -> whether one more may begin there.
+    """
+    waiting: deque[Slice] = deque()
+    costs = {each.kind: each.cost for each in pieces}
+
+    def arrive(first: int, last: int) -> None:
+        for piece in pieces[first:last]:
+            waiting.extend(Slice(piece.kind, piece.lanes, size, piece.layer) for size in cut(piece))
+
+    def ms(each: Slice) -> float:
+        return costs[each.kind].ms(each.size_bytes)
+
+    sent, total_ms, arrived = [], 0.0, 0
+    for window in windows:
+        arrive(arrived, window.num_pieces)
+        arrived = max(arrived, window.num_pieces)
+        here: list[Slice] = []
+        here_ms = 0.0
+        while waiting and may_begin(window, here_ms):
+            here.append(waiting.popleft())
+            here_ms += ms(here[-1])
+        total_ms += float(window.extra_ms(np.array([here_ms]))[0]) if here else 0.0
+        sent.append(tuple(here))
+    arrive(arrived, len(pieces))
+    return Partition(tuple(sent), tuple(waiting), total_ms + sum(map(ms, waiting)))

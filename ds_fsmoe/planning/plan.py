@@ -15,15 +15,14 @@ from typing import Literal
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.block_times import BlockTimes, Order, learn
+from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes, learn
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradient_prices import Price, window_prices
-from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
-from ds_fsmoe.planning.gradients import Mode, check_solver, partition
+from ds_fsmoe.planning.gradients import Mode, Partition, QueuedGradient, SendWindow, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.search import MIN_GAIN, Choice, SearchSpace, choose
@@ -311,10 +310,10 @@ class Planner:
         windows = []
         for index, kind in enumerate(kinds):
             layer = layers[kind]
-            windows.append(Window(index, "moe", len(pieces), prices[kind][0], rooms_ms[kind][0]))
+            windows.append(SendWindow(index, "moe", len(pieces), prices[kind][0], rooms_ms[kind][0]))
             # The experts' gradients of a layer exist before the layer is through, the others only then.
             pieces += [piece(each, layer, index) for each in layer.gradients if each.kind == EXPERT_GRAD]
-            windows.append(Window(index, "dense", len(pieces), prices[kind][1], rooms_ms[kind][1]))
+            windows.append(SendWindow(index, "dense", len(pieces), prices[kind][1], rooms_ms[kind][1]))
             pieces += [piece(each, layer, index) for each in layer.gradients if each.kind != EXPERT_GRAD]
         settings = self.settings
         return partition(
@@ -373,10 +372,14 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     found = planner.plan(layers, space, mode_of(name), carried)
     if name != BEST:
         return found
-    # Gradients inside of the experts' part make that longer when links contend, which their placement foresees layer by
-    # layer only; beside the dense parts alone they are sometimes a little faster.
-    beside = planner.plan(layers, space, "dense_only", carried)
-    return min((found, beside), key=planner.batch_ms)
+    # Placing gradients foresees layer by layer what they cost. As layers are best run without any, gradients beside the
+    # dense parts, in slices of one size or wherever they cost least are sometimes a little faster.
+    without = planner.plan(layers, space, "off", carried)
+    orders = [[each.order for each in without.choices(index)] for index in range(len(layers))]
+    given = [space.with_orders(*each) for each in orders]
+    modes: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
+    plans = [found, *(planner.plan(layers, given, mode, carried) for mode in modes)]
+    return plans[smallest_of_best([planner.batch_ms(each) for each in plans])]
 
 
 def mode_of(schedule: str, asked: Mode | Literal["auto"] = "auto") -> Mode:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, Slice, block_schedule
-from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
-from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.presets import BEST, Switches, preset
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
@@ -202,18 +203,20 @@ class _Phase:
     def __init__(self, times: PhaseTimes, orders: Sequence[Order], min_gain: float) -> None:
         self._differs = times.other is not None
         self._best: dict[tuple[int, bool], tuple[float, Order]] = {}
-        self.degrees = list(dict.fromkeys(order.degree for order in orders))
         base = orders[0] if orders[0].degree == 1 else Order(1, orders[0].links)
         self.uncut_ms = float(times.mean_ms([base])[0])
         """The time of the first way with one chunk, over which others have to gain."""
+        places: dict[int, list[int]] = {}
+        for place, order in enumerate(orders):
+            places.setdefault(order.degree, []).append(place)
+        self.degrees = list(places)
         for same_chunks in (True, False) if self._differs else (True,):
-            times_ms = times.mean_ms(orders, same_chunks)
-            for degree in self.degrees:
-                at = [place for place, order in enumerate(orders) if order.degree == degree]
-                best = at[smallest_of_best([float(times_ms[place]) for place in at])]
+            times_ms = times.mean_ms(orders, same_chunks).tolist()
+            for degree, at in places.items():
+                best = at[smallest_of_best([times_ms[place] for place in at])]
                 if degree == 1 and times_ms[best] >= (1 - min_gain) * self.uncut_ms:
                     best = at[0]
-                self._best[degree, same_chunks] = float(times_ms[best]), orders[best]
+                self._best[degree, same_chunks] = times_ms[best], orders[best]
 
     def ms(self, degree: int, same_chunks: bool) -> float:
         return self._best[degree, same_chunks or not self._differs][0]
@@ -323,26 +326,30 @@ def _others(
 
 def _best_pair(forward: _Phase, backward: _Phase, min_gain: float, must_match: bool) -> tuple[int, int]:
     """Return the degrees with the least total time, if they gain enough over degree 1."""
-    pairs = [(f, b) for f in forward.degrees for b in backward.degrees]
+    f_degrees, b_degrees = np.array(forward.degrees)[:, None], np.array(backward.degrees)[None]
+    same = f_degrees == b_degrees
+    f_ms, b_ms = (
+        np.where(
+            same, *(np.array([phase.ms(each, alike) for each in phase.degrees]).reshape(shape) for alike in (1, 0))
+        )
+        for phase, shape in ((forward, (-1, 1)), (backward, (1, -1)))
+    )
+    times_ms = f_ms + b_ms
     if must_match:
         # Two different ones that are both asked for stay what they are.
-        pairs = [pair for pair in pairs if pair[0] == pair[1]] or pairs
-
-    def phases_ms(pair: tuple[int, int]) -> tuple[float, float]:
-        same = pair[0] == pair[1]
-        return forward.ms(pair[0], same), backward.ms(pair[1], same)
-
-    def gains(pair: tuple[int, int]) -> bool:
-        if must_match:
-            uncut_ms = forward.uncut_ms + backward.uncut_ms
-            return pair == (1, 1) or (1, 1) not in pairs or sum(phases_ms(pair)) < (1 - min_gain) * uncut_ms
-        return all(
-            degree == 1 or 1 not in phase.degrees or time_ms < (1 - min_gain) * phase.uncut_ms
-            for phase, degree, time_ms in zip((forward, backward), pair, phases_ms(pair), strict=True)
+        is_open = same if same.any() else np.ones_like(same)
+        uncut = is_open & (f_degrees == 1) & (b_degrees == 1)
+        uncut_ms = forward.uncut_ms + backward.uncut_ms
+        is_open = is_open & (uncut | (not uncut.any()) | (times_ms < (1 - min_gain) * uncut_ms))
+    else:
+        f_gains, b_gains = (
+            (degrees == 1) | (1 not in phase.degrees) | (phase_ms < (1 - min_gain) * phase.uncut_ms)
+            for phase, degrees, phase_ms in ((forward, f_degrees, f_ms), (backward, b_degrees, b_ms))
         )
-
-    pairs = [pair for pair in pairs if gains(pair)]
-    return pairs[smallest_of_best([sum(phases_ms(pair)) for pair in pairs])]
+        is_open = f_gains & b_gains
+    at = np.flatnonzero(is_open)
+    best = at[smallest_of_best(times_ms.ravel()[at].tolist())]
+    return forward.degrees[best // len(backward.degrees)], backward.degrees[best % len(backward.degrees)]
 
 
 def _case(times: BlockTimes, order: Order, grad_ms: float) -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
 from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay
 from ds_fsmoe.planning.recorded_data import job_as_data
+from ds_fsmoe.tuning.table import choices_as_data, timings_of
 
 if TYPE_CHECKING:
     from ds_fsmoe.config.blocks import FSMoEBlock
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from ds_fsmoe.planning.call_shape import CallShape
     from ds_fsmoe.planning.candidates import Search
     from ds_fsmoe.planning.gradients import Mode
-    from ds_fsmoe.planning.measured import Timing
     from ds_fsmoe.planning.workload import BlockWork
     from ds_fsmoe.tuning.autotune import Autotune
     from ds_fsmoe.tuning.measure import Measured
@@ -51,7 +51,7 @@ def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | N
         "layers": layers,
         **autotune.outcome.as_data(autotune.step),
         "num_measured": autotune.num_measured,
-        "choices": [each for row in autotune.rows for each in _choices(row)],
+        "choices": choices_as_data(autotune.rows),
         "trials": [[asdict(each) for each in of_round] for of_round in autotune.tried],
         "hints": list(autotune.hints),
         "fits": _fits(autotune.rows),
@@ -161,51 +161,23 @@ def called_as_data(
     return job_as_data(job)
 
 
-def _choices(row: Row) -> list[dict[str, Any]]:
-    return [
-        {
-            "layers": row.labels,
-            "phase": phase,
-            "degree": choice.block.degree,
-            "order": choice.block.links,
-            "predicted_ms": choice.time_ms,
-            "isolated_ms": choice.isolated_ms,
-            "runner_up": choice.runner_up,
-            "runner_up_ms": choice.runner_up_ms,
-            "uncut_ms": choice.uncut_ms,
-            "bound_by": choice.bottleneck,
-            "alltoall": row.alltoall,
-            "asked": asked,
-        }
-        for phase, choice, asked in zip(("forward", "backward"), row.choices, row.asked, strict=True)
-    ]
-
-
 def _fits(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, int], tuple[Timing, list[str]]] = {}
-    for row in rows:
-        for name, timing in row.profile.operations.items():
-            found.setdefault((name, id(timing)), (timing, []))[1].extend(row.labels)
     return [
         {
             "operation": name,
-            "layers": sorted(set(labels)),
+            "layers": labels,
             "unit": timing.unit,
             "sizes": timing.sizes,
             "times_ms": timing.times_ms,
             "line_ms": [timing.cost.ms(size) for size in timing.sizes],
-            "lines": [_line(each) for each in _parts(timing.cost)],
+            "lines": [asdict(each) for each in _parts(timing.cost)],
             "typical_share": timing.best_fit.typical_share,
             "worst_share": timing.best_fit.worst_share,
             "is_good": timing.best_fit.is_good,
         }
-        for (name, _), (timing, labels) in found.items()
+        for name, timing, labels in timings_of(rows)
     ]
 
 
 def _parts(cost: Any) -> Sequence[LinearCost]:
     return (cost.below, cost.above) if isinstance(cost, SwitchedCost) else (cost,)
-
-
-def _line(cost: LinearCost) -> dict[str, float]:
-    return {"alpha_ms": cost.alpha_ms, "beta_ms": cost.beta_ms}

@@ -36,7 +36,7 @@ from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.stage_plans import Candidate, OfStages, candidates_of_all_stages, rows_of_all_stages
 from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
-from ds_fsmoe.tuning.table import Row, Told, describe, rows_of
+from ds_fsmoe.tuning.table import Row, Told, describe_rows, rows_of_plan
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Tried
 from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
@@ -285,7 +285,7 @@ class Autotune:
         self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
         self.step = model.predict(plan) if self.of_stages is None else self.of_stages.step
         asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
-        self.rows = rows_of(model.measured, model.labels, plan, asked)
+        self.rows = rows_of_plan(model.measured, model.labels, plan, asked)
 
     def _start(self, model: TunedModel, plans: Sequence[Candidate]) -> TrialRounds | None:
         """Apply the first plan; try it and the others, if trials are asked for. The last is DeepSpeed's schedule."""
@@ -338,13 +338,12 @@ class Autotune:
             sharded_ms=sharded,
             spread_ms=spread,
             esp_size=self._block.esp_size,
-            schedule=self._block.schedule,
             why_again=self._why_again,
             is_tried=self.trials is not None,
         )
         source = measured.source or f"measured {self.num_measured} operations"
         if self._block.autotune.details and self.rows:
-            log_on_rank_0(describe(self.rows, self._told, self.took_s, source))
+            log_on_rank_0(describe_rows(self.rows, self._told, self.took_s, source))
         if self.trials is None:
             self._summarize()
         else:

@@ -4,7 +4,9 @@
 The experts' parts of the layers are predicted, for the schedules and sizes that were really run, with the gradients in
 them. The rest of a step (dense layers, gates, losses, gradients that travel after the backward, waiting for ranks that
 have more to do) is not predicted: it is taken as it was in the first steps compared, and what a step should take is
-that and its predicted phases. Ranks share their numbers, so whatever follows from them is the same on all.
+that and its predicted phases. Ranks share their numbers, so whatever follows from them is the same on all. Of a batch
+through pipeline stages the work of the slowest stage is predicted; bubbles, sends and the optimizer belong to
+the rest.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch.distributed as dist
 
 from ds_fsmoe.config.blocks import AutotuneBlock
+from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import Predictors
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock, most_of
@@ -36,8 +39,9 @@ from ds_fsmoe.planning.schedule import (
     SPREAD,
     Lane,
 )
+from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.planning.timeline import Timeline
-from ds_fsmoe.tuning.step_comparison import Compared, StepComparison
+from ds_fsmoe.tuning.stage_plans import OfStages
 
 IN_A_ROW = 3
 """The number of compared steps in a row that have to differ before anything is said."""
@@ -50,6 +54,84 @@ _KINDS = (
     *GRADIENT_TASKS,
 )
 _LANES = tuple(str(lane) for lane in Lane)
+_PHASES = ("forward", "backward")
+_WORST = 3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Predicted and measured milliseconds in one optimizer step."""
+
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def off_ms(self) -> float:
+        """The difference between the two."""
+        return abs(self.measured_ms - self.predicted_ms)
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """Compares one step, the same on every rank: forwards and backwards of all micro batches, without the optimizer; in
+    pipeline stages the whole batch with it."""
+
+    step: int
+    whole: Compared
+    rest: Compared
+    """The time outside of phases; its "predicted" is what it was before."""
+    phases: Mapping[str, Compared]
+    """"L03/backward" -> all its runs together. Of ranks that exchange tokens it is measured on the one that waits
+    least, because that one comes last. In pipeline stages "stage1/backward" -> all of that stage, on its slowest
+    rank."""
+    kinds: Mapping[str, Compared]
+    """Kind of task -> all of them together: computed on the slowest rank, sent by the rank that waits least."""
+    lanes: Mapping[str, Compared]
+    """Lane -> all tasks on it together, by the same ranks as ``kinds``."""
+    load: float = 1.0
+    """The rows of the fullest rank over those that the layers were planned for, as a mean over runs."""
+
+    @property
+    def drift(self) -> float:
+        """The share of the prediction by which the step differs from it; below 0 the step was faster."""
+        predicted = self.whole.predicted_ms
+        return (self.whole.measured_ms - predicted) / predicted if predicted > 0 else math.inf
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Lane -> its measured share of the phases."""
+        phases_ms = sum(each.measured_ms for each in self.phases.values())
+        return {lane: each.measured_ms / phases_ms for lane, each in self.lanes.items() if phases_ms}
+
+    def values(self, is_detailed: bool) -> dict[str, float]:
+        """Return milliseconds by name, for monitors.
+
+        Args:
+            is_detailed: include each phase and each kind of task, and not only sums over layers.
+        """
+        named = {"step": self.whole, "rest": self.rest}
+        for direction in _PHASES:
+            of_layers = [each for label, each in self.phases.items() if label.endswith(f"/{direction}")]
+            if of_layers:
+                named[direction] = Compared(
+                    sum(each.predicted_ms for each in of_layers), sum(each.measured_ms for each in of_layers)
+                )
+        if is_detailed:
+            named |= {**self.phases, **{f"tasks/{kind}": each for kind, each in self.kinds.items()}}
+        found = {
+            f"{name}/{which}": getattr(each, which)
+            for name, each in named.items()
+            for which in ("predicted_ms", "measured_ms")
+        }
+        return found | {f"busy/{lane}": share for lane, share in self.busy.items()}
+
+    def worst(self) -> str:
+        """Say in words what differs most."""
+        named = {"the rest of the model": self.rest, **self.phases, **self.kinds}
+        # What hardly differs says nothing.
+        telling = {name: each for name, each in named.items() if each.off_ms >= self.whole.off_ms / 10}
+        found = sorted(telling.items(), key=lambda item: -item[1].off_ms)[:_WORST]
+        return ", ".join(f"{name} {each.predicted_ms:.4g} and {each.measured_ms:.4g} ms" for name, each in found)
 
 
 class PredictionWatch:
@@ -79,7 +161,7 @@ class PredictionWatch:
     ) -> None:
         self._block = block
         self._clock = clock
-        self._names = tuple(f"{label}/{direction}" for label, direction in product(labels, ("forward", "backward")))
+        self._names = tuple(f"{label}/{direction}" for label, direction in product(labels, _PHASES))
         self._predictors = predictors
         self._plan_again = plan_again
         self._group = group
@@ -148,13 +230,17 @@ class PredictionWatch:
         compared = totals.compared(numbers[len(head) :])
         phases = {name: compared[name] for name in self._names if name in compared}
         rest_ms = whole_ms - sum(each.measured_ms for each in phases.values())
-        rests = self._rests.setdefault((int(num_forwards), int(num_backwards)), [])
-        if len(rests) < REFERENCES:
-            rests.append(rest_ms)
-        rest = Compared(statistics.median_low(rests), rest_ms)
+        rest = self._rest((int(num_forwards), int(num_backwards)), rest_ms)
         whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)
         kinds, lanes = ({name: compared[name] for name in names if name in compared} for names in (_KINDS, _LANES))
         return StepComparison(step, whole, rest, phases, kinds, lanes, load)
+
+    def _rest(self, counts: tuple[int, int], rest_ms: float) -> Compared:
+        """Return the time outside of phases beside what it was in the first steps of so many forwards and backwards."""
+        rests = self._rests.setdefault(counts, [])
+        if len(rests) < REFERENCES:
+            rests.append(rest_ms)
+        return Compared(statistics.median_low(rests), rest_ms)
 
     def _load(self, own: MeasuredStep) -> float:
         """Return the rows that came to the experts of this rank over those of the plan, as a mean over runs."""
@@ -229,6 +315,62 @@ class PredictionWatch:
             "The plans were made for other times than these: see what else runs on these machines, or what has become "
             "of the batches; fsmoe.autotune.retune_on_drift = true measures and plans anew by itself"
         )
+
+
+class BatchWatch(PredictionWatch):
+    """Compares batches through stages, for one engine. Every rank of the job is told of the end of every batch.
+
+    Args:
+        block: how often to compare, and what differs too much.
+        clock: the clock that is started for the batches that are compared.
+        stages: where this rank is.
+        of_stages: returns what runs, the same on every rank; ``None`` until something is planned.
+        plan_again: see :class:`PredictionWatch`.
+    """
+
+    def __init__(
+        self,
+        block: AutotuneBlock,
+        clock: StepClock,
+        stages: Stages,
+        of_stages: Callable[[], OfStages | None],
+        plan_again: Callable[[str], None],
+    ) -> None:
+        self._stages = stages
+        self._of_stages = of_stages
+        super().__init__(block, clock, (), dict, plan_again)
+
+    def _is_predicted(self) -> bool:
+        return self._of_stages() is not None
+
+    def _compare(self, step: int) -> StepComparison | None:
+        own, of_stages = self._clock.read(), self._of_stages()
+        assert of_stages is not None
+        phases_ms = [0.0] * (2 * self._stages.num_stages)
+        lacks, batch_ms = 1.0, 0.0
+        if own is not None and own.batch_ms is not None and own.has_both:
+            lacks, batch_ms = 0.0, own.batch_ms
+            phases_ms[2 * self._stages.stage], phases_ms[2 * self._stages.stage + 1] = own.forward_ms, own.backward_ms
+        # A stage takes as long as its slowest rank; other stages have nothing to say of it.
+        lacks, batch_ms, *phases_ms = most_of([lacks, batch_ms, *phases_ms], self._clock.device)
+        if lacks:
+            self._warn(step, "")
+            return None
+        rest_ms = batch_ms - of_stages.step.chosen_ms
+        rest = self._rest((0, 0), rest_ms)
+        whole = Compared(of_stages.step.chosen_ms + rest.predicted_ms, batch_ms)
+        names = [f"stage{stage}/{phase}" for stage, phase in product(range(self._stages.num_stages), _PHASES)]
+        pairs = zip(self._predicted_ms(of_stages.times), phases_ms, strict=True)
+        phases = {name: Compared(*each) for name, each in zip(names, pairs, strict=True)}
+        return StepComparison(step, whole, rest, phases, {}, {})
+
+    def _predicted_ms(self, stages: Sequence[StageTimes]) -> list[float]:
+        """Return the times of all forwards and of all backwards of each stage in a batch."""
+        found = []
+        for each in stages:
+            count = self._stages.num_micro_batches
+            found += [count * each.forward_ms, (count - 1) * each.backward_ms + each.last_backward_ms]
+        return found
 
 
 def _busy_ms(timeline: Timeline) -> dict[str, float]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Way:
+class AllToAllWay:
     """One way to exchange tokens: an all-to-all by name."""
 
     subject: ProfiledLayer
@@ -55,7 +55,7 @@ class LayerKind:
     subject: ProfiledLayer
     num_tokens: int
     """S, on this rank."""
-    ways: dict[str, Way] = field(default_factory=dict)
+    ways: dict[str, AllToAllWay] = field(default_factory=dict)
     """The all-to-alls that may be chosen, the one that is run first."""
     choices: list[torch.Tensor] = field(default_factory=list)
     """The places of the choices of each layer, see :attr:`FirstCall.expert_KS`."""
@@ -74,9 +74,9 @@ class LayerKind:
         crossings = next((way.crossings for way in self.ways.values() if way.crossings is not None), None)
         return CallShape(*sizes, num_tokens=at.num_tokens, crossings=crossings, wires=at.wires)
 
-    def _way(self, subject: ProfiledLayer, planned: AllToAll, group: dist.ProcessGroup | None) -> Way:
+    def _way(self, subject: ProfiledLayer, planned: AllToAll, group: dist.ProcessGroup | None) -> AllToAllWay:
         nodes = subject.collectives.nodes
-        return Way(subject, planned, None if nodes is None else self._crossings(nodes, group))
+        return AllToAllWay(subject, planned, None if nodes is None else self._crossings(nodes, group))
 
     def _crossings(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Crossings:
         """Count how often the tokens of these layers crossed, for each of their choices. Collective over the group."""

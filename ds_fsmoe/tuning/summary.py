@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ds_fsmoe.planning.block_times import order_words
 from ds_fsmoe.planning.cost import GOOD_SHARE
-from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.terminal.tables import Message, Table
-from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, span
-from ds_fsmoe.tuning.trials import Gain, Tried
+from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, choices_table, span, timings_of
+from ds_fsmoe.tuning.trials import TrialGain, Tried
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 LITTLE = 0.03
@@ -44,7 +42,7 @@ class Outcome:
     """The time of these steps."""
     least_dense_ms: float | None = None
     """The least time, over these steps, of all but the layers' runs."""
-    gain: Gain | None = None
+    gain: TrialGain | None = None
     """The gain over DeepSpeed's schedule of what stays, or, if ``is_stock``, of the best of the others; ``None``: not
     measured."""
     kept_ms: float | None = None
@@ -234,30 +232,17 @@ def _next(outcome: Outcome) -> str:
     return f"next: {found.name}, {found.step_ms / kept.step_ms - 1:+.1%}"
 
 
-def _layers(rows: Sequence[Row], is_tried: bool) -> list[str]:
-    cells = [("  layers", "phase", "chunks", "order of tasks", "all-to-all", "predicted ms", "1 chunk", "bound by")]
-    for row in rows:
-        for phase, choice in zip(("forward", "backward"), row.choices, strict=True):
-            block = choice.block
-            order = order_words(block.degree, block.links)
-            why = row.uncut and f"in one chunk: {row.uncut}"
-            times = (f"{choice.time_ms:.4g}", f"{choice.uncut_ms:.4g}")
-            named = (f"  {span(row.labels)}", phase, str(block.degree), order, row.alltoall)
-            cells.append((*named, *times, why or choice.bottleneck))
+def _layers(rows: Sequence[Row], is_tried: bool) -> list[str | Table]:
     slower = any(choice.time_ms > choice.uncut_ms for row in rows for choice in row.choices)
     note = "  one chunk is predicted to take less; the steps that were tried have shown otherwise, and they decide"
-    return [aligned(cells), *([note] if slower and is_tried else [])]
+    return [choices_table(rows, indent="  "), *([note] if slower and is_tried else [])]
 
 
 def _fits(rows: Sequence[Row]) -> str:
     """Say how well what was measured is described, at the sizes that are used."""
-    timings: dict[int, tuple[str, Timing]] = {}
-    for row in rows:
-        for name, timing in row.profile.operations.items():
-            timings[id(timing)] = name, timing
-    if not timings:
+    shares = sorted(((timing.best_fit.typical_share, name) for name, timing, _ in timings_of(rows)), reverse=True)
+    if not shares:
         return "none"
-    shares = sorted(((timing.best_fit.typical_share, name) for name, timing in timings.values()), reverse=True)
     bad = [(name, share) for share, name in shares if share > GOOD_SHARE]
     if not bad:
         return f"{len(shares)} operations, each within {max(shares[0][0], 0.005):.1%} of its line at the sizes used"
@@ -271,13 +256,13 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
     found = []
     step = told.step
     for row in rows:
-        for phase, choice, asked in zip(("forward", "backward"), row.choices, row.asked, strict=True):
+        for phase, choice, asked in row.phases():
             if asked is not None and asked != choice.auto_degree:
                 found.append(
                     f"{span(row.labels)} {phase}: {asked} chunks are given by hand; auto would have taken "
                     f"{choice.auto_degree} ({choice.auto_ms:.4g} ms instead of {choice.time_ms:.4g}, predicted)"
                 )
-    if any(not timing.best_fit.is_good for row in rows for timing in row.profile.operations.values()):
+    if any(not timing.best_fit.is_good for _, timing, _ in timings_of(rows)):
         judged = "the choice is from real steps" if outcome.tried else "set fsmoe.autotune.trials above 0"
         found.append(f"measurements were noisy (busy machine?), so predictions are rough; {judged}")
     has_gained = not outcome.is_stock and outcome.gain is not None and outcome.gain.is_clear

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.measuring.profiler import Reduces
 from ds_fsmoe.planning.block_times import Order, order_words
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.plan import ModelPlan
-from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.search import MIN_GAIN, Choice, Degree
+from ds_fsmoe.planning.search import MIN_GAIN, Choice, Degree, chunks_text
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.terminal.tables import Message, Table
 
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 PAYS = 1.1
 """The ratio of work of two lanes at once to one after the other, below which overlap is said not to pay."""
 
+_HEADS = {
+    "layers": "layers",
+    "phase": "phase",
+    "chunks": "degree",
+    "order of tasks": "order",
+    "all-to-all": "alltoall",
+    "predicted ms": "predicted_ms",
+    "1 chunk": "uncut_ms",
+}
+"""The columns of every table of choices: head -> key."""
 _EQUAL = 1e-3
 """The share below which times count as equal."""
 
@@ -46,6 +56,10 @@ class Row:
     uncut: str = ""
     """The reason why the layers run in one chunk whatever is chosen; empty: there is none."""
 
+    def phases(self) -> Iterator[tuple[str, Choice, Degree]]:
+        """Yield each phase with its choice and the degree that was given for it."""
+        yield from zip(("forward", "backward"), self.choices, self.asked, strict=True)
+
 
 @dataclass(frozen=True)
 class Told:
@@ -57,8 +71,6 @@ class Told:
     """ESP size -> the time of all experts' parts of a step, by the cluster's numbers."""
     esp_size: int
     """The current ESP size."""
-    schedule: str
-    """The schedule that was asked for."""
     why_again: str | None = None
     """The reason for measuring again."""
     is_tried: bool = False
@@ -67,7 +79,7 @@ class Told:
     """EP size -> the time of a step by the cluster's numbers: the current size first, then larger ones."""
 
 
-def rows_of(
+def rows_of_plan(
     measured: Measured,
     labels: Sequence[str],
     plan: ModelPlan,
@@ -125,7 +137,7 @@ def _order_words(order: Order) -> str:
     return order_words(order.degree, order.links)
 
 
-def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
+def describe_rows(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
     """Return tables: what operations cost, how lanes slow each other down, how layers run, what a step should take.
 
     Args:
@@ -136,31 +148,82 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Mes
     """
     again = f", again because {told.why_again}" if told.why_again else ""
     head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
-    lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)]
+    lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows), "", *_step(told)]
     if told.is_tried:
         lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
     return Message(lines)
 
 
+def choices_as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return what was chosen, an entry per row and phase: for the folder of a run and for all tables."""
+    return [
+        {
+            "layers": row.labels,
+            "phase": phase,
+            "degree": choice.order.degree,
+            "order": choice.order.links,
+            "predicted_ms": choice.time_ms,
+            "isolated_ms": choice.isolated_ms,
+            "runner_up": choice.runner_up,
+            "runner_up_ms": choice.runner_up_ms,
+            "uncut_ms": choice.uncut_ms,
+            "bound_by": choice.bottleneck,
+            "alltoall": row.alltoall,
+            "asked": asked,
+        }
+        for row in rows
+        for phase, choice, asked in row.phases()
+    ]
+
+
+def choices_table(rows: Sequence[Row], more: Mapping[str, str] = MappingProxyType({}), indent: str = "") -> Table:
+    """Return the table of what was chosen.
+
+    Args:
+        rows: the rows, each with both phases.
+        more: further columns: head -> key of :func:`choices_as_data`.
+        indent: what is put ahead of each line.
+    """
+    heads = _HEADS | more | {"bound by": "bound_by"}
+    cells = []
+    for row in rows:
+        why = {"bound_by": f"in one chunk: {row.uncut}"} if row.uncut else {}
+        cells += [[_cell(each | why, key) for key in heads.values()] for each in choices_as_data([row])]
+    return Table(tuple(heads), cells, indent, has_rule=False)
+
+
+def _cell(choice: Mapping[str, Any], key: str) -> str:
+    value = choice[key]
+    if key == "layers":
+        return span(value)
+    if key == "order":
+        return order_words(choice["degree"], value)
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def timings_of(rows: Sequence[Row]) -> list[tuple[str, Timing, list[str]]]:
+    """Return each operation that was measured, with its timing and the layers that have it."""
+    found: dict[tuple[str, int], tuple[str, Timing, set[str]]] = {}
+    for row in rows:
+        for name, timing in row.profile.operations.items():
+            found.setdefault((name, id(timing)), (name, timing, set()))[2].update(row.labels)
+    return [(name, timing, sorted(labels)) for name, timing, labels in found.values()]
+
+
 def _costs(rows: Sequence[Row]) -> list[str | Table]:
     cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "typically off", "at most")]
     bad: dict[str, list[str]] = {}
-    users: dict[tuple[str, int], list[str]] = {}
-    timings: dict[tuple[str, int], Timing] = {}
     profiles: dict[int, tuple[LayerProfile, list[str]]] = {}
     for row in rows:
         profiles.setdefault(id(row.profile), (row.profile, []))[1].extend(row.labels)
-        for name, timing in row.profile.operations.items():
-            users.setdefault((name, id(timing)), []).extend(row.labels)
-            timings[name, id(timing)] = timing
-    for key, timing in timings.items():
-        fit, layers = timing.best_fit, span(sorted(set(users[key])))
+    for name, timing, labels in timings_of(rows):
+        fit, layers = timing.best_fit, span(labels)
         for cost, from_size in _lines(fit.cost):
             unit = timing.unit if from_size is None else f"{timing.unit}, {from_size}"
             line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.typical_share:.1%}")
-            cells.append((layers, key[0], *line, f"{fit.worst_share:.1%}"))
+            cells.append((layers, name, *line, f"{fit.worst_share:.1%}"))
         if not fit.is_good:
-            bad.setdefault(layers, []).append(key[0])
+            bad.setdefault(layers, []).append(name)
     notes = [
         f"{layers}: no straight line describes what was measured of {', '.join(names)}" for layers, names in bad.items()
     ]
@@ -201,9 +264,7 @@ def _slowed(told: Told) -> list[str | Table]:
     return [*lines, ""]
 
 
-def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
-    heads = ("layers", "phase", "chunks", "predicted [ms]", "isolated [ms]", "runner-up", "its [ms]", "1 chunk [ms]")
-    cells: list[tuple[str, ...]] = [(*heads, "order of tasks", "all-to-all")]
+def _plans(rows: Sequence[Row]) -> list[str | Table]:
     notes: list[str] = []
     for row in rows:
         layers = span(row.labels)
@@ -214,26 +275,16 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
             names = {"exchange": "an all-to-all and a sum", "backend": "the backend's own"}
             each = ", ".join(f"from {from_bytes:.3g} bytes on {names[name]}" for from_bytes, name in row.reduces)
             notes.append(f"{layers}: reduce-scatter: {each}")
-        for phase, choice, asked in zip(("forward", "backward"), row.choices, row.asked, strict=True):
-            block = choice.block
-            runner_up = ("-", "-")
-            if choice.runner_up is not None and choice.runner_up_ms is not None:
-                runner_up = (str(choice.runner_up), f"{choice.runner_up_ms:.3f}")
-            order = order_words(block.degree, block.links)
-            times = (f"{choice.time_ms:.3f}", f"{choice.isolated_ms:.3f}", *runner_up, f"{choice.uncut_ms:.3f}")
-            cells.append((layers, phase, str(block.degree), *times, order, row.alltoall))
+        for phase, choice, asked in row.phases():
             if asked is not None:
                 notes.append(
                     f"{layers} {phase}: num_chunks = {asked} is given by hand; auto would have chosen "
                     f"{choice.auto_degree}, predicted {choice.auto_ms:.3f} ms"
                 )
-            elif row.uncut:
-                notes.append(f"{layers} {phase}: in one chunk: {row.uncut}")
-            elif block.degree == 1 and schedule == BEST:
-                notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
-            if asked is None and (reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual))):
+            elif reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual)):
                 notes.append(f"{layers} {phase}: {reason}")
-    return [aligned(cells), *notes]
+    more = {"isolated ms": "isolated_ms", "runner-up": "runner_up", "its ms": "runner_up_ms"}
+    return [choices_table(rows, more), *notes]
 
 
 def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
@@ -243,22 +294,19 @@ def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
         choice: the choice for one phase.
         margin: the gain that a cut has to bring.
     """
-    if choice.runner_up_ms is None or choice.runner_up_both_ms is None:
+    if choice.runner_up is None or choice.runner_up_ms is None or choice.runner_up_both_ms is None:
         return None
     # Of equals, which differ by rounding, the smaller degree is taken.
     if choice.runner_up_ms >= (1 - _EQUAL) * choice.time_ms:
         return None
+    other = f"with {chunks_text(choice.runner_up)} it would take"
     if choice.runner_up_both_ms >= choice.both_ms:
         return (
-            f"with {_chunks(choice.runner_up)} it would take less, but {choice.runner_up_both_ms:.3f} ms instead of "
+            f"{other} less, but {choice.runner_up_both_ms:.3f} ms instead of "
             f"{choice.both_ms:.3f} in both phases together"
         )
     gain = 1 - choice.runner_up_ms / choice.time_ms
-    return f"with {_chunks(choice.runner_up)} it would take {gain:.1%} less; chunks have to gain more than {margin:.0%}"
-
-
-def _chunks(count: int | None) -> str:
-    return f"{count} chunk{'' if count == 1 else 's'}"
+    return f"{other} {gain:.1%} less; chunks have to gain more than {margin:.0%}"
 
 
 def _step(told: Told) -> list[str]:

@@ -27,7 +27,7 @@ FINALISTS = 2
 
 
 @dataclass(frozen=True)
-class Gain:
+class TrialGain:
     """Says how many times as fast a plan is as the baseline, from steps of both in turns."""
 
     ratio: float
@@ -190,7 +190,7 @@ class Trials:
         forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
         return forward, backward
 
-    def gain_of_best(self) -> Gain | None:
+    def gain_of_best(self) -> TrialGain | None:
         """Return the gain of the plan with the least median, other than the baseline and tried in every turn: the ratio
         of the medians, which have decided."""
         others = [plan for plan in self._in_last_turn if plan != self.baseline and self.times_ms[plan]]
@@ -200,7 +200,7 @@ class Trials:
             return None
         return replace(found, ratio=self._median_ms(self.baseline) / self._median_ms(best))
 
-    def gain(self, kept: int) -> Gain | None:
+    def gain(self, kept: int) -> TrialGain | None:
         """Return how many times as fast a plan is as the baseline; ``None`` if they were not seen in the same turn."""
         if self.baseline is None:
             return None
@@ -208,7 +208,7 @@ class Trials:
         ratios = [base[turn] / ours[turn] for turn in ours.keys() & base.keys() if ours[turn] > 0]
         if not ratios:
             return None
-        return Gain(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+        return TrialGain(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
     @property
     def num_steps(self) -> int:

@@ -10,12 +10,11 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.plan import Planner
 from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import (

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import Partition, QueuedGradient, Window
+from ds_fsmoe.planning.gradients import Partition, QueuedGradient, SendWindow
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 
 INTER = (Lane.INTER,)
 
 
-def window(layer: int, kind: str, num_pieces: int, slack_ms: float, slope: float = 1.0) -> Window:
+def window(layer: int, kind: str, num_pieces: int, slack_ms: float, slope: float = 1.0) -> SendWindow:
     """A window with room for so many milliseconds, in which an all-to-all waits if it is inside a layer."""
     room_ms = slack_ms if kind == "dense" else 0.0
-    return Window(layer, kind, num_pieces, lambda time_ms: slope * np.maximum(0.0, time_ms - slack_ms), room_ms)
+    return SendWindow(layer, kind, num_pieces, lambda time_ms: slope * np.maximum(0.0, time_ms - slack_ms), room_ms)
 
 
 def dense(layer: int, size_bytes: int, cost: LinearCost) -> QueuedGradient:
@@ -30,7 +30,7 @@ def expert(layer: int, size_bytes: int, cost: LinearCost) -> QueuedGradient:
     return QueuedGradient(EXPERT_GRAD, INTER, size_bytes, cost, layer)
 
 
-def random_queue(rng: random.Random, layers: int, two_kinds: bool) -> tuple[list[QueuedGradient], list[Window]]:
+def random_queue(rng: random.Random, layers: int, two_kinds: bool) -> tuple[list[QueuedGradient], list[SendWindow]]:
     """A backward of so many layers: each has its windows, and leaves a dense and perhaps an expert gradient."""
     cost = LinearCost(rng.choice([0.0, 0.3, 1.0]), 10 ** rng.uniform(-7, -5))
     other = LinearCost(rng.choice([0.0, 0.4]), 10 ** rng.uniform(-7, -5))
@@ -46,7 +46,7 @@ def random_queue(rng: random.Random, layers: int, two_kinds: bool) -> tuple[list
     return pieces, windows
 
 
-def extra_ms(found: Partition, pieces: Sequence[QueuedGradient], windows: Sequence[Window]) -> float:
+def extra_ms(found: Partition, pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow]) -> float:
     """What a partition costs, from its slices alone: each window's price, and the tail."""
     costs = {each.kind: each.cost for each in pieces}
 
@@ -58,7 +58,7 @@ def extra_ms(found: Partition, pieces: Sequence[QueuedGradient], windows: Sequen
     return prices + ms(found.tail)
 
 
-def by_brute_force_ms(pieces: Sequence[QueuedGradient], windows: Sequence[Window], steps: int) -> float:
+def by_brute_force_ms(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], steps: int) -> float:
     """The best way to empty a queue of one kind in whole steps: all ways."""
     cost = pieces[0].cost
     total = sum(each.size_bytes for each in pieces)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import MODES, Partition, QueuedGradient, Window, partition
+from ds_fsmoe.planning.gradients import MODES, Partition, QueuedGradient, SendWindow, partition
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from tests.planning.queues import by_brute_force_ms, dense, expert, extra_ms, random_queue, window
 
@@ -18,11 +18,13 @@ WAYS = [("off", "dp"), ("dense_only", "dp"), *((each, "dp") for each in (*IN_SLI
 COST = LinearCost(0.5, 1e-6)
 
 
-def split(pieces: list[QueuedGradient], windows: list[Window], mode: str, solver: str = "dp", **more: int) -> Partition:
+def split(
+    pieces: list[QueuedGradient], windows: list[SendWindow], mode: str, solver: str = "dp", **more: int
+) -> Partition:
     return partition(pieces, windows, mode, solver=solver, chunk_bytes=more.pop("chunk_bytes", 2**21), **more)
 
 
-def check_laws(found: Partition, pieces: list[QueuedGradient], windows: list[Window]) -> None:
+def check_laws(found: Partition, pieces: list[QueuedGradient], windows: list[SendWindow]) -> None:
     """Bytes of each kind sum exactly; a window sends only what exists by then, and knows the newest of it."""
     assert len(found.slices) == len(windows)
     for kind in {each.kind for each in pieces}:

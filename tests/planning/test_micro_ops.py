@@ -21,8 +21,7 @@ from ds_fsmoe.planning.gradient_plan import (
     plan_by_rule,
     plan_micro_ops,
 )
-from ds_fsmoe.planning.gradient_queue import QueuedGradient
-from ds_fsmoe.planning.gradients import CHUNK_BYTES, partition, slice_bytes
+from ds_fsmoe.planning.gradients import CHUNK_BYTES, QueuedGradient, partition, slice_bytes
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD, Lane

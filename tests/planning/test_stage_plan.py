@@ -23,11 +23,10 @@ from ds_fsmoe.offline.models.pipeline import (
     plan_stage,
     send_cost,
 )
-from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.block_times import Order, PhaseTimes
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.gradient_prices import window_prices
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import Lane

@@ -32,7 +32,7 @@ from ds_fsmoe.planning.workload import (
     arranging,
     check_divides,
     collective,
-    moe_work,
+    moe_works,
     summed,
 )
 
@@ -263,7 +263,7 @@ def model_layers(
         if key not in made:
             shape = moe_shape(architecture, block, samples, length, dtype_bytes, capacity_factor, imbalance)
             check_divides(shape, groups)
-            parts = moe_work(shape, groups, alltoall, sizes.tokens_S, True, crossings)
+            parts = moe_works(shape, groups, alltoall, sizes.tokens_S, True, crossings)
             head = _head(architecture, sizes, recompute) if has_head else _Part()
             embedding = _embedding(architecture, sizes) if ends[0] else _Part()
             made[key] = _layer(block, shape, sizes, parts, (before, behind), (embedding, head), recompute)
