@@ -51,25 +51,27 @@ class Reading:
         engine: our engine.
         place: the folder of the tag.
         manifest: the tag's manifest; ``None`` for a tag of stock DeepSpeed.
+        has_parts: whether this rank has parts of a Hugging Face model's experts.
     """
 
-    def __init__(self, engine: Any, place: Path, manifest: Manifest | None) -> None:
+    def __init__(self, engine: Any, place: Path, manifest: Manifest | None, has_parts: bool) -> None:
         self._engine = engine
         self._place = place
         self._manifest = manifest
         self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
         self._relaid: Relaid | None = None
         self._cuts: dict[str, dict[str, Cut]] = {}
+        self._has_parts = has_parts
 
     @cached_property
     def index(self) -> Index | None:
         """The index of the optimizer's states; ``None`` if there is none."""
-        return read_index(self._place)
+        return read_index(self._place, self._manifest)
 
     @cached_property
     def whole(self) -> Whole:
         """The whole parameters of the tag, read when first needed: only to move states from another layout."""
-        return Whole(self._place, self._trusted, stage_of(self._engine), lambda place: self.index)
+        return Whole(self._place, self._trusted, stage_of(self._engine), lambda *_: self.index)
 
     @cached_property
     def _stock_paths(self) -> list[str]:
@@ -77,7 +79,7 @@ class Reading:
 
     @cached_property
     def _parts(self) -> dict[str, ExpertPart]:
-        return {name: part for name, (_, part) in live_parts(self._engine).items()}
+        return {name: part for name, (_, part) in live_parts(self._engine).items()} if self._has_parts else {}
 
     @contextmanager
     def in_use(
@@ -104,8 +106,6 @@ class Reading:
         own = None
         if relaid:
             own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, moved, rounds)
-        frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
-
         main = main_file(stage_of(self._engine))
         first: dict[str, Any] = {}
 
@@ -136,6 +136,7 @@ class Reading:
             elif sharper and (layer := self._layer_in(Path(path))) is not None:
                 found |= {name: self._sharp(f"{layer}.{name}") for name in found}
             if Path(path).name == main and self._parts:
+                frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
@@ -172,9 +173,8 @@ class Reading:
 
     def _check_named(self, path: Path) -> None:
         """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
-        named = () if self._manifest is None else self._manifest.files
-        is_here = path.is_relative_to(self._place)
-        if self._manifest is not None and is_here and path.relative_to(self._place).as_posix() not in named:
+        name = str(path).removeprefix(f"{self._place}/")
+        if self._manifest is not None and name != str(path) and name not in self._manifest.files:
             raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
 
     def check_weights(self, strict: bool) -> None:

@@ -34,7 +34,6 @@ _WEIGHTS = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 FIRST = "first"
 STAGE_3 = 3
 """The ZeRO stage whose files hold the weights by ranks."""
-_PIECE_BYTES = 1 << 22
 _FROM_0 = ("zero_stage", "size_bytes", "stage")
 """The numbers that may be 0."""
 
@@ -187,12 +186,9 @@ def sum_of(path: Path) -> FileSum:
     Raises:
         OSError: it cannot be read.
     """
-    digest, size_bytes = hashlib.sha256(), 0
-    with path.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return FileSum(size_bytes, digest.hexdigest())
+    with path.open("rb", buffering=0) as opened:
+        digest = hashlib.file_digest(opened, "sha256")
+        return FileSum(opened.tell(), digest.hexdigest())
 
 
 def names_in(folder: Path) -> list[str]:

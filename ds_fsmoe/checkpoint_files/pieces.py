@@ -8,7 +8,6 @@ and is written down; so the states can be read in any other layout, and by progr
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 from ds_fsmoe.checkpoint_files.described import read_described
 from ds_fsmoe.checkpoint_files.expert_parts import whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME as MANIFEST
-from ds_fsmoe.checkpoint_files.manifest import Manifest, read_manifest
+from ds_fsmoe.checkpoint_files.manifest import Manifest
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.stages import stage_of_file
 
@@ -76,6 +75,16 @@ class Index:
     groups: tuple[Group, ...]
     scaler: Mapping[str, float | bool]
 
+    @property
+    def numel(self) -> int:
+        """The number of all elements that are optimized or in pieces; of copies once, of each pipeline stage."""
+        found = {
+            (stage_of_file(group.file), piece.name, piece.first, piece.size)
+            for group in self.groups
+            for piece in group.pieces
+        }
+        return sum(size for *_, size in found)
+
     def as_json(self) -> str:
         """Return the text of the file."""
         groups = [
@@ -83,6 +92,7 @@ class Index:
             for each in self.groups
         ]
         found = {"format": FORMAT, "optimizer": self.optimizer, "groups": groups, "scaler": self.scaler}
+        found["numel"] = self.numel
         return json.dumps(found)
 
 
@@ -99,20 +109,24 @@ def merged(indices: Iterable[Index]) -> Index:
     return Index(optimizer, tuple(groups.values()), scaler)
 
 
-def read_index(folder: Path) -> Index | None:
+def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
     """Read the index of a checkpoint; return ``None`` if there is none.
 
+    Args:
+        folder: the checkpoint's folder.
+        manifest: the manifest there; ``None`` if there is none.
+
     Raises:
-        CheckpointError: it or the manifest cannot be read, or its pieces do not make up whole parameters, or the files
-            that the manifest names cannot have them.
+        CheckpointError: it cannot be read, or its pieces do not make up whole parameters, or the files that the
+            manifest names cannot have them.
     """
-    if not os.path.lexists(folder / NAME):
-        return None
-    manifest = read_manifest(folder)
 
     def make(found: Mapping[str, Any]) -> Index:
         index = _index(found)
         _check_cover(index)
+        # An older version did not say so.
+        if (numel := found.get("numel", index.numel)) != index.numel:
+            raise ValueError(f"pieces of {index.numel} elements, of {numel!r} that were saved")
         if manifest is not None:
             _check_bounds(index, manifest)
         return index

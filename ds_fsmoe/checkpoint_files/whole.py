@@ -48,7 +48,7 @@ class Whole:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
         stage: the pipeline stage whose values are returned of what several stages have under one name.
-        index: reads the index of the optimizer states of a folder.
+        index: reads the index of the optimizer states of a folder, given its manifest.
 
     Attributes:
         place: that folder.
@@ -69,12 +69,13 @@ class Whole:
         place: Path,
         trusted: Sequence[Any] = WITHOUT_DEEPSPEED,
         stage: int = 0,
-        index: Callable[[Path], Index | None] = read_index,
+        index: Callable[[Path, Manifest | None], Index | None] = read_index,
     ) -> None:
         self.place = place
         self._stage = stage
         self.file = OpenFiles(place, partial(read_file, trusted=trusted, in_place=True))
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
+        self.index: Index | None = index(place, self.manifest)
         there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
         self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
@@ -98,7 +99,6 @@ class Whole:
         lasts = {(each.stage, each.layer): each for each in self._experts}
         self._layer_at = {next(iter(self._names_in(str(last)))).layer: at for at, last in lasts.items()}
         self._dense = self._dense_places()
-        self.index: Index | None = index(place)
         if self.index is None and self.is_shared_out:
             try:
                 self.index = stock_index(there, self.dense, self.file)
