@@ -173,7 +173,7 @@ FLOORS = 12
 STATEMENTS: dict[str, int] = {
     ".": 348,
     "checkpoint": 1498,
-    "checkpoint_files": 2127,
+    "checkpoint_files": 2065,
     "checks": 557,
     "commands": 2278,
     "components": 3934,

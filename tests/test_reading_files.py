@@ -15,8 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from ds_fsmoe.checkpoint_files.described import read_described
-from ds_fsmoe.checkpoint_files.manifest import NAME, FileSum, LayerSizes, Manifest, Sizes, faults, omissions, sum_of
+from ds_fsmoe.checkpoint_files.manifest import (
+    NAME,
+    FileSum,
+    LayerSizes,
+    Manifest,
+    Sizes,
+    faults,
+    omissions,
+    read_described,
+    sum_of,
+)
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 

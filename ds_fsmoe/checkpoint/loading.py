@@ -27,11 +27,10 @@ from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files import guards
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
-from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name
+from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name, main_file
 from ds_fsmoe.checkpoint_files.pieces import MASTER, Index, read_index
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.sources import Source
-from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of

@@ -19,12 +19,11 @@ from ds_fsmoe.checkpoint.expert_files import live_parts
 from ds_fsmoe.checkpoint.optimizer_states import live_groups
 from ds_fsmoe.checkpoint.shared_out import FLAT, FROZEN, OPTIMIZER, piece_of
 from ds_fsmoe.checkpoint.stages import stage_of
-from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS
 from ds_fsmoe.checkpoint_files.expert_parts import whole_name
-from ds_fsmoe.checkpoint_files.numbering import expert_name
+from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS
+from ds_fsmoe.checkpoint_files.numbering import expert_name, main_file
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.sources import Copies, Source
-from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 
@@ -90,7 +89,7 @@ class Relaid:
 
     def _weights(self) -> dict[str, Any]:
         # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
-        left_out = ("module", FROZEN, LAYERS)
+        left_out = ("module", FROZEN, AUTO_EP_LAYERS)
         others = {name: each for name, each in self._main.items() if name not in left_out}
         sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
         # What was saved without MoE layers does not say so.

@@ -28,11 +28,11 @@ from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
 from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
+from ds_fsmoe.checkpoint_files.numbering import Stage, main_file
 from ds_fsmoe.checkpoint_files.pieces import merged
 from ds_fsmoe.checkpoint_files.plain_files import to_disk
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.random_states import random_states
-from ds_fsmoe.checkpoint_files.stages import Stage, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS, AutoEPNames
 from ds_fsmoe.checkpoint_files.expert_parts import (
     ExpertPart,
     of_one_expert,
@@ -23,14 +22,20 @@ from ds_fsmoe.checkpoint_files.expert_parts import (
     whole_name,
 )
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.moved_parts import elements_of_part
-from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, Numbering, expert_file, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index
+from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS, AutoEPNames
+from ds_fsmoe.checkpoint_files.numbering import (
+    ExpertFile,
+    ExpertName,
+    Numbering,
+    expert_file,
+    expert_name,
+    main_file,
+    stage_of_file,
+)
+from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index, stock_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, joined
-from ds_fsmoe.checkpoint_files.stages import main_file, stage_of_file
-from ds_fsmoe.checkpoint_files.stock_pieces import stock_index
+from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 DENSE_FILE = main_file(0)
@@ -92,7 +97,7 @@ class Whole:
                 "version, whose layers only the model itself can put together"
             )
         self._auto_ep: AutoEPNames | None = None
-        if self.manifest is None and not self.is_shared_out and self.dense.get(LAYERS):
+        if self.manifest is None and not self.is_shared_out and self.dense.get(AUTO_EP_LAYERS):
             self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self.file(str(ExpertFile(0, layer, number))))
             names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
