@@ -178,7 +178,7 @@ STATEMENTS: dict[str, int] = {
     "commands": 2278,
     "components": 3934,
     "config": 848,
-    "distributed": 834,
+    "distributed": 833,
     "engine": 4655,
     "execution": 2706,
     "files": 639,
