@@ -113,28 +113,28 @@ class Reading:
             if (found := first.get(path)) is not None:
                 first[path] = None
                 return found
-            found = read(path, map_location)
+            found = read(Path(path), map_location)
             if not first:
                 first[path] = found
             return found
 
-        def read(path: str, map_location: Any) -> Any:
-            if own is not None and (made := own.file(Path(path))) is not None:
+        def read(path: Path, map_location: Any) -> Any:
+            if own is not None and (made := own.file(path)) is not None:
                 return made
-            expert = expert_file(Path(path).name) if recut or sharper else None
+            expert = expert_file(path.name) if recut or sharper else None
             if expert is not None:
                 return self._expert(expert.layer, expert.number, sharper, strict)
-            self._check_named(Path(path))
+            self._check_named(path)
             if moved:
-                found = self._in_place(path, main)
+                found = self._in_place(path.name, main)
             else:
-                is_of_others = Path(path).name == main_file(0) != main
-                found = read_file(Path(path), self._trusted, map_location or "cpu", in_place=is_of_others)
-            if sharper and Path(path).name == main and found["module"] is not None:
+                is_of_others = path.name == main_file(0) != main
+                found = read_file(path, self._trusted, map_location or "cpu", in_place=is_of_others)
+            if sharper and path.name == main and found["module"] is not None:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
-            elif sharper and (layer := self._layer_in(Path(path))) is not None:
+            elif sharper and (layer := self._layer_in(path.name)) is not None:
                 found |= {name: self._sharp(f"{layer}.{name}") for name in found}
-            if Path(path).name == main and self._parts:
+            if path.name == main and self._parts:
                 frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
@@ -146,19 +146,19 @@ class Reading:
             with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: list(map(str, own.main_files))):
                 yield
 
-    def _in_place(self, path: str, main: str) -> dict[str, Any]:
+    def _in_place(self, name: str, main: str) -> dict[str, Any]:
         """Return what a file of weights holds, which stay in the file; what scripts have saved beside them does not."""
-        found = copy(self.whole.file(Path(path).name))
-        if Path(path).name == main:
+        found = copy(self.whole.file(name))
+        if name == main:
             found["module"] = copy(found["module"])
             own = found.keys() - {"module", "optimizer", FROZEN}
             found |= {name: deepcopy(found[name]) for name in own}
         return found
 
-    def _layer_in(self, path: Path) -> str | None:
+    def _layer_in(self, file: str) -> str | None:
         """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
         stages = () if self._manifest is None else self._manifest.stages
-        return next((each.files[path.name] for each in stages if path.name in each.files), None)
+        return next((each.files[file] for each in stages if file in each.files), None)
 
     def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
         """Return this rank's experts, where they are spread over ranks as they were."""
