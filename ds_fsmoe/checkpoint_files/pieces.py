@@ -128,11 +128,11 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
     def make(found: Mapping[str, Any]) -> Index:
         index = _index(found)
         _check_cover(index)
+        if manifest is not None:
+            _check_bounds(index, manifest)
         # An older version did not say so.
         if (numel := found.get("numel", index.numel)) != index.numel:
             raise ValueError(f"pieces of {index.numel} elements, of {numel!r} that were saved")
-        if manifest is not None:
-            _check_bounds(index, manifest)
         return index
 
     return read_described(folder / NAME, FORMAT, make)
