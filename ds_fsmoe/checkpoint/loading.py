@@ -104,7 +104,7 @@ class Reading:
 
         own = None
         if relaid:
-            own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, moved, rounds)
+            own = self._relaid = Relaid(self._engine, self.whole, self._sources, self._parts, sharper, moved, rounds)
         main = main_file(stage_of(self._engine))
         first: dict[str, Any] = {}
 
