@@ -173,7 +173,7 @@ FLOORS = 12
 STATEMENTS: dict[str, int] = {
     ".": 348,
     "checkpoint": 1497,
-    "checkpoint_files": 2064,
+    "checkpoint_files": 2066,
     "checks": 557,
     "commands": 2278,
     "components": 3934,

@@ -29,6 +29,7 @@ from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
 from ds_fsmoe.checkpoint_files.tags import BEFORE, SAVING, CheckpointError, before_name, unfinished_name
 from ds_fsmoe.files.owners import OWNER, Owner, Ownership, owner_of
+from ds_fsmoe.untrusted import MOST_RUN_BYTES
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -244,8 +245,9 @@ def _saver(place: Path, token: str) -> Owner | None:
 def state_of(place: Path) -> str:
     """Return a value that stays the same until somebody saves the tag."""
     try:
-        if problem_of(place / manifests.NAME, place) is None:
-            return hashlib.sha256((place / manifests.NAME).read_bytes()).hexdigest()
+        path = place / manifests.NAME
+        if problem_of(path, place) is None and path.stat().st_size <= MOST_RUN_BYTES:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
         return f"folder {place.stat().st_ino}"
     except FileNotFoundError:
         return "nothing"
