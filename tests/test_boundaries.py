@@ -190,7 +190,7 @@ STATEMENTS: dict[str, int] = {
     "checks": 557,
     "components": 3934,
     "config": 848,
-    "distributed": 829,
+    "distributed": 833,
     "engine": 4655,
     "execution": 2706,
     "files": 644,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,8 +119,7 @@ def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> N
             own = [shared_out(rank, parameters, world) for rank in range(world)]
             return work_of(lambda: merged(own).as_json())
         written(tmp_path, index_of_all(parameters, world))
-        manifest_for(world).write(tmp_path)
-        return work_of(lambda: read_index(tmp_path))
+        return work_of(lambda: read_index(tmp_path, manifest_for(world)))
 
     small = work(40, 16)
     assert work(80, 16) <= MOST * small
@@ -199,13 +199,25 @@ BAD: dict[str, tuple[Callable[[], Index], str]] = {
 def test_an_index_that_cannot_be_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     index, words = BAD[name]
     written(tmp_path, index())
-    manifest_for(SHARED, size_bytes=100).write(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        read_index(tmp_path)
+        read_index(tmp_path, manifest_for(SHARED, size_bytes=100))
     said = str(caught.value)
     assert said.startswith(f"{tmp_path / pieces.NAME} is damaged, or not of a checkpoint: ")
     assert words in said
     assert "\n" not in said
+
+
+def test_a_missing_end_is_refused_where_the_index_says_how_many_elements_there_were(tmp_path: Path) -> None:
+    short = json.loads(spoilt(with_value(1, SIZE, 3), SHARED - 1).as_json()) | {"numel": index_of_all(3, SHARED).numel}
+    path = tmp_path / pieces.NAME
+    path.write_text(json.dumps(short))
+    with pytest.raises(CheckpointError, match=r"damaged.*pieces of 95 elements, of 96 that were saved"):
+        read_index(tmp_path, manifest_for(SHARED))
+    # What 0.2.0 has written does not say.
+    path.write_text(json.dumps({name: each for name, each in short.items() if name != "numel"}))
+    found = read_index(tmp_path, manifest_for(SHARED))
+    assert found is not None
+    assert found.numel == 95
 
 
 def test_copies_empty_parameters_and_padding_are_no_faults(tmp_path: Path) -> None:
@@ -215,8 +227,7 @@ def test_copies_empty_parameters_and_padding_are_no_faults(tmp_path: Path) -> No
     copies = tuple(replace(whole, file=states_file(rank), pieces=padded) for rank in range(2))
     empty = replace(whole, items={"fp32": ("other",)}, pieces=(pieces.Piece("empty", 0, 0, 0),))
     index = Index("Adam", (*copies, empty), {})
-    manifest_for(2).write(tmp_path)
-    assert read_index(written(tmp_path, index)) == index
+    assert read_index(written(tmp_path, index), manifest_for(2)) == index
 
 
 # ---- who sums up

@@ -154,7 +154,7 @@ def test_a_manifest_is_read_or_refused_in_words(tmp_path: Path) -> None:
 
 def test_an_index_is_read_or_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / pieces.NAME).write_text(INDEX.as_json())
-    check_reading(INDEX, read_index, tmp_path)
+    check_reading(INDEX, lambda folder: read_index(folder, None), tmp_path)
 
 
 def check_reading(what: Any, read: Any, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
-from ds_fsmoe.checkpoint_files.moved_parts import elements_of_part
 from ds_fsmoe.checkpoint_files.pieces import Group, Index, Piece
-from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, joined
+from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.taken_bytes import Taken
 

@@ -15,8 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from ds_fsmoe.checkpoint_files.described import read_described
-from ds_fsmoe.checkpoint_files.manifest import NAME, FileSum, LayerSizes, Manifest, Sizes, faults, omissions, sum_of
+from ds_fsmoe.checkpoint_files.manifest import (
+    NAME,
+    FileSum,
+    LayerSizes,
+    Manifest,
+    Sizes,
+    faults,
+    omissions,
+    read_described,
+    sum_of,
+)
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
@@ -94,6 +103,10 @@ BAD = {
     "a dtype's class": named("numpy.dtypes.Float64DType") + b")" + REDUCE,
     "objects": scalar(kind("O"), EIGHT),
     "records": scalar(kind("V8"), EIGHT),
+    "a dtype that is none": scalar(named("argparse.Namespace") + b")R}" + text("dtype") + text("f8") + b"sb", EIGHT),
+    "bytes that are an array's": empty_array()
+    + pack(number(1), pack(number(1)), kind("f8"), b"\x89", empty_array())
+    + b"b",
     "a scalar of other bytes": scalar(kind("f8"), b"AAAA"),
     "a slow codec": raw(b"a" * 20_000, "punycode"),
     "bytes of any length": named("__builtin__.bytes") + pack(number(2**31 - 1)) + REDUCE,
@@ -151,7 +164,7 @@ def test_what_people_keep_beside_their_weights_comes_back(is_zip: bool, tmp_path
     }
     path = tmp_path / "x.pt"
     rest = {
-        "names": argparse.Namespace(a=np.int8(3)),
+        "names": argparse.Namespace(a=np.int8(3), b=np.arange(2)),
         "state": np.random.RandomState(0).get_state(),
         "kind": np.dtype("f4"),
     }
@@ -162,12 +175,17 @@ def test_what_people_keep_beside_their_weights_comes_back(is_zip: bool, tmp_path
             assert type(found[name]) is type(value)
             assert np.all(found[name] == value), name
         assert found["names"].a == 3
+        assert type(found["names"].b) is np.ndarray
         assert found["kind"] == np.dtype("f4")
         assert np.array_equal(found["state"][1], rest["state"][1])
         assert torch.equal(found["weight"], torch.ones(3))
-    torch.save({"mine": Mine(), "array": kept["floats"]}, path, _use_new_zipfile_serialization=is_zip)
+    mine = Mine()
+    mine.itself, mine.array = [mine], kept["floats"]
+    torch.save({"mine": mine, "array": kept["floats"]}, path, _use_new_zipfile_serialization=is_zip)
     found = read_file(path, trusted=(Mine,))
     assert isinstance(found["mine"], Mine)
+    assert type(found["mine"].array) is np.ndarray
+    assert found["mine"].itself == [found["mine"]]
     assert np.array_equal(found["array"], kept["floats"])
     with torch.serialization.safe_globals([Mine]):
         assert isinstance(read_file(path)["mine"], Mine)

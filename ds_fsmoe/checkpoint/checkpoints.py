@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from ds_fsmoe.checkpoint.expert_files import parts_of
 from ds_fsmoe.checkpoint.layout import Comparison, check_model, check_packing, check_reach
 from ds_fsmoe.checkpoint.loading import Reading
 from ds_fsmoe.checkpoint.optimizer_states import (
@@ -30,9 +32,9 @@ from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file
 from ds_fsmoe.checkpoint.stages import tie, without_tying
 from ds_fsmoe.checkpoint_files import guards, tags
 from ds_fsmoe.checkpoint_files import manifest as manifests
-from ds_fsmoe.checkpoint_files.manifest import Manifest
+from ds_fsmoe.checkpoint_files.manifest import Manifest, PartSizes
 from ds_fsmoe.checkpoint_files.pieces import Index
-from ds_fsmoe.checkpoint_files.publishing import recover
+from ds_fsmoe.checkpoint_files.publishing import recover, state_of
 from ds_fsmoe.checkpoint_files.random_states import set_random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import facts_of_versions
@@ -52,6 +54,13 @@ class Checkpoints:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._ranks = Ranks(engine)
+        self._was = ""
+        """What stood at the place of a tag when it was looked at; known to leaders."""
+
+    @cached_property
+    def _parts(self) -> dict[str, PartSizes]:
+        """What is spread over ranks; it takes a walk through the model."""
+        return parts_of(self._engine)
 
     def save(
         self, folder: str | Path, tag: str, write: Callable[[str], Any], save_latest: bool, client_state: Any
@@ -109,16 +118,17 @@ class Checkpoints:
         with_optimizer = with_optimizer and self._engine.optimizer is not None
         tag, manifest = self.check(folder, tag, asked, with_optimizer)
         place = folder / tag
-        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
+        has_parts = bool(self._parts)
+        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest, has_parts))
         index = ranks.together(f"reading {place}", lambda: reading.index)
-        layout = Comparison(self._engine, ranks, place, manifest)
+        layout = Comparison(self._engine, ranks, place, manifest, self._parts)
         if manifest is None and with_optimizer:
             ranks.together(f"reading {place}", lambda: self._check_stock_states(place, layout))
         differences = layout.differences
         if manifest is not None:
             _tell_versions(place, manifest)
             if with_optimizer:
-                ranks.together(f"reading {place}", lambda: check_packing(self._engine, place, manifest))
+                ranks.together(f"reading {place}", lambda: check_packing(self._engine, place, manifest, self._parts))
             if with_optimizer and not differences:
                 ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
             # At ZeRO 3 weights too are where the optimizer has them.
@@ -154,7 +164,7 @@ class Checkpoints:
             self._fill_optimizer(place, reading, differences, result[1])
         if result[0] is not None and own is not None:
             self._go_on(own)
-        ranks.on_leaders(f"reading {place}", lambda: _check_not_saved_over(place, manifest))
+        ranks.on_leaders(f"reading {place}", lambda: self._check_not_saved_over(place))
         return result
 
     def _fill_optimizer(self, place: Path, reading: Reading, differences: Sequence[str], client_state: Any) -> None:
@@ -189,16 +199,27 @@ class Checkpoints:
         facts = {name: each if not callable(each) else "a function" for name, each in asked.items()}
         ranks.agree("what to load", {"tag": wanted} | facts)
         place = folder / wanted
-        ranks.on_leaders(f"looking for {place}", lambda: _recover(folder, wanted))
+        ranks.on_leaders(f"looking for {place}", lambda: self._look_for(folder, wanted))
         manifest = ranks.together(f"reading {place}", lambda: manifests.read_manifest(place))
         # All that follows is decided by it.
         ranks.agree(f"what {place} is", {manifests.NAME: hashlib.sha256(repr(manifest).encode()).hexdigest()})
         ranks.on_leaders(f"checking {place}", lambda: _check_all_is_named(place, manifest))
         if manifest is not None:
-            ranks.together(f"checking {place}", lambda: check_model(self._engine, place, manifest))
+            ranks.together(f"checking {place}", lambda: check_model(self._engine, place, manifest, self._parts))
             beside = ranks.beside()
             ranks.together(f"checking {place}", lambda: self._check_files(place, manifest, with_optimizer, beside))
         return wanted, manifest
+
+    def _look_for(self, folder: Path, tag: str) -> None:
+        if recover(folder, tag):
+            log_on_rank_0(f"{folder / tag} was put back: a save over it was killed", logging.WARNING)
+        if not (folder / tag).is_dir():
+            raise CheckpointError(f"{folder / tag}: no such checkpoint; {tags.found_in(folder)}")
+        self._was = state_of(folder / tag)
+
+    def _check_not_saved_over(self, place: Path) -> None:
+        if state_of(place) != self._was:
+            raise CheckpointError(f"{place} was saved over while it was read: load it again")
 
     def _read_state(self, place: Path, manifest: Manifest | None, layout: Comparison) -> RankState | None:
         """Return what this rank continues with after loading. It is read before, so that an error leaves the engine
@@ -326,18 +347,6 @@ def _tell_versions(place: Path, manifest: Manifest) -> None:
         log_on_rank_0(f"{place} was saved with {', '.join(other)}", logging.WARNING)
 
 
-def _recover(folder: Path, tag: str) -> None:
-    if recover(folder, tag):
-        log_on_rank_0(f"{folder / tag} was put back: a save over it was killed", logging.WARNING)
-    if not (folder / tag).is_dir():
-        raise CheckpointError(f"{folder / tag}: no such checkpoint; {tags.found_in(folder)}")
-
-
 def _check_all_is_named(place: Path, manifest: Manifest | None) -> None:
     if omitted := manifests.omissions(place, manifest):
         raise CheckpointError("; ".join(omitted))
-
-
-def _check_not_saved_over(place: Path, manifest: Manifest | None) -> None:
-    if manifests.read_manifest(place) != manifest:
-        raise CheckpointError(f"{place} was saved over while it was read: load it again")

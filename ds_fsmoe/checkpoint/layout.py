@@ -7,17 +7,16 @@ decided by it is the same on every one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_fsmoe.checkpoint.expert_files import parts_of
 from ds_fsmoe.checkpoint.ranks import Ranks
 from ds_fsmoe.checkpoint.saving import sizes_of, stock_layers
 from ds_fsmoe.checkpoint.stages import check_stages, stage_of
-from ds_fsmoe.checkpoint_files.manifest import STAGE_3, Manifest
+from ds_fsmoe.checkpoint_files.manifest import STAGE_3, Manifest, PartSizes
 from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.fail_together import on_every_rank
@@ -31,6 +30,7 @@ class Comparison:
         ranks: the ranks of its job.
         place: the folder of the tag.
         manifest: the manifest of the tag; ``None`` for a tag of stock DeepSpeed.
+        parts: how parameters are spread over this job's ranks.
 
     Attributes:
         differences: what differs, in words; the same on every rank.
@@ -39,9 +39,11 @@ class Comparison:
         has_parts_anywhere: whether a rank has parts of a Hugging Face model's experts.
     """
 
-    def __init__(self, engine: Any, ranks: Ranks, place: Path, manifest: Manifest | None) -> None:
-        self._engine, self._manifest = engine, manifest
-        own = ranks.together(f"comparing {place}", lambda: (self._differences(), self._recut(), bool(parts_of(engine))))
+    def __init__(
+        self, engine: Any, ranks: Ranks, place: Path, manifest: Manifest | None, parts: Mapping[str, PartSizes]
+    ) -> None:
+        self._engine, self._manifest, self._parts = engine, manifest, parts
+        own = ranks.together(f"comparing {place}", lambda: (self._differences(), self._recut(), bool(parts)))
         of_ranks = on_every_rank(own)
         self.differences = [*dict.fromkeys(each for differences, *_ in of_ranks for each in differences)]
         self.is_recut = own[1]
@@ -54,7 +56,7 @@ class Comparison:
         Args:
             differences: all that differs, in words.
         """
-        parts = bool(parts_of(self._engine))
+        parts = bool(self._parts)
         return parts if self._manifest is None else bool(differences) and (parts or self._is_in_pieces())
 
     def is_compared(self) -> bool:
@@ -78,7 +80,7 @@ class Comparison:
             return [f"expert_tensor_parallel_size 1 -> {sizes.esp}"] if sizes.esp > 1 else []
         differences = manifest.sizes.differences(sizes)
         now = {name: layer.deepspeed_moe.ep_size for name, layer in stock_layers(self._engine).items()}
-        now |= {name: each.ep for name, each in parts_of(self._engine).items()}
+        now |= {name: each.ep for name, each in self._parts.items()}
         was = {each.path: each.ep for each in manifest.layers}
         was |= {name: each.ep for name, each in manifest.parts.items()}
         both = was.keys() & now.keys()
@@ -97,8 +99,8 @@ class Comparison:
         return any(was.get(name) != each and max(was[name].esp, esp) > 1 for name, each in now.items() if name in was)
 
 
-def check_model(engine: Any, place: Path, manifest: Manifest) -> None:
-    """Check that a checkpoint has the stages and the MoE layers of this job's model.
+def check_model(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str, PartSizes]) -> None:
+    """Check that a checkpoint has the stages and the MoE layers of this job's model, whose parts are given.
 
     Raises:
         CheckpointError: it has others.
@@ -108,7 +110,6 @@ def check_model(engine: Any, place: Path, manifest: Manifest) -> None:
     saved = {each.path: each.num_experts for each in manifest.layers if each.stage == stage_of(engine)}
     if saved != now and (manifest.stages or engine.fsmoe.running.pp_size == 1):
         raise CheckpointError(f"{place} has MoE layers (path: experts) {saved}, and the model has {now}")
-    parts = parts_of(engine)
     for name, each in manifest.parts.items():
         if name in parts and parts[name].num_experts != each.num_experts:
             raise CheckpointError(
@@ -128,14 +129,14 @@ def check_reach(engine: Any, place: Path, differences: Sequence[str]) -> None:
         raise CheckpointError(f"{place} lies on several nodes, and its files are needed on all")
 
 
-def check_packing(engine: Any, place: Path, manifest: Manifest) -> None:
+def check_packing(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str, PartSizes]) -> None:
     """Refuse to go on with another ``ep_size`` than then, where times have chosen it: a job that goes on as it was
     keeps its layout.
 
     Raises:
         CheckpointError: times have chosen another ``ep_size``.
     """
-    block, parts = engine.fsmoe.block, parts_of(engine)
+    block = engine.fsmoe.block
     was = {each.ep for name, each in manifest.parts.items() if name in parts}
     now = {each.ep for name, each in parts.items() if name in manifest.parts}
     if block.placement.policy == "lina" and was != now and manifest.sizes.world == dist.get_world_size():

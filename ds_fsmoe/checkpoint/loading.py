@@ -27,11 +27,10 @@ from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files import guards
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
-from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name
+from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name, main_file
 from ds_fsmoe.checkpoint_files.pieces import MASTER, Index, read_index
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.sources import Source
-from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
@@ -51,25 +50,27 @@ class Reading:
         engine: our engine.
         place: the folder of the tag.
         manifest: the tag's manifest; ``None`` for a tag of stock DeepSpeed.
+        has_parts: whether this rank has parts of a Hugging Face model's experts.
     """
 
-    def __init__(self, engine: Any, place: Path, manifest: Manifest | None) -> None:
+    def __init__(self, engine: Any, place: Path, manifest: Manifest | None, has_parts: bool) -> None:
         self._engine = engine
         self._place = place
         self._manifest = manifest
         self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
         self._relaid: Relaid | None = None
         self._cuts: dict[str, dict[str, Cut]] = {}
+        self._has_parts = has_parts
 
     @cached_property
     def index(self) -> Index | None:
         """The index of the optimizer's states; ``None`` if there is none."""
-        return read_index(self._place)
+        return read_index(self._place, self._manifest)
 
     @cached_property
     def whole(self) -> Whole:
         """The whole parameters of the tag, read when first needed: only to move states from another layout."""
-        return Whole(self._place, self._trusted, stage_of(self._engine), lambda place: self.index)
+        return Whole(self._place, self._trusted, stage_of(self._engine), lambda *_: self.index)
 
     @cached_property
     def _stock_paths(self) -> list[str]:
@@ -77,7 +78,7 @@ class Reading:
 
     @cached_property
     def _parts(self) -> dict[str, ExpertPart]:
-        return {name: part for name, (_, part) in live_parts(self._engine).items()}
+        return {name: part for name, (_, part) in live_parts(self._engine).items()} if self._has_parts else {}
 
     @contextmanager
     def in_use(
@@ -103,9 +104,7 @@ class Reading:
 
         own = None
         if relaid:
-            own = self._relaid = Relaid(self._engine, self.whole, self._sources, sharper, moved, rounds)
-        frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
-
+            own = self._relaid = Relaid(self._engine, self.whole, self._sources, self._parts, sharper, moved, rounds)
         main = main_file(stage_of(self._engine))
         first: dict[str, Any] = {}
 
@@ -114,28 +113,29 @@ class Reading:
             if (found := first.get(path)) is not None:
                 first[path] = None
                 return found
-            found = read(path, map_location)
+            found = read(Path(path), map_location)
             if not first:
                 first[path] = found
             return found
 
-        def read(path: str, map_location: Any) -> Any:
-            if own is not None and (made := own.file(Path(path))) is not None:
+        def read(path: Path, map_location: Any) -> Any:
+            if own is not None and (made := own.file(path)) is not None:
                 return made
-            expert = expert_file(Path(path).name) if recut or sharper else None
+            expert = expert_file(path.name) if recut or sharper else None
             if expert is not None:
                 return self._expert(expert.layer, expert.number, sharper, strict)
-            self._check_named(Path(path))
+            self._check_named(path)
             if moved:
-                found = self._in_place(path, main)
+                found = self._in_place(path.name, main)
             else:
-                is_of_others = Path(path).name == main_file(0) != main
-                found = read_file(Path(path), self._trusted, map_location or "cpu", in_place=is_of_others)
-            if sharper and Path(path).name == main and found["module"] is not None:
+                is_of_others = path.name == main_file(0) != main
+                found = read_file(path, self._trusted, map_location or "cpu", in_place=is_of_others)
+            if sharper and path.name == main and found["module"] is not None:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
-            elif sharper and (layer := self._layer_in(Path(path))) is not None:
+            elif sharper and (layer := self._layer_in(path.name)) is not None:
                 found |= {name: self._sharp(f"{layer}.{name}") for name in found}
-            if Path(path).name == main and self._parts:
+            if path.name == main and self._parts:
+                frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
@@ -146,19 +146,19 @@ class Reading:
             with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: list(map(str, own.main_files))):
                 yield
 
-    def _in_place(self, path: str, main: str) -> dict[str, Any]:
+    def _in_place(self, name: str, main: str) -> dict[str, Any]:
         """Return what a file of weights holds, which stay in the file; what scripts have saved beside them does not."""
-        found = copy(self.whole.file(Path(path).name))
-        if Path(path).name == main:
+        found = copy(self.whole.file(name))
+        if name == main:
             found["module"] = copy(found["module"])
             own = found.keys() - {"module", "optimizer", FROZEN}
             found |= {name: deepcopy(found[name]) for name in own}
         return found
 
-    def _layer_in(self, path: Path) -> str | None:
+    def _layer_in(self, file: str) -> str | None:
         """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
         stages = () if self._manifest is None else self._manifest.stages
-        return next((each.files[path.name] for each in stages if path.name in each.files), None)
+        return next((each.files[file] for each in stages if file in each.files), None)
 
     def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
         """Return this rank's experts, where they are spread over ranks as they were."""
@@ -172,9 +172,8 @@ class Reading:
 
     def _check_named(self, path: Path) -> None:
         """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
-        named = () if self._manifest is None else self._manifest.files
-        is_here = path.is_relative_to(self._place)
-        if self._manifest is not None and is_here and path.relative_to(self._place).as_posix() not in named:
+        name = str(path).removeprefix(f"{self._place}/")
+        if self._manifest is not None and name != str(path) and name not in self._manifest.files:
             raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
 
     def check_weights(self, strict: bool) -> None:

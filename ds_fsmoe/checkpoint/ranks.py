@@ -18,7 +18,7 @@ from deepspeed.runtime import engine as stock_engine
 
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement, in_words
-from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
+from ds_fsmoe.distributed.fail_together import from_first_rank, has_failed_anywhere, on_every_rank
 from ds_fsmoe.distributed.waits import waiting
 
 _T = TypeVar("_T")
@@ -101,7 +101,7 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait until all ranks are here, or raise the error of one; for use inside of :meth:`together`."""
-        self._compare("", None)
+        self._compare("saving or loading", None)
 
     @contextmanager
     def at_barriers(self) -> Iterator[None]:
@@ -110,6 +110,8 @@ class Ranks:
             yield
 
     def _compare(self, what: str, error: Exception | None) -> None:
+        if not has_failed_anywhere(error is not None, what):
+            return
         own = None
         if isinstance(error, CheckpointError):
             own = str(error), ""
@@ -122,9 +124,8 @@ class Ranks:
         told = [
             f"{begin} on {in_words(ranks)}: {cause}" if cause else begin for (begin, cause), ranks in ranks_of.items()
         ]
-        if told:
-            self._told = CheckpointError("; ".join(told))
-            raise self._told from error
+        self._told = CheckpointError("; ".join(told))
+        raise self._told from error
 
 
 @contextmanager

@@ -9,22 +9,20 @@ with the pieces that are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_fsmoe.checkpoint.expert_files import live_parts
 from ds_fsmoe.checkpoint.optimizer_states import live_groups
 from ds_fsmoe.checkpoint.shared_out import FLAT, FROZEN, OPTIMIZER, piece_of
 from ds_fsmoe.checkpoint.stages import stage_of
-from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS
-from ds_fsmoe.checkpoint_files.expert_parts import whole_name
-from ds_fsmoe.checkpoint_files.numbering import expert_name
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, whole_name
+from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS
+from ds_fsmoe.checkpoint_files.numbering import expert_name, main_file
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.sources import Copies, Source
-from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 
@@ -37,6 +35,7 @@ class Relaid:
         whole: the checkpoint.
         sources: says where elements are that this rank has of a parameter, by its name here, or of its state. Without
             a state: of its weights.
+        parts: name -> what this rank has of it, of parameters that are spread over ranks.
         sharper: whether weights are taken from the optimizer's copies where there are any.
         with_optimizer: whether the files of its states may be read where weights are elsewhere.
         rounds: whether weights may get their values from the optimizer's copies afterwards.
@@ -54,14 +53,14 @@ class Relaid:
         engine: Any,
         whole: Whole,
         sources: Callable[[str, str | None, int, int], Iterator[Source]],
+        parts: Mapping[str, ExpertPart],
         sharper: bool,
         with_optimizer: bool,
         rounds: bool,
     ) -> None:
-        self._engine, self._whole, self._sources, self._sharper = engine, whole, sources, sharper
+        self._engine, self._whole, self._sources, self._parts, self._sharper = engine, whole, sources, parts, sharper
         self.has_filled_masters = False
         self._has_masters = with_optimizer or whole.is_shared_out
-        self._parts = {name: part for name, (_, part) in live_parts(engine).items()}
         self._live = engine.module.state_dict(keep_vars=True)
         self._copies = Copies()
         self._is_shared_out = bool(engine.zero_optimization_partition_weights())
@@ -90,7 +89,7 @@ class Relaid:
 
     def _weights(self) -> dict[str, Any]:
         # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
-        left_out = ("module", FROZEN, LAYERS)
+        left_out = ("module", FROZEN, AUTO_EP_LAYERS)
         others = {name: each for name, each in self._main.items() if name not in left_out}
         sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
         # What was saved without MoE layers does not say so.

@@ -28,11 +28,11 @@ from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
 from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
+from ds_fsmoe.checkpoint_files.numbering import Stage, main_file
 from ds_fsmoe.checkpoint_files.pieces import merged
 from ds_fsmoe.checkpoint_files.plain_files import to_disk
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.random_states import random_states
-from ds_fsmoe.checkpoint_files.stages import Stage, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
@@ -126,13 +126,11 @@ class Saving:
             files = self._engine.checkpoint_engine
             with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):
                 result = ranks.together(f"writing {self._place}", lambda: write(self._name))
-            ranks.on_leaders(f"writing {self._place / CONFIG}", self._write_config)
             own = self._place / state_file(dist.get_rank())
             ranks.together(f"writing {own}", lambda: self._write_state(own))
             self._write_index()
             self._describe()
-            ranks.together(f"syncing {self._place}", lambda: [to_disk(each) for each in self._written])
-            ranks.on_leaders(f"syncing {self._place}", publication.sync)
+            ranks.together(f"syncing {self._place}", lambda: self._sync(publication))
             ranks.on_leaders(f"publishing {folder / tag}", publication.publish)
         except CheckpointError:
             publication.abandon()
@@ -154,7 +152,7 @@ class Saving:
         """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
         What is of one rank alone does not go into the file of all."""
         parts, own_main_file = set(self._parts), main_file(stage_of(self._engine))
-        is_misleading = misleads_others(self._engine)
+        is_misleading = bool(parts) and misleads_others(self._engine)
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
             if Path(path).name == own_main_file and parts:
@@ -169,14 +167,12 @@ class Saving:
 
         return noted
 
-    def _write_config(self) -> None:
-        """Write the config of a Hugging Face model, by which its weights can be written under published names."""
-        text = config_text(self._engine.module) if self._parts else None
+    def _write_state(self, own: Path) -> None:
+        """Write what a rank goes on with; and the config of a Hugging Face model, by which its weights can be written
+        under published names."""
+        text = config_text(self._engine.module) if self._parts and self._ranks.is_leader else None
         if text is not None:
             (self._place / CONFIG).write_text(text, "utf-8")
-            self._written.append(self._place / CONFIG)
-
-    def _write_state(self, own: Path) -> None:
         state = self._engine.fsmoe
         plans = plans_of(state) if is_settled(state) else None
         paths = None if state.paths is None else state.paths.as_state()
@@ -187,25 +183,20 @@ class Saving:
     def _write_index(self) -> None:
         """Write the index of the optimizer states, gathered from all ranks."""
         engine, place = self._engine, self._place
-        sizes = self._ranks.together(f"describing {place}", lambda: sizes_of(engine))
-        if sizes.mp > 1 or (sizes.pp > 1 and not has_known_stages(engine)) or engine.optimizer is None:
+        running = engine.fsmoe.running
+        if running.mp_size > 1 or (running.pp_size > 1 and not has_known_stages(engine)) or engine.optimizer is None:
             return
         own = self._ranks.together(
             f"describing {place}", lambda: index_of(engine, states_file(engine, place), self._frozen_file)
         )
-        indices = on_first_rank(own)
-
-        def merge() -> str | None:
-            return merged(indices).as_json() if indices and all(indices) else None
-
-        text = self._ranks.for_leaders(self._ranks.together(f"describing {place}", merge))
+        indices = self._ranks.for_leaders(on_first_rank(own))
 
         def write() -> None:
-            if text is not None:
-                (place / pieces.NAME).write_text(text)
+            if all(indices):
+                (place / pieces.NAME).write_text(merged(indices).as_json())
 
         self._ranks.on_leaders(f"writing {place / pieces.NAME}", write)
-        if text is None:
+        if indices and not all(indices):
             log_on_rank_0(
                 f"{type(engine.optimizer).__name__} keeps states of which nothing is known: {self._folder / self._tag} "
                 "can be loaded in the layout of this job only"
@@ -220,13 +211,14 @@ class Saving:
             progress = progress_on_rank_0(f"summing up {self._tag}", len(mine), "files")
             return {name: manifests.sum_of(place / name) for name in followed(mine, progress)}, self._of_stage()
 
-        of_ranks = on_first_rank(ranks.together(f"summing up {place}", sum_up))
+        of_ranks = ranks.for_leaders(on_first_rank(ranks.together(f"summing up {place}", sum_up)))
+        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(of_ranks).write(place))
 
-        def describe() -> Manifest | None:
-            return None if of_ranks is None else self._manifest(of_ranks)
-
-        manifest = ranks.for_leaders(ranks.together(f"describing {place}", describe))
-        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: manifest.write(place))
+    def _sync(self, publication: Publication) -> None:
+        for each in self._written:
+            to_disk(each)
+        if self._ranks.is_leader:
+            publication.sync(self._written)
 
     def _of_stage(self) -> _OfStage | None:
         """Describe what ranks of the same pipeline stage have in common, on the first of them."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.manifest import Manifest
-from ds_fsmoe.checkpoint_files.stages import Stage
+from ds_fsmoe.checkpoint_files.numbering import Stage
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 _TIE = "_synchronize_tied_weights"

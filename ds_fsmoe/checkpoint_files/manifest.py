@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest ``fsmoe.json`` of a checkpoint: its sizes, layout, versions, and a checksum of every file.
 
-It is JSON, and reading it runs nothing.
+It is JSON, as the other files that describe a checkpoint: any content is either understood or refused with a clear
+message, and reading it runs nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ds_fsmoe.checkpoint_files.described import read_described
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, parts_file
-from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, expert_file
+from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, Stage, expert_file, main_file
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
-from ds_fsmoe.checkpoint_files.stages import Stage, main_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.files.owners import OWNER
+from ds_fsmoe.untrusted import read_regular
 from ds_fsmoe.versions import VERSION
+
+_T = TypeVar("_T")
 
 NAME = "fsmoe.json"
 OURS = "fsmoe_"
@@ -34,7 +37,6 @@ _WEIGHTS = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 FIRST = "first"
 STAGE_3 = 3
 """The ZeRO stage whose files hold the weights by ranks."""
-_PIECE_BYTES = 1 << 22
 _FROM_0 = ("zero_stage", "size_bytes", "stage")
 """The numbers that may be 0."""
 
@@ -133,6 +135,45 @@ class Manifest:
         (folder / NAME).write_text(text)
 
 
+def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | None:
+    """Return what a file says, or ``None`` if there is no file.
+
+    Args:
+        path: the file.
+        version: the version of its format.
+        make: builds the result from the JSON data; may raise any error on a wrong value.
+
+    Raises:
+        CheckpointError: it cannot be read, has another format, or does not suit ``make``.
+    """
+    if not os.path.lexists(path):
+        return None
+    if (problem := problem_of(path, path.parent)) is not None:
+        raise CheckpointError(problem)
+    try:
+        found = json.loads(read_regular(path), object_pairs_hook=_without_doubles)
+    except FileNotFoundError:  # removed since
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        if found["format"] != version:
+            raise CheckpointError(
+                f"{path} is of format {found['format']!r}, and this version of ds_fsmoe ({VERSION}) reads {version}"
+            )
+        return make(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged, or not of a checkpoint: {error!r}") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a checkpoint; return ``None`` if there is none, as stock DeepSpeed writes none.
 
@@ -187,12 +228,9 @@ def sum_of(path: Path) -> FileSum:
     Raises:
         OSError: it cannot be read.
     """
-    digest, size_bytes = hashlib.sha256(), 0
-    with path.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return FileSum(size_bytes, digest.hexdigest())
+    with path.open("rb", buffering=0) as opened:
+        digest = hashlib.file_digest(opened, "sha256")
+        return FileSum(opened.tell(), digest.hexdigest())
 
 
 def names_in(folder: Path) -> list[str]:

@@ -3,24 +3,27 @@
 
 DeepSpeed lays parameters end to end and cuts the result by ranks. Where each parameter is becomes known on saving,
 and is written down; so the states can be read in any other layout, and by programs without ranks.
+
+Of stock's weights at ZeRO 3 it follows from the files. DeepSpeed cuts each flattened parameter into equal pieces, one
+for each rank, and lays a rank's pieces of a sub-group of parameters end to end, in the order of ``param_shapes``.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_fsmoe.checkpoint_files.described import read_described
 from ds_fsmoe.checkpoint_files.expert_parts import whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME as MANIFEST
-from ds_fsmoe.checkpoint_files.manifest import Manifest, read_manifest
-from ds_fsmoe.checkpoint_files.numbering import expert_name
-from ds_fsmoe.checkpoint_files.stages import stage_of_file
+from ds_fsmoe.checkpoint_files.manifest import Manifest, read_described
+from ds_fsmoe.checkpoint_files.numbering import expert_name, stage_of_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 NAME = "fsmoe_pieces.json"
 FORMAT = 1
@@ -76,6 +79,16 @@ class Index:
     groups: tuple[Group, ...]
     scaler: Mapping[str, float | bool]
 
+    @property
+    def numel(self) -> int:
+        """The number of all elements that are optimized or in pieces; of copies once, of each pipeline stage."""
+        found = {
+            (stage_of_file(group.file), piece.name, piece.first, piece.size)
+            for group in self.groups
+            for piece in group.pieces
+        }
+        return sum(size for *_, size in found)
+
     def as_json(self) -> str:
         """Return the text of the file."""
         groups = [
@@ -83,6 +96,7 @@ class Index:
             for each in self.groups
         ]
         found = {"format": FORMAT, "optimizer": self.optimizer, "groups": groups, "scaler": self.scaler}
+        found["numel"] = self.numel
         return json.dumps(found)
 
 
@@ -99,22 +113,26 @@ def merged(indices: Iterable[Index]) -> Index:
     return Index(optimizer, tuple(groups.values()), scaler)
 
 
-def read_index(folder: Path) -> Index | None:
+def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
     """Read the index of a checkpoint; return ``None`` if there is none.
 
+    Args:
+        folder: the checkpoint's folder.
+        manifest: the manifest there; ``None`` if there is none.
+
     Raises:
-        CheckpointError: it or the manifest cannot be read, or its pieces do not make up whole parameters, or the files
-            that the manifest names cannot have them.
+        CheckpointError: it cannot be read, or its pieces do not make up whole parameters, or the files that the
+            manifest names cannot have them.
     """
-    if not os.path.lexists(folder / NAME):
-        return None
-    manifest = read_manifest(folder)
 
     def make(found: Mapping[str, Any]) -> Index:
         index = _index(found)
         _check_cover(index)
         if manifest is not None:
             _check_bounds(index, manifest)
+        # An older version did not say so.
+        if (numel := found.get("numel", index.numel)) != index.numel:
+            raise ValueError(f"pieces of {index.numel} elements, of {numel!r} that were saved")
         return index
 
     return read_described(folder / NAME, FORMAT, make)
@@ -207,3 +225,53 @@ def _number(found: Any) -> float | bool:
     if not isinstance(found, (int, float)):
         raise ValueError(f"a number {found!r}")
     return found
+
+
+_STATES_OF_RANK = re.compile(r"^(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_optim_states\.pt$")
+_WEIGHTS_OF_RANK = re.compile(r"^zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_model_states\.pt$")
+_FLAT: Keys = ("optimizer_state_dict", "fp32_flat_groups")
+_FROZEN = "frozen_param_fragments"
+
+
+def stock_index(names: Iterable[str], main: Mapping[str, Any], read: Callable[[str], Any]) -> Index:
+    """Return an index of the weights alone: of the optimizer's states only DeepSpeed itself knows what they mean.
+
+    Args:
+        names: the files of the checkpoint.
+        main: what the first rank's file of weights holds.
+        read: reads a file.
+
+    Raises:
+        CheckpointError: files of ranks are missing, or parameters were shared out over some of the ranks.
+    """
+    names = list(names)
+    states, weights = _by_rank(names, _STATES_OF_RANK), _by_rank(names, _WEIGHTS_OF_RANK)
+    world = main["dp_world_size"]
+    if sorted(states) != list(range(world)) or sorted(weights) != list(range(world)):
+        raise CheckpointError(f"{len(states)} files of the optimizer and {len(weights)} of weights, for {world} ranks")
+    if read(states[0])["optimizer_state_dict"].get("ds_zero_partition_groups") is not None:
+        raise CheckpointError("experts were shared out over some of the ranks, by DeepSpeed's AutoEP")
+    groups: list[Group] = []
+    for rank in range(world):
+        for number, shapes in enumerate(main["param_shapes"] or ()):
+            items = {MASTER: (*_FLAT, number)}
+            groups.append(Group(states[rank], items, {}, {}, tuple(_end_to_end(shapes, rank, world))))
+        for name, shape in (main["frozen_param_shapes"] or {}).items():
+            pieces = tuple(_end_to_end({name: shape}, rank, world))
+            groups.append(Group(weights[rank], {WEIGHTS: (_FROZEN, name)}, {}, {}, pieces))
+    return Index("", tuple(groups), {})
+
+
+def _by_rank(names: list[str], pattern: re.Pattern[str]) -> dict[int, str]:
+    found = ((pattern.match(each), each) for each in names)
+    return {int(match["rank"]): name for match, name in found if match is not None}
+
+
+def _end_to_end(shapes: Mapping[str, Any], rank: int, world: int) -> Iterator[Piece]:
+    at = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        size = -(-numel // world)
+        if numel > rank * size:
+            yield Piece(name, rank * size, min(size, numel - rank * size), at)
+        at += size

@@ -50,15 +50,12 @@ def to_disk(path: Path) -> None:
     Raises:
         OSError: what was written is lost. A folder that its file system cannot sync is no error.
     """
-    if path.is_symlink():
-        return
-    is_folder = path.is_dir()
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.fsync(opened)
         finally:
             os.close(opened)
     except OSError as error:
-        if not is_folder or error.errno not in _NOT_FOR_FOLDERS:
+        if not path.is_symlink() and not (path.is_dir() and error.errno in _NOT_FOR_FOLDERS):
             raise

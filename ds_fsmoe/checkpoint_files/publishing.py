@@ -29,6 +29,7 @@ from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
 from ds_fsmoe.checkpoint_files.tags import BEFORE, SAVING, CheckpointError, before_name, unfinished_name
 from ds_fsmoe.files.owners import OWNER, Owner, Ownership, owner_of
+from ds_fsmoe.untrusted import MOST_RUN_BYTES
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -70,7 +71,7 @@ class Publication:
         self._place.parent.mkdir(parents=True, exist_ok=True)
         recover(self._folder, self._tag)
         _clear(self._folder, self._tag)
-        self._replaces = _state_of(self._place)
+        self._replaces = state_of(self._place)
         try:
             self.unfinished.mkdir()
         except FileExistsError as error:
@@ -84,13 +85,16 @@ class Publication:
             shutil.rmtree(self.unfinished, ignore_errors=True)
             raise
 
-    def sync(self) -> None:
+    def sync(self, done: Collection[Path] = ()) -> None:
         """Wait until all that was written is on disk.
+
+        Args:
+            done: the files that are.
 
         Raises:
             OSError: a part of it is lost.
         """
-        for each in (*self.unfinished.rglob("*"), self.unfinished):
+        for each in {self.unfinished, *self.unfinished.rglob("*")}.difference(done):
             to_disk(each)
 
     def publish(self) -> None:
@@ -145,7 +149,7 @@ class Publication:
             raise
 
     def _check_place(self, found_at: Path) -> None:
-        if _state_of(found_at) != self._replaces:
+        if state_of(found_at) != self._replaces:
             raise self._taken()
 
     def _taken(self) -> CheckpointError:
@@ -238,11 +242,12 @@ def _saver(place: Path, token: str) -> Owner | None:
     return None
 
 
-def _state_of(place: Path) -> str:
+def state_of(place: Path) -> str:
     """Return a value that stays the same until somebody saves the tag."""
     try:
-        if problem_of(place / manifests.NAME, place) is None:
-            return hashlib.sha256((place / manifests.NAME).read_bytes()).hexdigest()
+        path = place / manifests.NAME
+        if problem_of(path, place) is None and path.stat().st_size <= MOST_RUN_BYTES:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
         return f"folder {place.stat().st_ino}"
     except FileNotFoundError:
         return "nothing"

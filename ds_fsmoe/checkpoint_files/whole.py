@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS, AutoEPNames
 from ds_fsmoe.checkpoint_files.expert_parts import (
     ExpertPart,
     of_one_expert,
@@ -23,14 +22,20 @@ from ds_fsmoe.checkpoint_files.expert_parts import (
     whole_name,
 )
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.moved_parts import elements_of_part
-from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, Numbering, expert_file, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index
+from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS, AutoEPNames
+from ds_fsmoe.checkpoint_files.numbering import (
+    ExpertFile,
+    ExpertName,
+    Numbering,
+    expert_file,
+    expert_name,
+    main_file,
+    stage_of_file,
+)
+from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index, stock_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, joined
-from ds_fsmoe.checkpoint_files.stages import main_file, stage_of_file
-from ds_fsmoe.checkpoint_files.stock_pieces import stock_index
+from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 DENSE_FILE = main_file(0)
@@ -48,7 +53,7 @@ class Whole:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
         stage: the pipeline stage whose values are returned of what several stages have under one name.
-        index: reads the index of the optimizer states of a folder.
+        index: reads the index of the optimizer states of a folder, given its manifest.
 
     Attributes:
         place: that folder.
@@ -69,12 +74,13 @@ class Whole:
         place: Path,
         trusted: Sequence[Any] = WITHOUT_DEEPSPEED,
         stage: int = 0,
-        index: Callable[[Path], Index | None] = read_index,
+        index: Callable[[Path, Manifest | None], Index | None] = read_index,
     ) -> None:
         self.place = place
         self._stage = stage
         self.file = OpenFiles(place, partial(read_file, trusted=trusted, in_place=True))
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
+        self.index: Index | None = index(place, self.manifest)
         there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
         self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
@@ -91,14 +97,13 @@ class Whole:
                 "version, whose layers only the model itself can put together"
             )
         self._auto_ep: AutoEPNames | None = None
-        if self.manifest is None and not self.is_shared_out and self.dense.get(LAYERS):
+        if self.manifest is None and not self.is_shared_out and self.dense.get(AUTO_EP_LAYERS):
             self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self.file(str(ExpertFile(0, layer, number))))
             names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
         lasts = {(each.stage, each.layer): each for each in self._experts}
         self._layer_at = {next(iter(self._names_in(str(last)))).layer: at for at, last in lasts.items()}
         self._dense = self._dense_places()
-        self.index: Index | None = index(place)
         if self.index is None and self.is_shared_out:
             try:
                 self.index = stock_index(there, self.dense, self.file)

@@ -47,18 +47,24 @@ def raise_on_all_ranks(
         if error is not None:
             raise kind(f"failed while {what}: {own}") from error
         return
-    # Most of the time nobody has failed, and a number is enough to know that.
-    failed = torch.tensor([float(error is not None)], device=device_of(group))
-    with waiting("whether a rank has failed while", what):
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-        has_failed = bool(failed.item())
-    if not has_failed:
+    if not has_failed_anywhere(error is not None, what, group):
         return
     texts = {index: text for index, text in enumerate(on_every_rank(own, group)) if text is not None}
     index, others = min(texts), len(texts) - 1
     first = index if group is None else dist.get_global_rank(group, index)
     more = f" (and {others} more rank{'s' if others > 1 else ''})" if others else ""
     raise kind(f"rank {first}{more} failed while {what}: {texts[index]}") from error
+
+
+def has_failed_anywhere(has_failed: bool, what: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether a rank of a group has failed. Collective. Most of the time none has, and a number is enough to
+    know that."""
+    if world_size_now() == 1:
+        return has_failed
+    failed = torch.tensor([float(has_failed)], device=device_of(group))
+    with waiting("whether a rank has failed while", what):
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        return bool(failed.item())
 
 
 def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:
