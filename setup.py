@@ -87,14 +87,13 @@ setup(
     ],
     python_requires=SUPPORTED["python"],
     # Planning and simulating need no more than this. Training does: that is the extra.
-    install_requires=["numpy", "rich>=13.7", "scipy"],
+    install_requires=["numpy", "pydantic>=2", "rich>=13.7", "scipy"],
     extras_require={
         "train": [
             f"torch{VERSIONS['REQUIRED']['torch']}",
             f"deepspeed{SUPPORTED['deepspeed']}",
             "greenlet>=3.0",
             "packaging",
-            "pydantic>=2",
             "safetensors>=0.4.3",
         ],
         "hf": ["transformers>=5.6"],

@@ -24,14 +24,15 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Room -> what its files may import besides the standard library and their own folder. "." is the top level.
 ROOMS: dict[str, tuple[str, ...]] = {
     ".": (
-        *("torch", "ds_fsmoe.checks.no_door", "ds_fsmoe.config.imported_later", "ds_fsmoe.distributed.launch_order"),
+        *("torch", "pydantic", "pydantic_core"),
+        *("ds_fsmoe.checks.no_door", "ds_fsmoe.config.imported_later", "ds_fsmoe.distributed.launch_order"),
         *("ds_fsmoe.engine", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
     ),
     "terminal": ("rich",),
-    "planning": ("numpy", "scipy", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
-    "files": ("ds_fsmoe.planning", "ds_fsmoe.untrusted"),
+    "planning": ("numpy", "scipy", "pydantic", "ds_fsmoe.shapes", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
+    "files": ("pydantic", "ds_fsmoe.planning", "ds_fsmoe.shapes", "ds_fsmoe.untrusted"),
     "routes": ("numpy", "ds_fsmoe.files", "ds_fsmoe.untrusted"),
-    "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry"),
+    "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.shapes"),
     "reporting": (
         *("altair", "jinja2", "numpy", "scipy", "vl_convert"),
         *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.terminal"),
@@ -107,6 +108,7 @@ TOP_LEVEL: dict[str, str] = {
     "log.py": "what is said in the log",
     "registry.py": "the shelf of parts",
     "run.py": "deepspeed --module ds_fsmoe.run",
+    "shapes.py": "what data of others may look like, by pydantic",
     "untrusted.py": "reads files that anybody may have written; the bounds of what they say",
     "versions.py": "read by setup.py too",
 }
@@ -162,8 +164,9 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
 WITHOUT_TORCH = (
     *("planning", "config", "files", "reporting", "routes", "terminal"),
-    *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "untrusted.py", "versions.py"),
-    *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
+    *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "shapes.py", "untrusted.py"),
+    *("versions.py", "engine/__init__.py", "engine/command_line.py"),
+    *("distributed/__init__.py", "distributed/launch_order.py"),
 )
 # Of the graph of rooms, files at the top level being rooms of their own. It may not grow.
 FLOORS = 12
@@ -171,13 +174,13 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 348,
+    ".": 456,
     "checkpoint": 1498,
     "checkpoint_files": 2127,
     "checks": 557,
     "commands": 2278,
     "components": 3934,
-    "config": 848,
+    "config": 741,
     "distributed": 829,
     "engine": 4655,
     "execution": 2706,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_fsmoe.config.placement import STAY
 from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.config.together import STAY
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.placement.holdings import PlacementError
 from ds_fsmoe.placement.placements import Placements, obstacle_to
