@@ -184,7 +184,7 @@ STATEMENTS: dict[str, int] = {
     "distributed": 829,
     "engine": 4655,
     "execution": 2706,
-    "files": 639,
+    "files": 602,
     "gradients": 1835,
     "halves": 691,
     "layer": 3399,
