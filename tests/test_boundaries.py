@@ -192,7 +192,7 @@ STATEMENTS: dict[str, int] = {
     "observing": 1327,
     "ops": 780,
     "placement": 762,
-    "planning": 7574,
+    "planning": 7507,
     "reporting": 1672,
     "routes": 558,
     "telemetry": 1006,
