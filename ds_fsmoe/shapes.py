@@ -18,10 +18,12 @@ Whole = Annotated[int, Field(ge=0, lt=_LARGEST)]
 """A whole number, such as a number of steps or ranks."""
 Number = Annotated[int, Field(gt=-_LARGEST, lt=_LARGEST)] | InstanceOf[float]
 """Any number, finite or not: losses diverge."""
-_OF_PYDANTIC = re.compile(r"(int|float|bool|constrained-int|literal\[.*\]|function-before\[.*\])$")
+_OF_PYDANTIC = re.compile(r"(int|float|bool|constrained-int|literal\[.*\]|function-\w+\[.*\])$")
 """Matches what Pydantic adds to a location that is not a key."""
 _MOST_SHOWN = 200
 """The characters of a wrong value that are shown."""
+_MOST_ERRORS = 200
+"""The mistakes that are looked at: a file may have millions."""
 
 
 class Shape(BaseModel):
@@ -79,10 +81,11 @@ def sentences(
     found: dict[str, list[str]] = {}
     ends: dict[str, str] = {}
     listed = set()
-    for each in error.errors(include_url=False):
+    for each in error.errors(include_url=False)[:_MOST_ERRORS]:
+        kind = each["type"]
         # A field of two types has an error per type, with the type as the last part of the location.
-        location = [part for part in each["loc"] if not _OF_PYDANTIC.match(str(part))]
-        path, kind = ".".join(map(str, [*root, *location])), each["type"]
+        location = [part for part in each["loc"] if kind == "extra_forbidden" or not _OF_PYDANTIC.match(str(part))]
+        path = ".".join(map(str, [*root, *location]))
         if kind == "extra_forbidden":
             parent = ".".join(map(str, [*root, *location[:-1]]))
             words = known_keys(shape_at(shape, location[:-1]))

@@ -174,7 +174,7 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 456,
+    ".": 459,
     "checkpoint": 1498,
     "checkpoint_files": 2127,
     "checks": 557,
@@ -192,7 +192,7 @@ STATEMENTS: dict[str, int] = {
     "observing": 1327,
     "ops": 780,
     "placement": 762,
-    "planning": 7507,
+    "planning": 7506,
     "reporting": 1672,
     "routes": 558,
     "telemetry": 1006,

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
-from pydantic.json_schema import SkipJsonSchema
 
 from ds_fsmoe.shapes import Shape
 from ds_fsmoe.untrusted import MOST_RANKS
@@ -38,7 +37,7 @@ GROWTH = ("alpha_ms_per_rank", "alpha_ms_per_doubling")
 _AtLeast0 = Annotated[float, Field(ge=0)]
 _Above0 = Annotated[float, Field(gt=0)]
 _Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-_Text = Annotated[str, BeforeValidator(str)]
+_Text = Annotated[str, BeforeValidator(lambda value: f"{value}")]
 
 
 def slope_of(operation: str) -> str:
@@ -54,9 +53,7 @@ class _Operation(Shape):
 class _Collective(_Operation):
     model_config = ConfigDict(json_schema_extra={"dependentRequired": {each: ["ranks"] for each in GROWTH}})
 
-    ranks: Annotated[int, Field(ge=2)] | SkipJsonSchema[None] = Field(
-        None, description="the size of the group that it is of"
-    )
+    ranks: Annotated[int, Field(ge=2)] | None = Field(None, description="the size of the group that it is of")
     alpha_ms_per_rank: _AtLeast0 = Field(
         0.0, description="milliseconds by which every further rank makes it longer: steps of a ring, messages"
     )
@@ -103,7 +100,7 @@ class ClusterFile(Shape):
     gpus_per_node: _Count = Field(description="the GPUs of a node")
     gpu: _Text = Field("", description="the name of the GPU")
     memory_gb: _Above0 = Field(None, description="the memory of a GPU in GB, as it is sold")
-    dtype: Literal["fp32", "bf16", "fp16", "fp8"] | SkipJsonSchema[None] = Field(
+    dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None = Field(
         None, description="the type of numbers that the costs of computing hold for"
     )
     peak_tflops: _Above0 = Field(

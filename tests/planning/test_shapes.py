@@ -43,6 +43,7 @@ class Outer(Shape):
             {"count": 1, "inner": {"kind": "a2"}},
             ["inner.kind = \"a2\": must be 'a2a' or 'reduce'; did you mean 'a2a'?"],
         ),
+        ({"count": 1, "int": 3}, ["int: unknown key; the keys are count, num_bytes, inner"]),
         ({"count": 1, "sizes": 3}, ["sizes: unknown key; did you mean 'num_bytes'?"]),
         ({"count": 1, "zz": 3, "yy": 4}, ["zz: unknown key; the keys are count, num_bytes, inner", "yy: unknown key"]),
         (
@@ -58,9 +59,10 @@ def test_each_mistake_is_one_line_with_its_path_its_value_and_what_to_write(valu
         assert sentence.startswith(wanted)
 
 
-def test_a_huge_wrong_value_is_shown_in_part() -> None:
+def test_of_what_is_huge_or_wrong_a_million_times_a_part_is_shown() -> None:
     (sentence,) = wrong_in({"count": "9" * 100_000}, Outer)
     assert len(sentence) < 500
+    assert len(wrong_in({"count": 1} | dict.fromkeys(map(str, range(100_000)), 0), Outer)) < 1000
 
 
 NUMBERED = create_model("NUMBERED", __base__=Known, number=(Number, ...), whole=(Whole, 0))
