@@ -195,7 +195,7 @@ STATEMENTS: dict[str, int] = {
     "planning": 7506,
     "reporting": 1672,
     "routes": 558,
-    "telemetry": 1006,
+    "telemetry": 992,
     "terminal": 208,
     "tuning": 2005,
 }
