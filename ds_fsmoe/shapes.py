@@ -95,7 +95,9 @@ def sentences(
         if kind in ("missing", "value_error"):
             found[f"{path} is missing" if kind == "missing" else f"{path}: {each['ctx']['error']}"] = []
             continue
-        start = f"{path} = {shown(each['input'])[:_MOST_SHOWN]}: must be " if path else "must be "
+        value = shown(each["input"])
+        value = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+        start = f"{path} = {value}: must be " if path else "must be "
         is_object = kind == "dict_type" or (kind == "model_type" and "words" not in each["ctx"])
         must = "an object" if is_object else re.sub(r"^[Ii]nput should be |^must be ", "", each["msg"])
         found.setdefault(start, []).append(must.replace("a valid ", "a ").replace("a int", "an int"))

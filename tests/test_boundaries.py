@@ -174,7 +174,7 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 459,
+    ".": 461,
     "checkpoint": 1498,
     "checkpoint_files": 2127,
     "checks": 557,

@@ -92,9 +92,9 @@ def alone_in(field: FieldInfo) -> tuple[str, ...]:
 Auto = Literal["auto"]
 MOST_CHUNKS = 256
 """The most chunks with which the planner plans."""
-Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS), _WHOLE] | Auto, NullIsAuto()]
-Count = Annotated[Annotated[int, Field(ge=1), _WHOLE] | Auto, NullIsAuto()]
-ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64), _WHOLE] | Auto, NullIsAuto()]
+Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _WHOLE, NullIsAuto()]
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _WHOLE, NullIsAuto()]
+ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _WHOLE, NullIsAuto()]
 Part = Annotated[str, NullIsAuto()]
 
 
