@@ -116,7 +116,7 @@ setup(
             "setuptools>=77",
             "trl>=1.16",
         ],
-        "dev-planning": ["hypothesis", "ipykernel", "nbclient", "pytest>=8", "pytest-xdist"],
+        "dev-planning": ["hypothesis", "ipykernel", "jsonschema", "nbclient", "pytest>=8", "pytest-xdist"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.
