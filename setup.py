@@ -87,14 +87,13 @@ setup(
     ],
     python_requires=SUPPORTED["python"],
     # Planning and simulating need no more than this. Training does: that is the extra.
-    install_requires=["numpy", "rich>=13.7", "scipy"],
+    install_requires=["numpy", "pydantic>=2", "rich>=13.7", "scipy"],
     extras_require={
         "train": [
             f"torch{VERSIONS['REQUIRED']['torch']}",
             f"deepspeed{SUPPORTED['deepspeed']}",
             "greenlet>=3.0",
             "packaging",
-            "pydantic>=2",
             "safetensors>=0.4.3",
         ],
         "hf": ["transformers>=5.6"],
@@ -117,7 +116,7 @@ setup(
             "setuptools>=77",
             "trl>=1.16",
         ],
-        "dev-planning": ["hypothesis", "ipykernel", "nbclient", "pytest>=8", "pytest-xdist"],
+        "dev-planning": ["hypothesis", "ipykernel", "jsonschema", "nbclient", "pytest>=8", "pytest-xdist"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.

@@ -14,10 +14,10 @@ from ds_fsmoe import registry
 from ds_fsmoe.checks.preflight import check_deepspeed_blocks, check_experts, untested
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
-from ds_fsmoe.config.fields import block_in, example_of, words_for
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.together import CHECKS, Asked
 from ds_fsmoe.config.words import words_of
+from ds_fsmoe.shapes import example_of, shape_in, words_for
 
 # The whole block as the documentation shows it, in values that this version can do.
 WHOLE_BLOCK = {
@@ -315,7 +315,7 @@ def test_several_unknown_keys_list_the_known_ones_once() -> None:
 
 
 def test_no_hint_names_a_field_that_is_not_there() -> None:
-    from ds_fsmoe.config.unknown_keys import _ELSEWHERE
+    from ds_fsmoe.config.words import _ELSEWHERE
 
     for name, hint in _ELSEWHERE.items():
         for path in re.findall(r"fsmoe\.[\w.]+", hint):
@@ -544,7 +544,7 @@ def test_every_example_is_one() -> None:
             FSMoEBlock.model_validate({"enabled": True} | around({word: example_of(field)}))
             assert example_of(field) is not None, f"{word} has no example"
             assert json.loads(json.dumps(example_of(field))) == example_of(field), f"{word} cannot be written like that"
-            if inner := block_in(field):
+            if inner := shape_in(field):
                 look(inner, lambda value, word=word: around({word: value}))
 
     look(FSMoEBlock, lambda value: value)

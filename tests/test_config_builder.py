@@ -15,13 +15,13 @@ import pytest
 
 from ds_fsmoe import Config, ConfigError
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import block_in, example_of, words_for
 from ds_fsmoe.config.hints import class_name, stub
 from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.shapes import example_of, shape_in, words_for
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = {words_for(name, field)[0]: field for name, field in FSMoEBlock.model_fields.items()}
-PARTS = {word: block for word, field in FIELDS.items() if (block := block_in(field))}
+PARTS = {word: block for word, field in FIELDS.items() if (block := shape_in(field))}
 BLOCK = {
     "enabled": True,
     "gate": {"type": "topk", "top_k": 2},

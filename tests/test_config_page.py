@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field, create_model
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import block_in, words_for
+from ds_fsmoe.shapes import shape_in, words_for
 from tools import config_page
 from tools.config_page import PAGE, page
 
@@ -34,7 +34,7 @@ def test_every_field_has_a_section_that_says_what_it_takes_and_a_row_that_leads_
     assert "Takes " in own
     assert TEXT.count(f"### {word}\n") == 1
     assert f"| [`{word}`](#{word}) | " in section(config_page.OVERVIEW)
-    if block := block_in(FIELDS[word]):
+    if block := shape_in(FIELDS[word]):
         rows = re.findall(r"(?m)^\| `(\w+)`(?: \(before: `\w+`\))? \|", own)
         assert rows == [words_for(name, field)[0] for name, field in block.model_fields.items()]
 
@@ -50,7 +50,7 @@ def examples(word: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("word", FIELDS)
 def test_examples_are_valid_and_are_not_what_holds_anyway(word: str) -> None:
     shown = examples(word)
-    assert len(shown) == 1 + (len(block_in(FIELDS[word]).model_fields) if block_in(FIELDS[word]) else 0)
+    assert len(shown) == 1 + (len(shape_in(FIELDS[word]).model_fields) if shape_in(FIELDS[word]) else 0)
     for example in shown:
         block = FSMoEBlock.model_validate(example)
         assert block != FSMoEBlock() or example[word] == {"path": "fsmoe_trace"}

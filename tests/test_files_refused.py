@@ -108,7 +108,7 @@ def cases_of(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
         found[f"model_type = {value}"] = (*PLAN, "testbed_a", "--model", path), "model_type = "
     for name, value in (("gpus_per_node", 10**7), ("gpus_per_node", 10**9), ("num_nodes", 2**70)):
         path = written(folder / f"{name}_{value}.json", cluster | {name: value})
-        found[f"cluster: {name} = {value}"] = (*PLAN, path, "--model", "olmoe"), f"at most {MOST_RANKS}"
+        found[f"cluster: {name} = {value}"] = (*PLAN, path, "--model", "olmoe"), f"less than or equal to {MOST_RANKS}"
     path = written(folder / "many.json", cluster | {"gpus_per_node": 1024, "num_nodes": 10_000})
     found["cluster: GPUs"] = (*PLAN, path, "--model", "olmoe"), f"at most {MOST_RANKS}"
 

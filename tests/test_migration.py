@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import words_for
 from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.shapes import words_for
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, on_ranks

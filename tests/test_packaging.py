@@ -138,9 +138,14 @@ def test_a_plain_wheel_holds_nothing_compiled(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in wheel.namelist() if name.endswith(".so")]
 
 
-def test_only_numpy_scipy_and_rich_are_needed_to_plan(metadata: Message) -> None:
+def test_only_numpy_pydantic_scipy_and_rich_are_needed_to_plan(metadata: Message) -> None:
     found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    assert {requirement.name for requirement in found if requirement.marker is None} == {"numpy", "rich", "scipy"}
+    assert {requirement.name for requirement in found if requirement.marker is None} == {
+        "numpy",
+        "pydantic",
+        "rich",
+        "scipy",
+    }
     extras = {str(requirement.marker) for requirement in found if requirement.marker is not None}
     assert extras == {f'extra == "{name}"' for name in ("train", "hf", "plot", "mpi", "dev", "dev-planning")}
 

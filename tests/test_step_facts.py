@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_fsmoe.telemetry.step_facts import OF_PROCESS, ON_DEVICE, TokenCount, memory_reader
-from ds_fsmoe.telemetry.steps import StepLog
-from ds_fsmoe.telemetry.surroundings import commit_of
+from ds_fsmoe.telemetry.record import commit_of
+from ds_fsmoe.telemetry.steps import OF_PROCESS, ON_DEVICE, StepLog, TokenCount, memory_reader
 
 # ---- where a run came from
 

@@ -16,11 +16,11 @@ from pydantic import BaseModel
 import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
-from ds_fsmoe.config.fields import block_in, words_for
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.schema import schema
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.engine.state import alike
+from ds_fsmoe.shapes import shape_in, words_for
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
@@ -212,11 +212,11 @@ def test_no_word_stands_for_two_fields_of_a_block() -> None:
         words = [word for name, field in block.model_fields.items() for word in words_for(name, field)]
         assert len(words) == len(set(words))
         for field in block.model_fields.values():
-            if inner := block_in(field):
+            if inner := shape_in(field):
                 look(inner)
 
     look(FSMoEBlock)
-    assert block_in(FSMoEBlock.model_fields["gate"]) is GateBlock
+    assert shape_in(FSMoEBlock.model_fields["gate"]) is GateBlock
 
 
 def said_at_start(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[str]:

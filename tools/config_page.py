@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 
 from ds_fsmoe import TokenChoiceGate, registry
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
-from ds_fsmoe.config.fields import block_in, example_of, words_for
 from ds_fsmoe.config.schema import schema
+from ds_fsmoe.shapes import example_of, shape_in, words_for
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 BEGIN, END = "<!-- {}: made by tools/config_page.py -->", "<!-- end of {} -->"
@@ -65,7 +65,7 @@ def _overview() -> str:
     rows = []
     for name, field in FSMoEBlock.model_fields.items():
         word = words_for(name, field)[0]
-        default = "a block" if block_in(field) and field.default is not None else _default(field)
+        default = "a block" if shape_in(field) and field.default is not None else _default(field)
         rows.append(f"| [`{word}`](#{word}) | {default} | {_does(field)} |")
     return "\n".join(["| field | default | what it is for |", "|---|---|---|", *rows])
 
@@ -73,7 +73,7 @@ def _overview() -> str:
 def _section(name: str, field: FieldInfo) -> str:
     word, *before = words_for(name, field)
     older = "".join(f" Before: `{each}`." for each in before)
-    block = block_in(field)
+    block = shape_in(field)
     takes = _takes(SCHEMA["properties"]["fsmoe"]["properties"][word], word)
     lines = [f"### {word}", "", f"{_sentence(_does(field))}{older}", ""]
     if block is None:
@@ -123,7 +123,7 @@ def _markdown(text: str) -> str:
 
 
 def _does(field: FieldInfo) -> str:
-    block = block_in(field)
+    block = shape_in(field)
     text = field.description or (block.__doc__ or "" if block else "").split("\n")[0].split("``: ")[-1]
     return _markdown(text).rstrip(".")
 

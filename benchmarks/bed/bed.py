@@ -26,8 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ds_fsmoe.files.json_shapes import fits, is_text, is_whole
+from pydantic import create_model
+
 from ds_fsmoe.files.whole_files import write_whole
+from ds_fsmoe.shapes import Shape, Whole, fits
 from ds_fsmoe.untrusted import read_json
 
 STATE = Path("/run/ds_fsmoe_bed")
@@ -269,8 +271,11 @@ def found_bed(name: str) -> Bed:
         raise BedError(f"no bed is up under the name {name!r}: {known}") from error
 
 
-_SHAPE = dict.fromkeys(("name", "inter", "intra", "mode"), is_text) | dict.fromkeys(
-    ("nodes", "ranks_per_node"), is_whole
+_SHAPE = create_model(
+    "_SHAPE",
+    __base__=Shape,
+    **dict.fromkeys(("name", "inter", "intra", "mode"), (str, ...)),
+    **dict.fromkeys(("nodes", "ranks_per_node"), (Whole, ...)),
 )
 
 

@@ -10,20 +10,95 @@ from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
-from ds_fsmoe.config.fields import Block, NullIsAuto, OrAlone, switch
+from ds_fsmoe.shapes import Shape
+
+# ---- how a field may be written
+
+_WHOLE = BeforeValidator(lambda value: int(value) if type(value) is float and value.is_integer() else value)
+"""Takes a whole number that JSON has as a float, such as 3e7."""
+Int = Annotated[int, _WHOLE]
+
+
+class NullIsAuto:
+    """Marks a field that takes ``null`` for "auto". In a DeepSpeed config "auto" is a word of Accelerate's too, which
+    gives it another meaning, so it can be avoided."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(lambda value: "auto" if value is None else value, handler(source))
+
+    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(of), {"type": "null"}]}
+
+
+class OrAlone:
+    """Marks a block that may be written as the value of one of its fields, or of two that are mostly the same, alone.
+
+    Args:
+        names: the fields.
+        kinds: the Python types of such a value.
+        words: for these types in an error, and their JSON schema.
+    """
+
+    def __init__(
+        self, *names: str, kinds: tuple[type, ...], words: str, json_types: tuple[dict[str, Any], ...]
+    ) -> None:
+        self.names, self._kinds, self._words, self.json_types = names, kinds, words, json_types
+
+    def _spelt_out(self, value: Any) -> Any:
+        if type(value) in self._kinds:
+            return dict.fromkeys(self.names, value)
+        if isinstance(value, Mapping | BaseModel) or value is None:
+            return value
+        raise PydanticCustomError("model_type", "must be an object or {words}", {"words": self._words})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._spelt_out, handler(source))
+
+    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(of), *self.json_types]}
+
+
+SWITCH = OrAlone("enabled", kinds=(bool,), words="true or false", json_types=({"type": "boolean"},))
+"""Marks a block that may be written as the value of its ``enabled``."""
+AUTO_SWITCH = OrAlone(
+    "enabled",
+    kinds=(bool, str),
+    words='"auto", true or false',
+    json_types=({"type": "boolean"}, {"enum": ["auto"]}),
+)
+"""The same, which may be "auto"."""
+
+
+def alone_in(field: FieldInfo) -> tuple[str, ...]:
+    """Return the fields of the block in ``field`` that a value in place of the whole block stands for."""
+    return next((each.names for each in field.metadata if isinstance(each, OrAlone)), ())
+
+
+# ---- the fields
 
 Auto = Literal["auto"]
 MOST_CHUNKS = 256
 """The most chunks with which the planner plans."""
-Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, NullIsAuto()]
-Count = Annotated[Annotated[int, Field(ge=1)] | Auto, NullIsAuto()]
-ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, NullIsAuto()]
+Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _WHOLE, NullIsAuto()]
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _WHOLE, NullIsAuto()]
+ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _WHOLE, NullIsAuto()]
 Part = Annotated[str, NullIsAuto()]
 
 
-class GateBlock(Block):
+class GateBlock(Shape):
     """``fsmoe.gate``: which experts a token goes to.
 
     What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error. A gate's own options
@@ -33,7 +108,7 @@ class GateBlock(Block):
     model_config = ConfigDict(extra="allow")
 
     type: str = Field("topk", description="stock's gate (topk), one of the package, or your own", examples=["mixtral"])
-    k: int = Field(
+    k: Int = Field(
         None, alias="top_k", description="experts per token, between 1 and the layer's num_experts", examples=[2]
     )
     capacity_factor: float = Field(
@@ -44,7 +119,7 @@ class GateBlock(Block):
         examples=[1.25],
     )
     eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating", examples=[2.0])
-    min_capacity: int = Field(None, ge=0, description="slots per expert at the least", examples=[4])
+    min_capacity: Int = Field(None, ge=0, description="slots per expert at the least", examples=[4])
     drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs", examples=[False])
     drop_policy: Literal["probs", "position"] = Field(
         None, description="who stays in a full expert: the likeliest or the first", examples=["probs"]
@@ -72,15 +147,15 @@ class GateBlock(Block):
         return options
 
 
-class PipelineDegreeBlock(Block):
+class PipelineDegreeBlock(Shape):
     """``fsmoe.num_chunks``: into how many chunks the tokens of a layer are cut."""
 
     forward: Degree = Field("auto", description="chunks in the forward phase", examples=[2])
     backward: Degree = Field("auto", description="chunks in the backward phase", examples=[2])
-    max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the most chunks that auto may choose")
+    max: Int = Field(16, ge=1, le=MOST_CHUNKS, description="the most chunks that auto may choose")
 
 
-class GradientPartitionBlock(Block):
+class GradientPartitionBlock(Shape):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
     mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
@@ -89,7 +164,7 @@ class GradientPartitionBlock(Block):
     solver: Literal["dp", "de"] = Field(
         "dp", description="with autotune, adaptive slices by a dynamic program or by evolution"
     )
-    chunk_bytes: int = Field(
+    chunk_bytes: Int = Field(
         31457280,
         ge=1,
         description="slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which is "
@@ -128,14 +203,14 @@ class GradientPartitionBlock(Block):
 Wire = Literal["model", "fp8"]
 
 
-class WiresBlock(Block):
+class WiresBlock(Shape):
     """``fsmoe.wires``: what rows are on their way between the ranks that share the experts."""
 
     dispatch: Wire = Field("model", description="to the experts, and of gradients back from them")
     combine: Wire = Field("model", description="from the experts, and of gradients to them")
 
 
-class AutotuneBlock(Block):
+class AutotuneBlock(Shape):
     """``fsmoe.autotune``: measuring this cluster and choosing numbers of chunks from it."""
 
     enabled: Annotated[bool | Auto, NullIsAuto()] = Field(
@@ -148,31 +223,31 @@ class AutotuneBlock(Block):
     cache_dir: str | None = Field(
         None, description="folder in which rank 0 keeps measurements", examples=["fsmoe_cache"]
     )
-    trials: int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
-    watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
+    trials: Int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
+    watch_every: Int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
     drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
     retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
 
 
-class TopologyBlock(Block):
+class TopologyBlock(Shape):
     """``fsmoe.topology``: where ranks lie."""
 
     ranks_per_node: Count = Field("auto", description="ranks that share a host", examples=[8])
 
 
-class TraceBlock(Block):
+class TraceBlock(Shape):
     """``fsmoe.trace``: a timeline of chosen steps."""
 
     enabled: bool = Field(False, description="write a trace")
-    start_step: int = Field(10, ge=0, description="first traced step")
-    num_steps: int = Field(3, ge=1, description="how many steps are traced")
+    start_step: Int = Field(10, ge=0, description="first traced step")
+    num_steps: Int = Field(3, ge=1, description="how many steps are traced")
     path: str = Field("fsmoe_trace", description="folder of the files; trace in that of a record")
     cluster: str | None = Field(
         None, description="what it should take, from a cluster's name or its JSON file", examples=["testbed_a"]
     )
 
 
-class RecordBlock(Block):
+class RecordBlock(Shape):
     """``fsmoe.record``: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
 
     dir: str | None = Field(
@@ -180,23 +255,23 @@ class RecordBlock(Block):
         description="folder for it, the same on every rank; what it has of a run is replaced",
         examples=["runs/one"],
     )
-    stop_after: int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
+    stop_after: Int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
 
 
-class RoutingBlock(Block):
+class RoutingBlock(Shape):
     """``fsmoe.routing``: which token goes to which experts, as data."""
 
     record: str | None = Field(
         None, description="folder in which each rank records the choices of its tokens", examples=["routes"]
     )
     weights: bool = Field(False, description="record the weights of choices, too")
-    every: int = Field(1, ge=1, description="optimizer steps from one that is recorded to the next")
+    every: Int = Field(1, ge=1, description="optimizer steps from one that is recorded to the next")
     replay: str | None = Field(
         None, description="folder or packed file of recorded choices, by which training goes", examples=["routes"]
     )
 
 
-class PlacementBlock(Block):
+class PlacementBlock(Shape):
     """``fsmoe.placement``: experts move to the ranks where that makes steps shorter."""
 
     policy: str = Field(
@@ -204,10 +279,10 @@ class PlacementBlock(Block):
         description="off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name",
         examples=["balanced"],
     )
-    spare_experts: int = Field(0, ge=0, description="read and ignored: experts had replicas in version 0.2.0")
-    every: int = Field(50, ge=1, description="optimizer steps of which loads are measured before each decision")
-    moves_per_step: int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
-    pays_within: int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")
+    spare_experts: Int = Field(0, ge=0, description="read and ignored: experts had replicas in version 0.2.0")
+    every: Int = Field(50, ge=1, description="optimizer steps of which loads are measured before each decision")
+    moves_per_step: Int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
+    pays_within: Int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")
     file: str | None = Field(
         None,
         description="a placement to begin with, as engine.fsmoe.placement.save writes it",
@@ -219,7 +294,7 @@ class PlacementBlock(Block):
     )
 
 
-class CheckpointBlock(Block):
+class CheckpointBlock(Shape):
     """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
 
     trusted: list[str] = Field(
@@ -229,10 +304,10 @@ class CheckpointBlock(Block):
     )
 
 
-class DebugBlock(Block):
+class DebugBlock(Shape):
     """``fsmoe.debug``: what is checked while training goes on."""
 
-    check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
+    check_every: Int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
     hang_timeout_s: float = Field(300, gt=0, description="seconds without progress: say where, and end")
     check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
     check_results: bool = Field(False, description="find the expert that makes nan or infinity of finite numbers")
@@ -243,7 +318,7 @@ Dispatch = Literal["auto", "rows", "slots"]
 """What travels to the experts."""
 
 
-class FSMoEBlock(Block):
+class FSMoEBlock(Shape):
     """The whole block."""
 
     enabled: bool = Field(False, description="false is exactly stock DeepSpeed", examples=[True])
@@ -279,7 +354,7 @@ class FSMoEBlock(Block):
         "divide its experts. deepspeed.moe.layer.MoE has its own",
         examples=[8],
     )
-    esp_size: int = Field(
+    esp_size: Int = Field(
         1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's width"
     )
     pipeline_degree: Annotated[
@@ -292,7 +367,7 @@ class FSMoEBlock(Block):
         ),
     ] = Field(PipelineDegreeBlock(), alias="num_chunks", examples=[{"forward": 2, "backward": 4}])
     gradient_partition: GradientPartitionBlock = Field(GradientPartitionBlock(), examples=[{"mode": "adaptive"}])
-    autotune: Annotated[AutotuneBlock, switch(has_auto=True)] = Field(AutotuneBlock(), examples=[{"enabled": True}])
+    autotune: Annotated[AutotuneBlock, AUTO_SWITCH] = Field(AutotuneBlock(), examples=[{"enabled": True}])
     topology: TopologyBlock = Field(TopologyBlock(), examples=[{"ranks_per_node": 8}])
     overlap: bool = Field(True, description="false: one lane and one task after another, which is the reference")
     split_batch: Literal["auto", "on", "off"] = Field(
@@ -327,8 +402,8 @@ class FSMoEBlock(Block):
     metrics: Literal["off", "brief", "detailed"] = Field(
         "brief", description="what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed"
     )
-    metrics_every: int = Field(10, ge=1, description="optimizer steps from one that monitors hear of to the next")
-    trace: Annotated[TraceBlock, switch()] = Field(TraceBlock(), examples=[{"enabled": True}])
+    metrics_every: Int = Field(10, ge=1, description="optimizer steps from one that monitors hear of to the next")
+    trace: Annotated[TraceBlock, SWITCH] = Field(TraceBlock(), examples=[{"enabled": True}])
     record: RecordBlock = Field(RecordBlock(), examples=[{"dir": "runs/one"}])
     routing: RoutingBlock = Field(RoutingBlock(), examples=[{"record": "routes"}])
     placement: Annotated[

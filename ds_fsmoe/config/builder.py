@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import block_in, words_for
 from ds_fsmoe.config.hints import class_name, hints_of
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.config.words import BLOCK
+from ds_fsmoe.shapes import shape_in, words_for
 
 
 class Written(dict[str, Any]):
@@ -100,6 +100,6 @@ def _add_part(word: str, block: type[BaseModel]) -> None:
 
 
 for _name, _field in FSMoEBlock.model_fields.items():
-    if _inner := block_in(_field):
+    if _inner := shape_in(_field):
         _add_part(words_for(_name, _field)[0], _inner)
 Config.__signature__ = _signature(FSMoEBlock)  # type: ignore[attr-defined]

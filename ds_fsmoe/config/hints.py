@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import NullIsAuto, OrAlone, block_in, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock, NullIsAuto, OrAlone
+from ds_fsmoe.shapes import shape_in, words_for
 
 _WIDTH = 120
 _OF_JSON = {"string": "str", "boolean": "bool", "integer": "int"}
@@ -43,7 +43,7 @@ def hints_of(block: type[BaseModel]) -> dict[str, str]:
 
 def _hint(name: str, field: FieldInfo) -> str:
     kinds = [*_kinds(field.annotation)]
-    if block_in(field):
+    if shape_in(field):
         kinds = [f"Config.{class_name(words_for(name, field)[0])}", "dict[str, Any]"]
     for each in field.metadata:
         if isinstance(each, NullIsAuto):
@@ -111,7 +111,7 @@ def _init(block: type[BaseModel], indent: str) -> Iterator[str]:
 
 
 def _said_of(field: FieldInfo) -> str:
-    inner = block_in(field)
+    inner = shape_in(field)
     return field.description or ((inner and inner.__doc__) or "").split("``: ")[-1].rstrip(".").strip()
 
 
@@ -119,7 +119,7 @@ def stub() -> str:
     """Return the hints for ``ds_fsmoe/config/builder.py``, as a file."""
     lines = []
     for name, field in FSMoEBlock.model_fields.items():
-        if inner := block_in(field):
+        if inner := shape_in(field):
             lines += [f"    class {class_name(words_for(name, field)[0])}(Written):", *_init(inner, "        "), ""]
     return _HEAD + "\n".join([*lines, *_init(FSMoEBlock, "    ")]) + "\n"
 

@@ -16,10 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import example_of, words_for
 from ds_fsmoe.config.together import NotImported, not_imported, problems_together, unknown_keys_of_topk
-from ds_fsmoe.config.unknown_keys import block_at, field_at, known_keys, near, unknown_key
-from ds_fsmoe.config.words import BLOCK, Words, shown, without_gone, words_of
+from ds_fsmoe.config.words import BLOCK, Words, elsewhere, without_gone, words_of
+from ds_fsmoe.shapes import known_keys, sentences, shown, words_for
+
+_SCHEDULES = '"best", or a system of docs/schedules.md to compare with'
 
 
 class ConfigError(ValueError):
@@ -85,10 +86,11 @@ def _validated(written: Mapping[str, Any], words: Words) -> tuple[FSMoEBlock, se
     try:
         return FSMoEBlock.model_validate(once), set(), []
     except ValidationError as error:
-        errors = error.errors()
-    wrong = {_field_of(each["loc"][0]) for each in errors}
+        wrong = {_field_of(each["loc"][0]) for each in error.errors()}
+        found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, {f"{BLOCK}.schedule": _SCHEDULES})
     right = {word: value for word, value in once.items() if _field_of(word) not in wrong}
-    return FSMoEBlock.model_validate(right), wrong, _sentences(errors, words)
+    # A block that was written as one value has an error for each field that it stands for.
+    return FSMoEBlock.model_validate(right), wrong, list(dict.fromkeys(map(words.as_written, found)))
 
 
 def _without(written: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -152,43 +154,3 @@ def _unfit_null(written: Mapping[str, Any]) -> dict[str, str]:
         path: f"{path}.capacity_factor = null: must be a number with {path}.drop_tokens = true; null is room for all "
         "tokens"
     }
-
-
-def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
-    """Return Pydantic's errors in this project's form, one per path: ``path = value: must be ...``."""
-    musts: dict[str, dict[str, None]] = {}
-    examples: dict[str, str] = {}
-    listed: set[str] = set()
-    for error in errors:
-        # A field of two types has an error per type, with the type as the last part of the location.
-        location = [part for part in error["loc"] if not _OF_PYDANTIC.match(str(part))]
-        path = words.as_written(".".join([BLOCK, *map(str, location)]))
-        if error["type"] == "extra_forbidden":
-            parent = path.rpartition(".")[0]
-            musts[unknown_key(path, known_keys(block_at(location[:-1])), is_listed=parent not in listed)] = {}
-            listed.add(parent)
-            continue
-        must = "must be an object" if error["type"] == "model_type" and "words" not in error["ctx"] else error["msg"]
-        must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
-        start = f"{path} = {shown(error['input'])}: must be "
-        musts.setdefault(start, {})[must] = None
-        if error["type"] == "literal_error":
-            words_of_field = re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
-            why = near(error["input"], words_of_field)
-            if location == ["schedule"]:
-                musts[start] = {'"best", or a system of docs/schedules.md to compare with': None}
-            examples.setdefault(start, why)
-        if error["type"].endswith("_type"):  # of another kind, so one of the right kind says more
-            examples.setdefault(start, f", for example {shown(_example_at(location))}")
-    return [start + " or ".join(ends) + examples.get(start, "") for start, ends in musts.items()]
-
-
-def _example_at(location: list[Any]) -> Any:
-    field = field_at(location)
-    assert field is not None
-    example = example_of(field)
-    return example[0] if isinstance(location[-1], int) else example
-
-
-_OF_PYDANTIC = re.compile(r"int$|bool$|constrained-int$|literal\['auto'\]$")
-"""Matches what Pydantic adds to a location that is not a key."""

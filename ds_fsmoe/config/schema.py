@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
-from ds_fsmoe.config.fields import words_for
 from ds_fsmoe.config.words import BLOCK
+from ds_fsmoe.shapes import words_for
 
 
 def schema() -> dict[str, Any]:

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_fsmoe import registry
-from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock
-from ds_fsmoe.config.placement import unfit_placement
-from ds_fsmoe.config.unknown_keys import elsewhere, known_keys, near, unknown_key
-from ds_fsmoe.config.words import BLOCK, shown
+from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock, PlacementBlock
+from ds_fsmoe.config.words import BLOCK, elsewhere
+from ds_fsmoe.planning.placement_policies import policy
+from ds_fsmoe.shapes import known_keys, near, shown, unknown_key
+
+STAY = ("off", "lina")
+"""The policies by which no expert moves while training goes on."""
+_OF_MOVES = ("every", "moves_per_step", "pays_within")
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,8 @@ def unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
     """Return unknown keys of the layers' own gate: it has no options but those of the block itself."""
     if block.gate is None or block.gate.type != "topk":
         return []
-    return [unknown_key(f"{BLOCK}.gate.{name}", known_keys(GateBlock)) for name in block.gate.model_extra or ()]
+    path, keys = f"{BLOCK}.gate", known_keys(GateBlock)
+    return [unknown_key(path, each, keys, elsewhere(f"{path}.{each}")) for each in block.gate.model_extra or ()]
 
 
 def _unknown_gate_options(asked: Asked) -> list[str]:
@@ -272,8 +277,29 @@ def _unknown_gate_options(asked: Asked) -> list[str]:
     return problems
 
 
-def _unfit_placement(asked: Asked) -> list[str]:
-    return unfit_placement(asked.block)
+def _unfit_placement(of: Asked) -> list[str]:
+    """Return what cannot be of the placement that a block asks for."""
+    block, asked, path = of.block, of.block.placement, f"{BLOCK}.placement"
+    problems = []
+    if asked.policy not in STAY:
+        try:
+            policy(asked.policy)
+        except ValueError as error:
+            return [f"{path}.policy = {shown(asked.policy)}: {error}; lina chooses ep_size at start"]
+        if block.esp_size > 1:
+            problems.append(
+                f"{path}.policy = {shown(asked.policy)}: experts that are sharded stay where they are; use "
+                f'{BLOCK}.expert_tensor_parallel_size = 1, or "off"'
+            )
+    else:
+        idle = PlacementBlock()
+        problems += [
+            f"{path}.{name} = {shown(getattr(asked, name))}: only with a policy by which experts move, such as "
+            f"balanced, and it is {shown(asked.policy)}; leave it out"
+            for name in _OF_MOVES
+            if name in asked.model_fields_set and getattr(asked, name) != getattr(idle, name)
+        ]
+    return problems
 
 
 CHECKS: dict[Callable[[Asked], list[str]], tuple[str, ...]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds under which words a user has written the fields of the ``"fsmoe"`` block.
+"""Finds under which words a user has written the fields of the ``"fsmoe"`` block, and where what is no field belongs.
 
 Some fields have two words, the one of the research field and an older one of this project, and some blocks may be
 written as one value. Messages are made with either word; what a user reads has the paths that the user wrote.
@@ -7,7 +7,6 @@ written as one value. Messages are made with either word; what a user reads has 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.fields import alone_in, block_in, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock, alone_in
+from ds_fsmoe.shapes import shape_in, shown, words_for
 
 BLOCK = "fsmoe"
 
@@ -77,12 +76,44 @@ def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], 
             found.old.append(f"{here} is now called {path}.{words[0]}; both work")
         names = [f"{parent}.{word}" for parent in paths for word in words]
         found.paths.update(dict.fromkeys(names, here))
-        if inner := block_in(each):
+        if inner := shape_in(each):
             _look(found, inner, value, names, here)
             if used[0] in values and not isinstance(value, Mapping):
                 found.paths.update({f"{parent}.{alone}": here for parent in names for alone in alone_in(each)})
 
 
-def shown(value: Any) -> str:
-    """Return a value as it is written in the JSON file."""
-    return json.dumps(value, default=repr)
+# What other projects, or DeepSpeed's layer, call things that are not here under that name.
+_OF_THE_MODEL = "it is an argument of MoE(...), where the model is built"
+_EP_SIZE = (
+    "it is ep_size, an argument of MoE(...), where the model is built, or "
+    f"{BLOCK}.ep_size for the experts of a Hugging Face model"
+)
+_ELSEWHERE = {
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "autoep_size"), _EP_SIZE),
+    "num_experts": _OF_THE_MODEL,
+    "hidden_size": _OF_THE_MODEL,
+    "use_residual": _OF_THE_MODEL,
+    "topk": f"write it as {BLOCK}.gate.top_k",
+    "moe_router_topk": f"write it as {BLOCK}.gate.top_k",
+    "num_experts_per_tok": f"write it as {BLOCK}.gate.top_k",
+    "moe_expert_capacity_factor": f"write it as {BLOCK}.gate.capacity_factor",
+    **dict.fromkeys(("degree", "chunks", "a2a_ffn_overlap_degree"), f"write it as {BLOCK}.num_chunks"),
+    "autotuning": f"write it as {BLOCK}.autotune; DeepSpeed's own autotuning stands beside {BLOCK}, not in it, and "
+    f"looks for batch sizes and ZeRO settings in jobs of its own, while {BLOCK}.autotune chooses how layers are run",
+}
+
+
+def elsewhere(path: str) -> str | None:
+    """Return where to write a well-known option that belongs somewhere else."""
+    parent, _, name = path.rpartition(".")
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    # A field of another part of the block, written where it does not belong.
+    places = [each for each in _PLACES.get(name, ()) if each.rpartition(".")[0] != parent]
+    return f"write it as {places[0]}" if len(places) == 1 else None
+
+
+_PLACES: dict[str, set[str]] = {}
+"""Word of a field -> the paths, in today's words, of the fields that may be written by it."""
+for _path, _place in words_of({}).paths.items():
+    _PLACES.setdefault(_path.rpartition(".")[2], set()).add(_place)

@@ -16,12 +16,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ds_fsmoe.files import run_shapes
+from pydantic import BaseModel, Field, create_model
+
 from ds_fsmoe.files.hiding import command_of, config_of
-from ds_fsmoe.files.json_shapes import Shape, fits
 from ds_fsmoe.files.whole_files import append_to, write_whole
+from ds_fsmoe.shapes import Known, Number, Whole, error_in, fits
 from ds_fsmoe.untrusted import parsed, read_json, read_regular
 
 RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
@@ -32,6 +33,135 @@ FILES = (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT, MEASURED, CLUSTER)
 FORMAT = 1
 STOCK = "stock"
 """The word that ``run.json`` has for a run of DeepSpeed's own engine and layers; for ours it names the schedule."""
+
+
+# ---- the shapes of what is in them, as far as a page reads it
+
+_Numbers = Annotated[list[Number], Field(min_length=1)]
+_Places = Annotated[list[Annotated[int, Field(ge=-1, lt=1 << 63)]], Field(min_length=1)]
+"""The expert of each place; -1: it is empty."""
+_BOTH = create_model("_BOTH", __base__=Known, predicted_ms=(Number, ...), measured_ms=(Number, ...))
+_LOAD = create_model(
+    "_LOAD",
+    __base__=Known,
+    tokens_E=(_Numbers, ...),
+    dropped_share=(Number, ...),
+    aux_loss=(Number, ...),
+    entropy=(Number | None, ...),
+)
+STEP = create_model(
+    "STEP",
+    __base__=Known,
+    step=(Whole, ...),
+    loss=(Number | None, None),
+    **dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimizer_ms"), (Number, 0)),
+    **dict.fromkeys(("samples", "tokens_of_rank", "memory_bytes", "memory_peak_bytes"), (Whole, 0)),
+    is_tuning=(bool, False),
+)
+ROUTER = create_model("ROUTER", __base__=Known, step=(Whole, ...), layers=(dict[str, _LOAD], ...))
+COMPARISON = create_model(
+    "COMPARISON",
+    __base__=Known,
+    step=(Whole, ...),
+    whole=(_BOTH, ...),
+    rest=(_BOTH, ...),
+    phases=(dict[str, _BOTH], ...),
+    busy=(dict[str, Number], {}),
+)
+_PLACES = create_model(
+    "_PLACES",
+    __base__=Known,
+    before=(_Places, ...),
+    after=(_Places, ...),
+    node_of_rank=(Annotated[list[Whole], Field(min_length=1)], ...),
+)
+DECIDED = create_model(
+    "DECIDED",
+    __base__=Known,
+    step=(Whole, ...),
+    layer=(str, ...),
+    rows_E=(_Numbers, ...),
+    balance=(Number, ...),
+    expected_balance=(Number, ...),
+    num_swaps=(Whole, ...),
+    num_replicas=(Whole, 0),  # of runs of version 0.2.0
+    gain_ms=(Number | None, ...),
+    why=(str, ...),
+    places=(_PLACES, None),
+)
+_CHOICE = create_model(
+    "_CHOICE",
+    __base__=Known,
+    layers=(Annotated[list[str], Field(min_length=1)], ...),
+    phase=(str, ...),
+    degree=(Whole, ...),
+    asked=(Whole | None, ...),
+    order=(str, ...),
+    predicted_ms=(Number, ...),
+    runner_up=(Whole | str | None, ...),
+    runner_up_ms=(Number | None, ...),
+    uncut_ms=(Number, ...),
+    bound_by=(str, ""),
+)
+_LAYER = create_model(
+    "_LAYER", __base__=Known, layer=(str, ...), phase=(str, ...), degree=(Whole, ...), order=(str, ...)
+)
+_LINE = create_model("_LINE", __base__=Known, alpha_ms=(Number, ...), beta_ms=(Number, ...))
+_FIT = create_model(
+    "_FIT",
+    __base__=Known,
+    operation=(str, ...),
+    unit=(str, ...),
+    **dict.fromkeys(("sizes", "times_ms", "line_ms"), (list[Number], ...)),
+    lines=(list[_LINE], ...),
+    typical_share=(Number, ...),
+    worst_share=(Number, ...),
+    is_good=(bool, ...),
+)
+_TRIED = create_model(
+    "_TRIED",
+    __base__=Known,
+    name=(str, ...),
+    step_ms=(Number, ...),
+    num_steps=(Whole, ...),
+    is_kept=(bool, ...),
+    is_baseline=(bool, False),
+    times_ms=(list[Number], []),
+)
+_PREDICTED = create_model(
+    "_PREDICTED",
+    __base__=Known,
+    **dict.fromkeys(("chosen_ms", "deepspeed_ms", "bound_ms", "gradients_ms", "exposed_ms"), (Number, ...)),
+    is_bound=(bool, False),
+)
+_GAIN = create_model(
+    "_GAIN", __base__=Known, **dict.fromkeys(("ratio", "low", "high"), (Number, ...)), num_turns=(Whole, ...)
+)
+PLANNED = create_model(
+    "PLANNED",
+    __base__=Known,
+    chosen=(dict[str, str], {}),
+    choices=(list[_CHOICE], []),
+    layers=(list[_LAYER], []),
+    step=(_PREDICTED | None, None),
+    **dict.fromkeys(("settled_at", "num_measured", "num_plans", "num_steps"), (Whole, 0)),
+    took_s=(Number, 0),
+    is_stock=(bool, False),
+    fits=(list[_FIT], []),
+    trials=(list[list[_TRIED]], []),
+    gain=(_GAIN | None, None),
+    hints=(list[str], []),
+)
+FACTS = create_model(
+    "FACTS",
+    __base__=Known,
+    **dict.fromkeys(("schedule", "memory", "cwd"), (str, "")),
+    **dict.fromkeys(("layers", "batch", "config", "block"), (dict, {})),
+    chosen=(dict[str, str], {}),
+    command=(list[str], []),
+    commit=(str | None, None),
+    token_ranks=(Whole, 0),
+)
 
 
 def _plain(value: Any) -> Any:
@@ -134,13 +264,13 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder")
     run = Run(folder)
-    run.facts = _without_secrets(_object(run, RUN, run_shapes.FACTS))
-    run.plans = _object(run, PLANS, run_shapes.PLANS)
-    run.measured = _object(run, MEASURED, {})
-    run.steps = _lines(run, STEPS, run_shapes.STEP)
-    run.routers = _lines(run, ROUTERS, run_shapes.ROUTER)
-    run.compared = _lines(run, COMPARED, run_shapes.COMPARED)
-    run.placement = _lines(run, PLACEMENT, run_shapes.PLACEMENT)
+    run.facts = _without_secrets(_object(run, RUN, FACTS))
+    run.plans = _object(run, PLANS, PLANNED)
+    run.measured = _object(run, MEASURED, Known)
+    run.steps = _lines(run, STEPS, STEP)
+    run.routers = _lines(run, ROUTERS, ROUTER)
+    run.compared = _lines(run, COMPARED, COMPARISON)
+    run.placement = _lines(run, PLACEMENT, DECIDED)
     if not (run.facts or run.steps or has_trace(folder)):
         names = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise NoRunError(
@@ -185,7 +315,7 @@ def trace_folder(folder: Path) -> Path:
     return folder / TRACE if (folder / TRACE).is_dir() else folder
 
 
-def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
+def _object(run: Run, name: str, shape: type[BaseModel]) -> dict[str, Any]:
     """Read an object from a file, without the fields that differ from what a run writes."""
     path = run.folder / name
     try:
@@ -198,13 +328,14 @@ def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
     if not isinstance(value, dict):
         run.problems.append(f"{name} is not what a run writes")
         return {}
-    damaged = [field for field, shape in fields.items() if field in value and not fits(value[field], shape)]
-    if damaged:
-        run.problems.append(f"{name}: not what a run writes, and left out: {', '.join(damaged)}")
+    if (error := error_in(value, shape)) is None:
+        return value
+    damaged = {str(each["loc"][0]): None for each in error.errors(include_url=False, include_input=False)}
+    run.problems.append(f"{name}: not what a run writes, and left out: {', '.join(damaged)}")
     return {field: each for field, each in value.items() if field not in damaged}
 
 
-def _lines(run: Run, name: str, shape: Shape) -> list[dict[str, Any]]:
+def _lines(run: Run, name: str, shape: type[BaseModel]) -> list[dict[str, Any]]:
     """Return the lines of a file that have the form that a run writes."""
     try:
         # Not splitlines: inside of a text there may be characters that it takes for line breaks.

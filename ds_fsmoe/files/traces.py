@@ -15,13 +15,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ds_fsmoe.files.json_shapes import Map, Shape, fits, is_number, is_text, is_whole
+from pydantic import Field, create_model
+
 from ds_fsmoe.files.whole_files import write_whole
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
 from ds_fsmoe.planning.timeline import Timeline
-from ds_fsmoe.untrusted import MOST_RUN_BYTES, read_json
+from ds_fsmoe.shapes import Known, Number, Whole, fits
+from ds_fsmoe.untrusted import MOST_RANKS, MOST_RUN_BYTES, read_json
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -210,22 +212,27 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
-_MOST_RANKS = 1_000_000
-_ABOUT: Shape = {
-    "world_size?": lambda value: is_whole(value) and 0 < value <= _MOST_RANKS,
-    "written_ns?": is_number,
-    "steps?": [is_whole],
-    "peers?": Map(Map([is_whole])),
-    "ended?": is_text,
-}
-_SPAN: Shape = {"name": is_text, "ts": is_number, "dur": is_number, "pid": is_whole, "args": Map(lambda value: True)}
-_TASK: Shape = {
-    **dict.fromkeys(("kind", "layer", "phase"), is_text),
-    **dict.fromkeys(("chunk", "step", "run"), is_whole),
-    "lane": lambda value: value in list(Lane),
-    "index?": is_whole,
-    "waits_for?": [is_whole],
-}
+_ABOUT = create_model(
+    "_ABOUT",
+    __base__=Known,
+    world_size=(Annotated[int, Field(ge=1, le=MOST_RANKS)], 1),
+    written_ns=(Number, 0),
+    steps=(list[Whole], []),
+    peers=(dict[str, dict[str, list[Whole]]], {}),
+    ended=(str, ""),
+)
+_SPAN = create_model(
+    "_SPAN", __base__=Known, name=(str, ...), ts=(Number, ...), dur=(Number, ...), pid=(Whole, ...), args=(dict, ...)
+)
+_TASK = create_model(
+    "_TASK",
+    __base__=Known,
+    **dict.fromkeys(("kind", "layer", "phase"), (str, ...)),
+    **dict.fromkeys(("chunk", "step", "run"), (Whole, ...)),
+    lane=(Literal[*map(str, Lane)], ...),
+    index=(Whole, 0),
+    waits_for=(list[Whole], []),
+)
 
 
 def _is_event(event: Any) -> bool:

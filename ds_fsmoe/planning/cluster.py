@@ -9,35 +9,21 @@ all-gather ends with, what a reduce-scatter starts from, what an all-reduce redu
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from ds_fsmoe.planning.cluster_schema import (
-    ALL_UNITS,
-    CONTENTION,
-    DTYPES,
-    FIELDS,
-    GROWTH,
-    LINKS,
-    NEEDED,
-    operation_fields,
-    slope_of,
-)
+from ds_fsmoe.planning.cluster_schema import GROWTH, ClusterFile, slope_of
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.untrusted import MOST_RANKS, read_json
+from ds_fsmoe.shapes import wrong_in
+from ds_fsmoe.untrusted import read_json
 
 _FOLDER = Path(__file__).parent / "clusters"
 _SCHEMA = "cluster.schema"
-_CONTENTION = tuple(each for each in CONTENTION if each != "source")
-_TEXTS = ("source", "date", "contributed_by", "gpu")
-_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +114,27 @@ def load_cluster(name_or_path: str) -> Cluster:
         ValueError: no such name or file, or a file with a wrong field; it names the field and the choices.
     """
     path, data = read_file(name_or_path)
-    return _Reader(f"cluster file {path}").cluster(data)
+    if wrong := wrong_in(data, ClusterFile):
+        raise ValueError(f"cluster file {path}: {wrong[0]}")
+    return cluster_from_json(data, path.stem)
+
+
+def cluster_from_json(data: Mapping[str, Any], name: str) -> Cluster:
+    """Return a cluster from what its file says, in which nothing is wrong.
+
+    Args:
+        data: what the file says.
+        name: the name of a cluster that has none in it.
+    """
+    said = ClusterFile.model_validate(data).model_dump(exclude_unset=True, exclude={"its_schema", "measured"})
+    operations = {
+        each: Operation(LinearCost(cost.pop("alpha_ms"), cost.pop(slope_of(each))), **cost)
+        for each, cost in said["operations"].items()
+    }
+    contention = said.get("contention", {})
+    contention.pop("source", None)
+    read = {"operations": MappingProxyType(operations), "contention": Contention(**contention)}
+    return Cluster(**{"name": name} | said | read)
 
 
 def read_file(name_or_path: str) -> tuple[Path, Any]:
@@ -153,14 +159,6 @@ def read_file(name_or_path: str) -> tuple[Path, Any]:
         raise ValueError(f"cluster file {path}: cannot be read as JSON: {error}") from error
 
 
-def errors_in(data: Any) -> tuple[str, ...]:
-    """Return everything for which a file would be refused, each as a sentence that begins with the field."""
-    found: list[str] = []
-    reader = _Reader("", found)
-    reader.attempt(lambda: reader.cluster(data))
-    return tuple(found)
-
-
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster in JSON's types, so that :func:`load_cluster` reads an equal one back."""
     operations = {}
@@ -177,135 +175,8 @@ def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
         "num_nodes": cluster.num_nodes,
         "gpus_per_node": cluster.gpus_per_node,
         **{name: value for name, value in said.items() if value},
-        "contention": {key: float(getattr(cluster.contention, key)) for key in _CONTENTION},
+        "contention": {key: float(value) for key, value in asdict(cluster.contention).items()},
         "host_ms": float(cluster.host_ms),
         **({"layer_wait_ms": float(cluster.layer_wait_ms)} if cluster.layer_wait_ms else {}),
         "operations": operations,
     }
-
-
-class _Reader:
-    """This class reads a cluster file field by field and reports where a wrong one is: it raises for the first, or
-    collects all."""
-
-    def __init__(self, file: str, found: list[str] | None = None) -> None:
-        self._file = file
-        self._found = found
-
-    def wrong(self, path: str, sentence: str) -> ValueError:
-        return ValueError(f"{self._file}: {path}{sentence}" if self._file else f"{path}{sentence}".strip())
-
-    def attempt(self, read: Callable[[], _Read]) -> _Read | None:
-        """Return what is read; if it is wrong and errors are collected, nothing."""
-        if self._found is None:
-            return read()
-        try:
-            return read()
-        except ValueError as error:
-            self._found.append(str(error))
-            return None
-
-    def cluster(self, data: Any) -> Cluster:
-        if not isinstance(data, dict):
-            raise self.wrong("", "must be a JSON object")
-        self.known("", data, tuple(FIELDS))
-        for needed in NEEDED:
-            if needed not in data:
-                self.refuse(needed, " is missing")
-        if not isinstance(data.get("measured", {}), dict):
-            self.refuse("measured", " must be a JSON object")
-        contention = self.part("contention", data, tuple(CONTENTION))
-        operations = self.part("operations", data, tuple(ALL_UNITS))
-        links = self.part("link_gb_per_s", data, LINKS)
-        counts = {name: self.count(name, data[name]) for name in ("num_nodes", "gpus_per_node") if name in data}
-        read = {name: self.operation(name, value) for name, value in operations.items()}
-        kappas = (self.number(f"contention.{key}", contention.get(key, 0.0)) for key in _CONTENTION)
-        return Cluster(
-            name=str(data.get("name", Path(self._file).stem)),
-            num_nodes=counts.get("num_nodes", 1),
-            gpus_per_node=counts.get("gpus_per_node", 1),
-            operations=MappingProxyType(read),
-            contention=Contention(*kappas),
-            host_ms=self.number("host_ms", data.get("host_ms", 0.0)),
-            layer_wait_ms=self.number("layer_wait_ms", data.get("layer_wait_ms", 0.0)),
-            **{name: str(data.get(name, "")) for name in _TEXTS},
-            memory_gb=self.above_0("memory_gb", data),
-            dtype=self.choice("dtype", data, DTYPES),
-            peak_tflops=self.above_0("peak_tflops", data),
-            link_gb_per_s=MappingProxyType(
-                {link: self.above_0(f"link_gb_per_s.{link}", links, link) or 0.0 for link in links}
-            ),
-        )
-
-    def refuse(self, path: str, sentence: str) -> None:
-        def wrong() -> None:
-            raise self.wrong(path, sentence)
-
-        self.attempt(wrong)
-
-    def part(self, name: str, data: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
-        """Return an object inside the file, without what is wrong in it."""
-        part = data.get(name, {})
-        self.known(name, part, fields)
-        return {key: value for key, value in part.items() if key in fields} if isinstance(part, dict) else {}
-
-    def operation(self, name: str, data: Any) -> Operation:
-        path, slope = f"operations.{name}", slope_of(name)
-        self.known(path, data, operation_fields(name))
-        data = data if isinstance(data, dict) else {"alpha_ms": 0.0, slope: 0.0}
-        for needed in ("alpha_ms", slope):
-            if needed not in data:
-                self.refuse(f"{path}.{needed}", " is missing")
-        cost = LinearCost(*(self.number(f"{path}.{key}", data.get(key, 0.0)) for key in ("alpha_ms", slope)))
-        growth = {key: self.number(f"{path}.{key}", data[key]) for key in GROWTH if key in data}
-        ranks = data.get("ranks")
-        if ranks is not None:
-            ranks = self.count(f"{path}.ranks", ranks)
-            if ranks < 2:
-                self.refuse(f"{path}.ranks", f" = {ranks}: a collective is measured among at least 2")
-        elif growth:
-            self.refuse(f"{path}.ranks", f" is missing, and {' and '.join(growth)} counts from there")
-        return Operation(cost, ranks, str(data.get("source", "")), **growth)
-
-    def known(self, path: str, data: Any, fields: tuple[str, ...]) -> None:
-        if not isinstance(data, dict):
-            self.refuse(path, f"{' ' if path else ''}must be a JSON object")
-            return
-        for key in data:
-            if key not in fields:
-                near = difflib.get_close_matches(key, fields, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                where = f"{path}.{key}" if path else key
-                self.refuse(where, f": no such field: {hint}the choices are {', '.join(fields)}")
-
-    def number(self, path: str, value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Whole numbers have no limit in JSON; what no float can hold is not finite here.
-        if not is_number or not 0 <= value <= sys.float_info.max:
-            self.refuse(path, f" = {json.dumps(value)[:40]}: must be a finite number of at least 0")
-            return 0.0
-        return float(value)
-
-    def above_0(self, path: str, data: Mapping[str, Any], key: str = "") -> float | None:
-        """Return a number that may be missing, but not be 0."""
-        key = key or path
-        if key not in data:
-            return None
-        value = self.number(path, data[key])
-        if value == 0 and data[key] == 0:
-            self.refuse(path, " = 0: must be above 0")
-        return value
-
-    def choice(self, path: str, data: Mapping[str, Any], choices: tuple[str, ...]) -> str | None:
-        value = data.get(path)
-        if value is not None and value not in choices:
-            self.refuse(path, f" = {json.dumps(value)[:40]}: the choices are {', '.join(choices)}")
-            return None
-        return value
-
-    def count(self, path: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
-            sentence = f"must be a whole number of at least 1 and at most {MOST_RANKS}"
-            self.refuse(path, f" = {json.dumps(value)[:40]}: {sentence}")
-            return 2
-        return value

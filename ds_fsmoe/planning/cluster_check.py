@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_fsmoe.planning.cluster import Cluster, Operation, errors_in, load_cluster, read_file
-from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS, UNITS, slope_of
+from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_from_json, read_file
+from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS, UNITS, ClusterFile, slope_of
+from ds_fsmoe.shapes import wrong_in
 
 Kind = Literal["wrong", "missing", "implausible"]
 _SLACK = 1.02
@@ -52,10 +53,9 @@ def check_cluster(name_or_path: str) -> tuple[Finding, ...]:
     path, data = read_file(name_or_path)
     if isinstance(data, Mapping) and "operations" not in data and ("model_type" in data or "architectures" in data):
         return (Finding("wrong", "this is a Hugging Face config, not a cluster file; give it to plan --hf-config"),)
-    errors = errors_in(data)
-    if errors:
-        return tuple(Finding("wrong", each) for each in errors)
-    cluster = load_cluster(str(path))
+    if wrong := wrong_in(data, ClusterFile):
+        return tuple(Finding("wrong", each) for each in wrong)
+    cluster = cluster_from_json(data, path.stem)
     return (*_missing(data, cluster), *_of_links(cluster), *_of_computing(cluster))
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what a cluster's file may say: every field with its meaning, from which the reader takes its names and editors
-their JSON schema.
+"""Lists what a cluster's file may say: every field with its meaning, by which it is read and which editors get as a
+JSON schema.
 
 ``python -m ds_fsmoe.planning.cluster_schema > ds_fsmoe/planning/clusters/cluster.schema.json`` writes the one that
 comes along.
@@ -8,10 +8,16 @@ comes along.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+
+from ds_fsmoe.shapes import Shape
+from ds_fsmoe.untrusted import MOST_RANKS
 
 LINKS = ("inter", "intra")
 """The links: ``inter`` is a group with one rank per node, ``intra`` one inside a node."""
@@ -25,66 +31,13 @@ OPTIONAL_UNITS: Mapping[str, str] = MappingProxyType({"elementwise": "byte", "gr
 """Operations that a file may have besides, with the units of their slopes. Without ``elementwise``, norms, activations
 and the loss take no time. Without ``grouped_gemm`` each expert's product starts by itself, at one rate."""
 ALL_UNITS = MappingProxyType({**UNITS, **OPTIONAL_UNITS})
-DTYPES = ("fp32", "bf16", "fp16", "fp8")
-
-_AT_LEAST_0: dict[str, Any] = {"type": "number", "minimum": 0}
-_ABOVE_0: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 1}
-_TEXT: dict[str, Any] = {"type": "string"}
-
-CONTENTION: Mapping[str, Any] = MappingProxyType(
-    {
-        "links": _AT_LEAST_0 | {"description": "kappa: how much longer a transfer takes while both links are busy"},
-        "compute": _AT_LEAST_0 | {"description": "how much longer computation takes while a link is busy"},
-        "traffic": _AT_LEAST_0 | {"description": "how much longer a transfer takes while something is computed"},
-        "source": _TEXT | {"description": "where the numbers come from"},
-    }
-)
-"""The fields of ``contention``."""
-GROWTH: Mapping[str, Any] = MappingProxyType(
-    {
-        "alpha_ms_per_rank": _AT_LEAST_0
-        | {"description": "milliseconds by which every further rank makes it longer: steps of a ring, messages"},
-        "alpha_ms_per_doubling": _AT_LEAST_0
-        | {"description": "milliseconds by which twice as many ranks make it longer: levels of a tree"},
-    }
-)
+GROWTH = ("alpha_ms_per_rank", "alpha_ms_per_doubling")
 """How the start-up of a collective grows with its ranks; needs ``ranks``."""
-FIELDS: Mapping[str, Any] = MappingProxyType(
-    {
-        "name": _TEXT | {"description": "the name; without it, that of the file"},
-        "source": _TEXT | {"description": "what the cluster is, and where its numbers come from"},
-        "num_nodes": _COUNT | {"description": "the number of nodes"},
-        "gpus_per_node": _COUNT | {"description": "the GPUs of a node"},
-        "gpu": _TEXT | {"description": "the name of the GPU"},
-        "memory_gb": _ABOVE_0 | {"description": "the memory of a GPU in GB, as it is sold"},
-        "dtype": {"enum": list(DTYPES), "description": "the type of numbers that the costs of computing hold for"},
-        "peak_tflops": _ABOVE_0
-        | {"description": "what a GPU computes in that type at the most, in 10^12 floating-point operations a second"},
-        "link_gb_per_s": {
-            "type": "object",
-            "description": "what a GPU's share of the links' ports carries one way at the most, in 10^9 bytes a second",
-            "properties": dict.fromkeys(LINKS, _ABOVE_0),
-            "additionalProperties": False,
-        },
-        "contention": {
-            "type": "object",
-            "description": "how lanes slow each other down; without it, not at all",
-            "properties": dict(CONTENTION),
-            "additionalProperties": False,
-        },
-        "host_ms": _AT_LEAST_0 | {"description": "milliseconds that the host takes to launch one operation"},
-        "layer_wait_ms": _AT_LEAST_0
-        | {"description": "milliseconds that a GPU waits for the host in each phase of a layer with experts"},
-        "operations": {"type": "object", "description": "operation -> its cost, alpha + size x beta"},
-        "measured": {"type": "object", "description": "the data from which the rest was made; not read"},
-        "date": _TEXT | {"description": "when the numbers were taken, as 2026-11-25"},
-        "contributed_by": _TEXT | {"description": "who vouches for them"},
-        "$schema": _TEXT | {"description": "the path of this schema, for editors"},
-    }
-)
-"""The fields of a file."""
-NEEDED = ("num_nodes", "gpus_per_node", "operations")
+
+_AtLeast0 = Annotated[float, Field(ge=0)]
+_Above0 = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+_Text = Annotated[str, BeforeValidator(lambda value: f"{value}")]
 
 
 def slope_of(operation: str) -> str:
@@ -92,41 +45,87 @@ def slope_of(operation: str) -> str:
     return f"beta_ms_per_{ALL_UNITS[operation]}"
 
 
-def operation_fields(operation: str) -> tuple[str, ...]:
-    """Return the names of the fields of an operation."""
-    return ("alpha_ms", slope_of(operation), "source", *(("ranks", *GROWTH) if "." in operation else ()))
+class _Operation(Shape):
+    alpha_ms: _AtLeast0 = Field(description="the start-up, in milliseconds")
+    source: _Text = Field("", description="where the numbers come from, or that they were not measured")
+
+
+class _Collective(_Operation):
+    model_config = ConfigDict(json_schema_extra={"dependentRequired": {each: ["ranks"] for each in GROWTH}})
+
+    ranks: Annotated[int, Field(ge=2)] | None = Field(None, description="the size of the group that it is of")
+    alpha_ms_per_rank: _AtLeast0 = Field(
+        0.0, description="milliseconds by which every further rank makes it longer: steps of a ring, messages"
+    )
+    alpha_ms_per_doubling: _AtLeast0 = Field(
+        0.0, description="milliseconds by which twice as many ranks make it longer: levels of a tree"
+    )
+
+    @model_validator(mode="after")
+    def _counts_from_ranks(self) -> _Collective:
+        if self.ranks is None and (growth := [each for each in GROWTH if each in self.model_fields_set]):
+            raise ValueError(f"ranks is missing, and {' and '.join(growth)} counts from there")
+        return self
+
+
+@functools.cache
+def _cost(base: type[Shape], unit: str) -> type[BaseModel]:
+    slope = (_AtLeast0, Field(description=f"the milliseconds of each {unit}"))
+    return create_model(f"{base.__name__[1:]}Per{unit.title()}", __base__=base, **{f"beta_ms_per_{unit}": slope})
+
+
+_LinkRates = create_model("LinkRates", __base__=Shape, **dict.fromkeys(LINKS, (_Above0, None)))
+_Operations = create_model(
+    "Operations",
+    __base__=Shape,
+    **{name: (_cost(_Collective if "." in name else _Operation, unit), None) for name, unit in ALL_UNITS.items()},
+)
+
+
+class Slowing(Shape):
+    """``contention``: how lanes slow each other down."""
+
+    links: _AtLeast0 = Field(0.0, description="kappa: how much longer a transfer takes while both links are busy")
+    compute: _AtLeast0 = Field(0.0, description="how much longer computation takes while a link is busy")
+    traffic: _AtLeast0 = Field(0.0, description="how much longer a transfer takes while something is computed")
+    source: _Text = Field("", description="where the numbers come from")
+
+
+class ClusterFile(Shape):
+    """Costs of a cluster, for ds_fsmoe plan."""
+
+    name: _Text = Field("", description="the name; without it, that of the file")
+    source: _Text = Field("", description="what the cluster is, and where its numbers come from")
+    num_nodes: _Count = Field(description="the number of nodes")
+    gpus_per_node: _Count = Field(description="the GPUs of a node")
+    gpu: _Text = Field("", description="the name of the GPU")
+    memory_gb: _Above0 = Field(None, description="the memory of a GPU in GB, as it is sold")
+    dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None = Field(
+        None, description="the type of numbers that the costs of computing hold for"
+    )
+    peak_tflops: _Above0 = Field(
+        None,
+        description="what a GPU computes in that type at the most, in 10^12 floating-point operations a second",
+    )
+    link_gb_per_s: _LinkRates = Field(
+        None,
+        description="what a GPU's share of the links' ports carries one way at the most, in 10^9 bytes a second",
+    )
+    contention: Slowing = Field(None, description="how lanes slow each other down; without it, not at all")
+    host_ms: _AtLeast0 = Field(0.0, description="milliseconds that the host takes to launch one operation")
+    layer_wait_ms: _AtLeast0 = Field(
+        0.0, description="milliseconds that a GPU waits for the host in each phase of a layer with experts"
+    )
+    operations: _Operations = Field(description="operation -> its cost, alpha + size x beta")
+    measured: dict = Field(None, description="the data from which the rest was made; not read")
+    date: _Text = Field("", description="when the numbers were taken, as 2026-11-25")
+    contributed_by: _Text = Field("", description="who vouches for them")
+    its_schema: _Text = Field("", alias="$schema", description="the path of this schema, for editors")
 
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of a cluster's file."""
-    fields = {name: dict(each) for name, each in FIELDS.items()}
-    fields["operations"] |= {
-        "properties": {name: _operation(name) for name in ALL_UNITS},
-        "additionalProperties": False,
-    }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Costs of a cluster, for ds_fsmoe plan",
-        "type": "object",
-        "properties": fields,
-        "required": list(NEEDED),
-        "additionalProperties": False,
-    }
-
-
-def _operation(name: str) -> dict[str, Any]:
-    slope = slope_of(name)
-    fields = {
-        "alpha_ms": _AT_LEAST_0 | {"description": "the start-up, in milliseconds"},
-        slope: _AT_LEAST_0 | {"description": f"the milliseconds of each {ALL_UNITS[name]}"},
-        "source": _TEXT | {"description": "where the numbers come from, or that they were not measured"},
-    }
-    found: dict[str, Any] = {"type": "object", "required": ["alpha_ms", slope], "additionalProperties": False}
-    if "." in name:
-        fields["ranks"] = {"type": "integer", "minimum": 2, "description": "the size of the group that it is of"}
-        fields |= GROWTH
-        found["dependentRequired"] = {each: ["ranks"] for each in GROWTH}
-    return found | {"properties": fields}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ClusterFile.model_json_schema()
 
 
 if __name__ == "__main__":

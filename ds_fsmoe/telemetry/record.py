@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import socket
+import subprocess
 import sys
 import time
 import weakref
@@ -38,15 +40,15 @@ from ds_fsmoe.files.runs import (
     write_json,
 )
 from ds_fsmoe.telemetry.routers import LayerLoad
-from ds_fsmoe.telemetry.step_facts import TokenCount, memory_reader
-from ds_fsmoe.telemetry.steps import StepLog
-from ds_fsmoe.telemetry.surroundings import commit_of
+from ds_fsmoe.telemetry.steps import StepLog, TokenCount, memory_reader
 from ds_fsmoe.versions import VERSION
 
 logger = logging.getLogger("ds_fsmoe")
 
 _WRITE_EVERY = 10
 """The number of steps between writes."""
+_GIT_S = 5.0
+"""The seconds after which a commit is given up: a repository on a slow disk is no reason to wait."""
 
 
 class Record:
@@ -200,3 +202,29 @@ def _device_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or device.type
+
+
+def commit_of(script: str) -> str | None:
+    """Return the commit of the repository that holds a script, and whether files differ from it; ``None``: there is no
+    repository, or no git."""
+    folder = Path(script).resolve().parent if script and Path(script).is_file() else Path.cwd()
+    with suppress(OSError, subprocess.SubprocessError):
+        found = _git(folder, "rev-parse", "--verify", "HEAD")
+        commit = found.stdout.strip()
+        if found.returncode or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+            return None
+        is_clean = _git(folder, "diff", "--quiet", "HEAD", "--").returncode == 0
+        return commit if is_clean else f"{commit}, with changes"
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_GIT_S,
+        check=False,
+    )

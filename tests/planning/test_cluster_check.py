@@ -47,13 +47,13 @@ def test_all_that_is_wrong_is_said_at_once_each_by_path_value_and_choices(tmp_pa
     )
     assert {each.kind for each in found} == {"wrong"}
     expected = (
-        r"num_nodes = 0: must be a whole number of at least 1 and at most 1048576",
-        r"gpus_per_nod: no such field: did you mean 'gpus_per_node'. the choices are .*",
-        r"dtype = \"half\": the choices are fp32, bf16, fp16, fp8",
+        r"num_nodes = 0: must be greater than or equal to 1",
+        r"gpus_per_nod: unknown key; did you mean 'gpus_per_node'.",
+        r"dtype = \"half\": must be 'fp32', 'bf16', 'fp16' or 'fp8'",
         r"operations\.gemm\.alpha_ms is missing",
-        r"operations\.inter\.all_to_all\.ranks = 1: a collective is measured among at least 2",
-        r"operations\.inter\.alltoall: no such field: did you mean 'inter.all_to_all'. the choices are inter.*",
-        r"contention\.links = \"much\": must be a finite number of at least 0",
+        r"operations\.inter\.all_to_all\.ranks = 1: must be greater than or equal to 2",
+        r"operations\.inter\.alltoall: unknown key; did you mean 'inter.all_to_all'.",
+        r"contention\.links = \"much\": must be a number.*",
     )
     for pattern in expected:
         assert sum(bool(re.fullmatch(pattern, each.sentence)) for each in found) == 1, pattern
@@ -163,7 +163,7 @@ def test_only_what_is_wrong_is_a_failure(tmp_path: Path, capsys: pytest.CaptureF
     data = read_file("a100_200")[1] | {"num_nodes": "many"}
     file.write_text(json.dumps(data), encoding="utf-8")
     assert cli.main(["clusters", "--check", "h100_400", str(file)]) == 1
-    assert f'{file}: wrong: num_nodes = "many": must be a whole number' in capsys.readouterr().out
+    assert f'{file}: wrong: num_nodes = "many": must be an integer' in capsys.readouterr().out
 
 
 def test_a_file_that_is_not_there_or_no_json_is_a_wrong_argument(

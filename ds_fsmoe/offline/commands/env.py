@@ -77,8 +77,8 @@ def package_rows() -> list[Row]:
     for name, purpose in (
         ("numpy", ""),
         ("scipy", ""),
+        ("pydantic", ""),
         *((name, "needed for pictures and pages of runs") for name in ("altair", "jinja2", "vl-convert-python")),
-        ("pydantic", "needed for training"),
         ("transformers", "needed for Hugging Face models"),
         *((name, "its scripts run as they are") for name in ("accelerate", "trl")),
         ("peft", "adapters"),

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says by pydantic what data may look like that anybody may have written, and in a line each what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+_LARGEST = 1 << 63
+Whole = Annotated[int, Field(ge=0, lt=_LARGEST)]
+"""A whole number, such as a number of steps or ranks."""
+Number = Annotated[int, Field(gt=-_LARGEST, lt=_LARGEST)] | InstanceOf[float]
+"""Any number, finite or not: losses diverge."""
+_OF_PYDANTIC = re.compile(r"(int|float|bool|constrained-int|literal\[.*\]|function-\w+\[.*\])$")
+"""Matches what Pydantic adds to a location that is not a key."""
+_MOST_SHOWN = 200
+"""The characters of a wrong value that are shown."""
+_MOST_ERRORS = 200
+"""The mistakes that are looked at: a file may have millions."""
+
+
+class Shape(BaseModel):
+    """Reads an object strictly: an unknown key and a value of another kind are errors."""
+
+    # Strict: "2" is not 2 and 1 is not true; data says what it means. A field with an alias is written by that, the
+    # field's word; its own name is the word that this project had for it before, and is read as well.
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True, defer_build=True
+    )
+
+
+class Known(BaseModel):
+    """Reads of an object what is known, and leaves the rest alone; numbers need not be finite."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)
+
+
+def error_in(value: Any, shape: type[BaseModel]) -> ValidationError | None:
+    """Return what Pydantic says of a value that does not have a shape."""
+    try:
+        shape.model_validate(value)
+    except ValidationError as error:
+        return error
+    return None
+
+
+def fits(value: Any, shape: type[BaseModel]) -> bool:
+    """Return whether a value has a shape."""
+    return error_in(value, shape) is None
+
+
+def wrong_in(value: Any, shape: type[BaseModel]) -> list[str]:
+    """Return a sentence about each mistake in a value."""
+    error = error_in(value, shape)
+    return [] if error is None else sentences(error, shape)
+
+
+def sentences(
+    error: ValidationError,
+    shape: type[BaseModel],
+    root: tuple[str, ...] = (),
+    elsewhere: Callable[[str], str | None] = lambda path: None,
+    musts: Mapping[str, str] = {},
+) -> list[str]:
+    """Return Pydantic's errors in this project's form, one per path: ``path = value: must be ...``.
+
+    Args:
+        error: what Pydantic says.
+        shape: by which it was read.
+        root: what stands ahead of every path.
+        elsewhere: returns where to write a well-known key that belongs somewhere else.
+        musts: path of a field of words -> how its choices are said.
+    """
+    found: dict[str, list[str]] = {}
+    ends: dict[str, str] = {}
+    listed = set()
+    for each in error.errors(include_url=False)[:_MOST_ERRORS]:
+        kind = each["type"]
+        # A field of two types has an error per type, with the type as the last part of the location.
+        location = [part for part in each["loc"] if kind == "extra_forbidden" or not _OF_PYDANTIC.match(str(part))]
+        path = ".".join(map(str, [*root, *location]))
+        if kind == "extra_forbidden":
+            parent = ".".join(map(str, [*root, *location[:-1]]))
+            words = known_keys(shape_at(shape, location[:-1]))
+            found[unknown_key(parent, location[-1], words, elsewhere(path), is_listed=parent not in listed)] = []
+            listed.add(parent)
+            continue
+        if kind in ("missing", "value_error"):
+            found[f"{path} is missing" if kind == "missing" else f"{path}: {each['ctx']['error']}"] = []
+            continue
+        value = shown(each["input"])
+        value = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+        start = f"{path} = {value}: must be " if path else "must be "
+        is_object = kind == "dict_type" or (kind == "model_type" and "words" not in each["ctx"])
+        must = "an object" if is_object else re.sub(r"^[Ii]nput should be |^must be ", "", each["msg"])
+        found.setdefault(start, []).append(must.replace("a valid ", "a ").replace("a int", "an int"))
+        if kind == "literal_error":
+            ends.setdefault(start, near(each["input"], re.findall(r"'([^']+)'", each["ctx"]["expected"])))
+            found[start] = [musts[path]] if path in musts else found[start]
+        example = example_of(field_at(shape, location)) if kind.endswith("_type") else None
+        if example is not None:  # of another kind, so one of the right kind says more
+            example = example[0] if isinstance(location[-1], int) else example
+            ends.setdefault(start, f", for example {shown(example)}")
+    return [start + " or ".join(dict.fromkeys(either)) + ends.get(start, "") for start, either in found.items()]
+
+
+def unknown_key(
+    parent: str, key: str, words: list[tuple[str, ...]], elsewhere: str | None = None, is_listed: bool = True
+) -> str:
+    """Return a sentence with the nearest known key, or, if none is near, with all of them.
+
+    Args:
+        parent: the path of the object that has the key.
+        key: the key.
+        words: the words of each known key, today's first.
+        elsewhere: where the key belongs, if that is known.
+        is_listed: whether all known keys may be listed.
+    """
+    today = {word: each[0] for each in words for word in each}
+    found = elsewhere and f"; {elsewhere}"
+    if not found and (close := difflib.get_close_matches(key, today, n=1)):
+        found = f"; did you mean {today[close[0]]!r}?"
+    listed = f"; the keys are {', '.join(each[0] for each in words)}" if is_listed else ""
+    return f"{parent}{'.' * bool(parent)}{key}: unknown key{found or listed}"
+
+
+def near(value: Any, choices: Sequence[str]) -> str:
+    """Return the end of a sentence about a value that is none of the choices: the nearest one, if any is near."""
+    found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in JSON."""
+    return json.dumps(value, default=repr)
+
+
+def words_for(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Return the words under which a field may be written, today's first."""
+    return tuple(dict.fromkeys((field.alias or name, name)))
+
+
+def known_keys(shape: type[BaseModel]) -> list[tuple[str, ...]]:
+    """Return, for every field of a shape, the words that it may be written by, today's first."""
+    return [words_for(name, field) for name, field in shape.model_fields.items()]
+
+
+def shape_in(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the shape that a field holds, if it holds one."""
+    kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
+def shape_at(shape: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
+    """Return the shape of the object at a location: the words that lead to it."""
+    for word in location:
+        fields = shape.model_fields.items()
+        shape = next(inner for name, field in fields if word in words_for(name, field) and (inner := shape_in(field)))
+    return shape
+
+
+def field_at(shape: type[BaseModel], location: Sequence[Any]) -> FieldInfo | None:
+    """Return the field that is at a location, or whose list has an element there; ``None`` where there is none."""
+    words = [each for each in location if not isinstance(each, int)]
+    fields = shape_at(shape, words[:-1]).model_fields.items() if words else ()
+    return next((field for name, field in fields if words[-1] in words_for(name, field)), None)
+
+
+def example_of(field: FieldInfo | None) -> Any:
+    """Return a value that a field may have, as it is written in JSON: its first example, or else its default."""
+    if field is None or field.examples:
+        return field and field.examples and field.examples[0]
+    return None if field.default is PydanticUndefined else field.default

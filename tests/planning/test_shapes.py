@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What data of others is held against: a line for each mistake, with its path, its value and what to write."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, create_model
+
+from ds_fsmoe.shapes import Known, Number, Shape, Whole, fits, wrong_in
+
+
+class Inner(Shape):
+    """An object in another."""
+
+    rate: Annotated[float, Field(gt=0)] = Field(1.0, examples=[2.5])
+    kind: Literal["a2a", "reduce"] = "a2a"
+
+
+class Outer(Shape):
+    """It has a field with an older word, too."""
+
+    count: Annotated[int, Field(ge=1)]
+    size: int | Literal["auto"] = Field("auto", alias="num_bytes")
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"count": 2, "size": 3, "inner": {}}, []),
+        ({"count": 2, "num_bytes": "auto"}, []),
+        ([], ["must be an object"]),
+        ({}, ["count is missing"]),
+        ({"count": 0}, ["count = 0: must be greater than or equal to 1"]),
+        ({"count": True}, ["count = true: must be an integer"]),
+        ({"count": 1, "num_bytes": "much"}, ['num_bytes = "much": must be an integer or \'auto\', for example "auto"']),
+        ({"count": 1, "inner": 3}, ["inner = 3: must be an object"]),
+        ({"count": 1, "inner": {"rate": "x"}}, ['inner.rate = "x": must be a number, for example 2.5']),
+        ({"count": 1, "inner": {"rate": float("nan")}}, ["inner.rate = NaN: must be a finite number"]),
+        (
+            {"count": 1, "inner": {"kind": "a2"}},
+            ["inner.kind = \"a2\": must be 'a2a' or 'reduce'; did you mean 'a2a'?"],
+        ),
+        ({"count": 1, "int": 3}, ["int: unknown key; the keys are count, num_bytes, inner"]),
+        ({"count": 1, "sizes": 3}, ["sizes: unknown key; did you mean 'num_bytes'?"]),
+        ({"count": 1, "zz": 3, "yy": 4}, ["zz: unknown key; the keys are count, num_bytes, inner", "yy: unknown key"]),
+        (
+            {"count": -1, "inner": {"rates": 1}},
+            ["count = -1: must be", "inner.rates: unknown key; did you mean 'rate'?"],
+        ),
+    ],
+)
+def test_each_mistake_is_one_line_with_its_path_its_value_and_what_to_write(value: Any, expected: list[str]) -> None:
+    found = wrong_in(value, Outer)
+    assert len(found) == len(expected)
+    for sentence, wanted in zip(found, expected, strict=True):
+        assert sentence.startswith(wanted)
+
+
+def test_of_what_is_huge_or_wrong_a_million_times_a_part_is_shown() -> None:
+    (sentence,) = wrong_in({"count": "9" * 100_000}, Outer)
+    assert len(sentence) < 500
+    assert len(wrong_in({"count": 1} | dict.fromkeys(map(str, range(100_000)), 0), Outer)) < 1000
+
+
+NUMBERED = create_model("NUMBERED", __base__=Known, number=(Number, ...), whole=(Whole, 0))
+
+
+@pytest.mark.parametrize("number", [0, -3, 2.5, float("nan"), float("-inf"), 1e300, 2**62])
+def test_any_number_fits_finite_or_not_beside_what_is_unknown(number: float) -> None:
+    assert fits({"number": number, "more": "x"}, NUMBERED)
+
+
+@pytest.mark.parametrize("number", [True, "1", None, [1], 2**63, 10**400])
+def test_what_is_no_number_or_fits_no_array_does_not_fit(number: Any) -> None:
+    assert not fits({"number": number}, NUMBERED)
+    assert not fits({"number": 1, "whole": number}, NUMBERED)
