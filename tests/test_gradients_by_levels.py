@@ -149,7 +149,7 @@ def crossing(rank: int, world_size: int, per_node: int, numel: int) -> list[floa
     each = numel // world_size
     stretches = [Stretch(at * each, (at + 1) * each, at) for at in range(world_size)]
     found = []
-    exchange, all_reduce = node_links.exchange_sized_in_levels, dist.all_reduce
+    exchange, all_reduce = node_links.exchange_sized, dist.all_reduce
     every = AllReduce(group), AllReduceByNodes(nodes), ReduceScatterByNodes(nodes, stretches)
     for way in every:
         counted = Crossings(rank, per_node)

@@ -13,7 +13,7 @@ BLOCKING = re.compile(
     r"dist\.(all_reduce|reduce|reduce_scatter\w*|all_gather\w*|gather\w*|scatter\w*|broadcast\w*|barrier|monitored_barrier"
     r"|all_to_all\w*|send\w*|recv\w*|new_group|new_subgroups\w*|split_group)"
     # What stands for one of them here, and what waits for one that was only begun.
-    r"|all_gather|_reduce_scatter|_gather|_scatter|exchange_sized|(\w+\.)*(work|_summing\[1\])\.wait"
+    r"|all_gather|_reduce_scatter|_gather|_scatter|exchange_(?:sized|flat)|(\w+\.)*(work|_summing\[1\])\.wait"
 )
 # Files, or functions of files, where they need no mark, each with its reason.
 UNMARKED: dict[str, str] = {

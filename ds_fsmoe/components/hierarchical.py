@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.alltoall import AllToAllBase, RowsToSend
-from ds_fsmoe.components.alltoalls.flat import FlatAllToAll, exchange_sized
+from ds_fsmoe.components.alltoalls.flat import FlatAllToAll, exchange_flat
 
 Link = Literal["intra", "inter"]
 """Between ranks of one node, or between nodes."""
@@ -140,7 +140,7 @@ class Hop:
         if group is None:
             return _in_order(packed, self.unpack, received_sizes)
         sends = _sums_of_runs([sizes[block] for block in self.pack], self.sends)
-        received = exchange_sized(packed, sends, _sums_of_runs(received_sizes, self.receives), group)
+        received = exchange_flat(packed, sends, _sums_of_runs(received_sizes, self.receives), group)
         return _in_order(received, self.unpack, received_sizes)
 
 

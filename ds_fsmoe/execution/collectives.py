@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized_in_levels
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import ALONE, ChunkSizes, PassedOn, RowBlock
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
@@ -214,14 +214,14 @@ class Collectives:
             return x_RM
         num_sharing = self.num_sharing
         copies = torch.cat([x_RM] * num_sharing)
-        return exchange_sized_in_levels(copies, [len(x_RM)] * num_sharing, sizes.gathered, self.esp_group)
+        return exchange_sized(copies, [len(x_RM)] * num_sharing, sizes.gathered, self.esp_group)
 
     def reduce_rows(self, y_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
         """Sum the rows meant for this rank over P ranks; the input is as :meth:`gather_rows` returns it."""
         if self.esp_group is None:
             return y_RM
         num_sharing, own = self.num_sharing, sizes.gathered[self.esp_group.rank()]
-        parts = exchange_sized_in_levels(y_RM, sizes.gathered, [own] * num_sharing, self.esp_group)
+        parts = exchange_sized(y_RM, sizes.gathered, [own] * num_sharing, self.esp_group)
         return parts.view(num_sharing, own, *y_RM.shape[1:]).sum(dim=0)
 
     def reduce_method(self, y_NecM: torch.Tensor) -> ReduceMethod:

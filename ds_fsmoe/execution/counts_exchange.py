@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.device_tables import TABLES, HostCopy
-from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized_in_levels
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import (
     ChunkSizes,
     NodeCounts,
@@ -388,7 +388,7 @@ class NodeExchange:
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
         packed_RW = torch.cat([words_R1, _as_words(weights_R)], dim=1)
         with waiting("the exchange of records of", self.name):
-            received_RW = exchange_sized_in_levels(packed_RW, *counts.choice_sizes, self.block.group)
+            received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
         # To the relay in a node go the copies for its ranks: the tokens with an expert on each, rank by rank.
         is_on_GS = rows.is_on_GS[self.links.rank_of_each(rows.is_on_GS)]
@@ -398,9 +398,7 @@ class NodeExchange:
         copies = numbers_GS.new_empty(sum(copies_sent) + 1)
         copies = copies.scatter_(0, place_GS.reshape(-1), numbers_GS.reshape(-1))[:-1]
         with waiting("the exchange of records of", self.name):
-            relay_records = exchange_sized_in_levels(
-                copies.to(torch.int32), copies_sent, copies_received, self.block.group
-            )
+            relay_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
         shape = counts.choices_GeT.shape
         choices_GeT = self.received_GX[:, 1 : 1 + shape[1] * shape[2]].reshape(shape)
         sizes = counts.sizes(rows.counts_nT, choices_GeT, relay_records.long(), received_RW[:, 0].long(), num_choices)
@@ -434,4 +432,4 @@ class NodeCall:
             gradients_R: those of the choices of experts here, in the order of records.
         """
         with waiting("the gradients of the weights of choices"):
-            return exchange_sized_in_levels(gradients_R, self.choices_received, self.choices_sent, self.block.group)
+            return exchange_sized(gradients_R, self.choices_received, self.choices_sent, self.block.group)

@@ -68,14 +68,14 @@ class NodeLinks:
 
     def exchange_between(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Send rows to the ranks of the same place, those for the first node first."""
-        return exchange_sized_in_levels(x_RM, sends, receives, self.between)
+        return exchange_sized(x_RM, sends, receives, self.between)
 
     def exchange_inside(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Send rows to the ranks of the node, those for the first place first."""
-        return exchange_sized_in_levels(x_RM, sends, receives, self.inside)
+        return exchange_sized(x_RM, sends, receives, self.inside)
 
 
-def exchange_sized_in_levels(
+def exchange_sized(
     x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Send to each rank as many of dimension 0, contiguous, as ``sends`` says, and receive as ``receives`` says."""

@@ -28,7 +28,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
-from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized_in_levels
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.gradients.arriving import can_be_waited_for, let_arrive, wait_for
 from ds_fsmoe.gradients.beside import begin_gather, end_gathers
 from ds_fsmoe.gradients.reduction import Reduction
@@ -146,7 +146,7 @@ class _Exchange:
         """
         own = torch.cat([flats[self.flat][:0], *_views(flats, self.own)])
         packed = own.expand(len(self.sends) - 1, -1).flatten()
-        received = exchange_sized_in_levels(packed, self.sends, self.receives, self.group)
+        received = exchange_sized(packed, self.sends, self.receives, self.group)
         if self.others:
             sizes = [part.stop - part.first for part in self.others]
             torch._foreach_copy_(_views(flats, self.others), received.split(sizes))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.collectives import all_gather
-from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized_in_levels
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 
 Steps = dict[str, Callable[[], None]]
@@ -286,7 +286,7 @@ def _packed(
 def _summed(x: torch.Tensor, counts: Sequence[int], index: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the sum over ranks of this rank's elements: ``counts`` of ``x`` belong to each, in their order."""
     own = counts[index]
-    parts = exchange_sized_in_levels(x, counts, [own] * len(counts), group)
+    parts = exchange_sized(x, counts, [own] * len(counts), group)
     return parts.view(len(counts), own).sum(dim=0)
 
 

@@ -12,7 +12,7 @@ from ds_fsmoe.components.alltoall import AllToAllBase, RowsToSend
 from ds_fsmoe.registry import register_alltoall
 
 
-def exchange_sized(
+def exchange_flat(
     x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Send to each rank as many of dimension 0 as ``sends`` says, and receive as many as ``receives`` says."""
@@ -35,7 +35,7 @@ class FlatAllToAll(AllToAllBase):
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
         """See :meth:`AllToAllBase.exchange_rows`."""
-        return exchange_sized(x_RM, sizes.sends, sizes.receives, group)
+        return exchange_flat(x_RM, sizes.sends, sizes.receives, group)
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         y = torch.empty_like(x)
