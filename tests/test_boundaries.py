@@ -187,53 +187,46 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 344,
-    "checkpoint": 1498,
-    "checkpoint_files": 2127,
+    ".": 457,
+    "checkpoint": 1497,
+    "checkpoint_files": 2066,
     "checks": 557,
-    "components": 3934,
-    "config": 848,
-    "distributed": 833,
-    "engine": 4655,
-    "execution": 2706,
-    "files": 644,
+    "components": 3783,
+    "config": 741,
+    "distributed": 831,
+    "engine": 4436,
+    "execution": 2574,
+    "files": 607,
     "gradients": 1835,
     "halves": 691,
-    "layer": 3399,
-    "measuring": 1351,
-    "observing": 1327,
+    "layer": 3303,
+    "measuring": 1263,
+    "observing": 1295,
     "offline": 6247,
     "ops": 780,
     "placement": 762,
-    "planning": 5108,
+    "planning": 5019,
     "routes": 483,
-    "telemetry": 1006,
+    "telemetry": 991,
     "terminal": 208,
-    "tuning": 2001,
+    "tuning": 1973,
 }
 
 # Folder -> the most files that it may have, where that is more than MOST_FILES. None may be added, no number may go up.
 MOST_FILES = 20
-MORE_FILES: dict[str, int] = {
-    "checkpoint_files": 23,
-    "components/expert_compute": 24,
-    "engine": 45,
-    "execution": 29,
-    "layer": 35,
-    "planning": 51,
-}
+MORE_FILES: dict[str, int] = {"planning": 48}
 
-# What the files of a family share as its interface.
-INTERFACE = ("add_arguments", "main", "run")
+# What the files of a family share as its interface: commands, and the forms of the ops (compiled, of torch's operators,
+# and the loop that is the oracle).
+INTERFACE = (
+    *("add_arguments", "main", "run"),
+    *("add_rows", "arrange", "gated", "gated_backward", "gather_rows", "number_rows", "register_formulas", "restore"),
+    *("restore_backward", "take_slots", "top_k_slots"),
+)
 # Public classes and functions that are defined in several files. A name may only go.
 DEFINED_TWICE = (
-    *("Block", "ExpertCall", "Finding", "Given", "GradientSlice", "Groups", "Index", "OtherRanks", "Part", "Phase"),
-    *("Places", "RowCall", "Run", "Shape", "Source", "Way", "WholeExperts", "Window", "Work", "Written", "add_rows"),
-    *("arrange", "block_of", "check_stages", "check_versions", "choices_of", "cuts_of", "describe", "described"),
-    *("exchange_sized", "gated", "gated_backward", "gather_rows", "index_of", "joined", "leave", "live_groups"),
-    *("moe_work", "name_of", "number_rows", "obstacle_to", "parts_of", "read_file", "register_formulas", "restore"),
-    *("restore_backward", "rows_gradient", "rows_of", "said", "schema", "sizes_of", "take_slots", "top_k_slots"),
-    *("trace_folder", "unmark"),
+    *("Index", "Part", "Shape", "Source", "index_of", "joined", "live_groups", "obstacle_to", "parts_of", "read_file"),
+    "schema",
 )
 
 # In code as a string.
