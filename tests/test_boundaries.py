@@ -189,12 +189,12 @@ STATEMENTS: dict[str, int] = {
     "observing": 1327,
     "ops": 780,
     "placement": 762,
-    "planning": 7574,
+    "planning": 7552,
     "reporting": 1672,
     "routes": 558,
     "telemetry": 1006,
     "terminal": 208,
-    "tuning": 2005,
+    "tuning": 1977,
 }
 
 # In code as a string.
