@@ -222,7 +222,7 @@ def layer_work(
     # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
     tokens_S = shape.B * shape.L / groups.mp
     row_bytes = shape.M * shape.dtype_bytes
-    forward_moe, backward_moe = _moe_work(shape, groups, alltoall, tokens_S, whole_slots, crossings)
+    forward_moe, backward_moe = moe_work(shape, groups, alltoall, tokens_S, whole_slots, crossings)
     mp_gather, mp_reduce = (
         collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
     )
@@ -268,7 +268,7 @@ def arranging(shape: Shape, tokens_S: float) -> tuple[Work, Work, Work]:
     return Work(ROUTE, (Lane.COMPUTE,), 2 * tokens_S * shape.M * shape.E), order, restore
 
 
-def _moe_work(
+def moe_work(
     shape: Shape,
     groups: Groups,
     alltoall: AllToAll,
