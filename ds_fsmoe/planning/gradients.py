@@ -248,22 +248,21 @@ def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     # Of equally cheap ways, the one that treats layers alike: a millionth for many small slices over few large ones.
     even_ms = 1e-6 * queue.step_ms * np.arange(steps + 1) ** 2 / steps**2
     two_kinds, kinds_between = all(queue.has), queue.kinds_between
-    alphas_ms = [queue.alphas_ms[0]] if not queue.has[1] else [queue.alphas_ms[1]] if not queue.has[0] else None
+    dense_ms, experts_ms = queue.alphas_ms
+    # Of dense gradients, of experts' and of both, or of the one kind that there is.
+    of_one = [experts_ms if queue.has[1] else dense_ms]
+    alphas_ms = [dense_ms, experts_ms, dense_ms + experts_ms] if two_kinds else of_one
     seen: dict[int, np.ndarray] = {}
     kinds, num_mixed = np.zeros((steps + 1, 0), dtype=np.int8), 0
 
     for window in windows:
         exists = queue.exists(window.num_pieces)
         size = np.arange(exists + 1)
-        # Equal layers share their function, so a window's prices are asked for once per longest slice.
-        if two_kinds:
-            combos_ms = (queue.alphas_ms[0], queue.alphas_ms[1], sum(queue.alphas_ms))
-            extra_ms = np.stack([_prices(window, queue, size, alpha) for alpha in combos_ms])
-        else:
-            key = id(window.extra_ms)
-            if key not in seen or len(seen[key][0]) < exists + 1:
-                seen[key] = _prices(window, queue, np.arange(steps + 1), alphas_ms[0])[None]
-            extra_ms = seen[key][:, : exists + 1]
+        # Equal layers share their function, so a window's prices are asked for once.
+        key = id(window.extra_ms)
+        if key not in seen:
+            seen[key] = np.stack([_prices(window, queue, np.arange(steps + 1), alpha_ms) for alpha_ms in alphas_ms])
+        extra_ms = seen[key][:, : exists + 1]
         longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
         # candidates[j, m]: emptied up to j, of which m in this window; nothing is emptied that does not exist.
         padded = np.concatenate([np.full(longest, np.inf), best_ms[: exists + 1]])
@@ -273,8 +272,8 @@ def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
                 last = np.arange(steps + 1)[:, None]
                 kinds = kinds_between(np.maximum(0, last - size[: longest + 1]), last).astype(np.int8)
                 # Behind the longest stretch of one kind there are both; a slice longer than all is none.
-                of_one = ((kinds != 2) & (last >= size[: longest + 1])).any(axis=0)
-                num_mixed = int(np.flatnonzero(of_one)[-1]) + 1
+                is_one = ((kinds != 2) & (last >= size[: longest + 1])).any(axis=0)
+                num_mixed = int(np.flatnonzero(is_one)[-1]) + 1
             total_ms = before_ms + extra_ms[2, : longest + 1]
             few = slice(0, min(num_mixed, longest + 1))
             total_ms[:, few] = before_ms[:, few] + np.choose(kinds[: exists + 1, few], extra_ms[:, None, few])
@@ -357,12 +356,12 @@ def _de(queue: _Queue, windows: Sequence[SendWindow], seed: int) -> list[int]:
 
 
 def _evaluated_ms(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]) -> float:
-    before = np.array([0, *cuts[:-1]])
-    last = np.array(cuts)
+    bounds = np.array([0, *cuts])
+    before, last = bounds[:-1], bounds[1:]
     times_ms = queue.start_up_ms(before, last) + (last - before) * queue.step_ms
     pairs = zip(windows, times_ms, strict=True)
     extra_ms = sum(float(window.extra_ms(np.array([time_ms]))[0]) for window, time_ms in pairs)
-    return extra_ms + queue.tail_ms(cuts[-1] if cuts else 0)
+    return extra_ms + queue.tail_ms(int(bounds[-1]))
 
 
 def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
