@@ -93,8 +93,9 @@ def test_ranks_that_do_not_honour_the_block_are_named_on_all_that_do(tmp_path: P
     for rank, (raised, said) in enumerate(ours):
         assert raised.startswith("rank 2 of 3 did not come to initialize with ds_fsmoe and an enabled block, and rank")
         assert "Every rank needs DS_FSMOE=1 in its environment" in raised
-        # "ranks 1-2 of 3" where rank 1 was late by a moment
-        assert ("2 of 3 did not come to initialize" in said) == (rank == 0)
+        assert rank == 0 or "rank 2 of 3 did not come to initialize" not in said
+    # One of them may have come a moment late, and been named beside rank 2.
+    assert "2 of 3 did not come to initialize" in "".join(said for _, said in ours)
 
 
 # ---- frameworks with a launcher of their own
