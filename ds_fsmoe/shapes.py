@@ -26,7 +26,7 @@ _MOST_ERRORS = 200
 """The mistakes that are looked at: a file may have millions."""
 
 
-class Shape(BaseModel):
+class StrictShape(BaseModel):
     """Reads an object strictly: an unknown key and a value of another kind are errors."""
 
     # Strict: "2" is not 2 and 1 is not true; data says what it means. A field with an alias is written by that, the

@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients import updated_parameters
-from ds_fsmoe.gradients.updated_parameters import FEWEST_NUMEL, MOST_MESSAGES, Part, _Among, _Message, in_messages
+from ds_fsmoe.gradients.updated_parameters import (
+    FEWEST_NUMEL,
+    MOST_MESSAGES,
+    ParameterPart,
+    _Among,
+    _Message,
+    in_messages,
+)
 from ds_fsmoe.gradients.zero_stages import cut_by_owner
 from tests.race_cases import world_of
 
@@ -67,7 +74,7 @@ def messages_of(ranks: int, levels: bool) -> tuple[list[torch.Tensor], list[_Mes
     numel = sum(SIZES) * LAYERS
     partition, at, parts = -(-numel // ranks), 0, []
     for number, size in enumerate(SIZES * LAYERS):
-        parts += [Part(number, 0, *each) for each in cut_by_owner(at, size, partition)]
+        parts += [ParameterPart(number, 0, *each) for each in cut_by_owner(at, size, partition)]
         at += size
     found = in_messages(parts, among.node_of_each, FEWEST_NUMEL // ranks, MOST_MESSAGES)
     messages = [_Message(among.exchanges(each), tuple(each)) for each in found]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.gradients import updated_parameters
 from ds_fsmoe.gradients.arriving import ArrivingParameter, let_arrive, wait_for
-from ds_fsmoe.gradients.updated_parameters import Part, in_messages
+from ds_fsmoe.gradients.updated_parameters import ParameterPart, in_messages
 from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -139,7 +139,7 @@ def test_two_threads_may_read_at_once() -> None:
 
 def test_messages_bring_everything_once_in_the_order_of_the_layers_from_all_nodes_at_once() -> None:
     # Two nodes of two ranks: the first layers belong to the first node, as ZeRO cuts them.
-    parts = [Part(layer, 0, 10 * layer, 10 * layer + 10, layer // 2) for layer in range(8)]
+    parts = [ParameterPart(layer, 0, 10 * layer, 10 * layer + 10, layer // 2) for layer in range(8)]
     node_of = [0, 0, 1, 1]
     messages = in_messages(parts, node_of, fewest_numel=7, most=100)
     elements = sorted((part.group, at) for each in messages for part in each for at in range(part.first, part.stop))

@@ -29,7 +29,7 @@ from typing import Literal
 from pydantic import create_model
 
 from ds_fsmoe.files.whole_files import write_whole
-from ds_fsmoe.shapes import Shape, Whole, fits
+from ds_fsmoe.shapes import StrictShape, Whole, fits
 from ds_fsmoe.untrusted import read_json
 
 STATE = Path("/run/ds_fsmoe_bed")
@@ -273,7 +273,7 @@ def found_bed(name: str) -> Bed:
 
 _SHAPE = create_model(
     "_SHAPE",
-    __base__=Shape,
+    __base__=StrictShape,
     **dict.fromkeys(("name", "inter", "intra", "mode"), (str, ...)),
     **dict.fromkeys(("nodes", "ranks_per_node"), (Whole, ...)),
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_fsmoe.checkpoint.expert_files import parts_of
+from ds_fsmoe.checkpoint.expert_files import sizes_of_parts
 from ds_fsmoe.checkpoint.layout import Comparison, check_model, check_packing, check_reach
 from ds_fsmoe.checkpoint.loading import Reading
 from ds_fsmoe.checkpoint.optimizer_states import (
@@ -60,7 +60,7 @@ class Checkpoints:
     @cached_property
     def _parts(self) -> dict[str, PartSizes]:
         """What is spread over ranks; it takes a walk through the model."""
-        return parts_of(self._engine)
+        return sizes_of_parts(self._engine)
 
     def save(
         self, folder: str | Path, tag: str, write: Callable[[str], Any], save_latest: bool, client_state: Any

@@ -25,7 +25,7 @@ _TOPS = {"module", "optimizer", "optimizer_state_dict"}
 """The keys by one of which files of weights and of the optimizer's states are known."""
 
 
-def parts_of(engine: Any) -> dict[str, PartSizes]:
+def sizes_of_parts(engine: Any) -> dict[str, PartSizes]:
     """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
     return {name: PartSizes.of(part, stage_of(engine)) for name, _, part in parts_in(engine.module)}
 

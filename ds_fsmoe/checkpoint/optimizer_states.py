@@ -59,7 +59,7 @@ def live_groups(engine: Any) -> list[LiveGroup] | None:
     if base is None:
         return None
     if isinstance(outer, DeepSpeedZeroOptimizer_Stage3):
-        return shared_out.live_groups(outer, base, names)
+        return shared_out.live_groups_at_stage_3(outer, base, names)
     found, at = [], 0
     for number, options in enumerate(base.param_groups):
         for place, tensor in enumerate(options["params"]):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, parts_of, without_parts
+from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, sizes_of_parts, without_parts
 from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
@@ -103,7 +103,7 @@ class Saving:
     @cached_property
     def _parts(self) -> dict[str, PartSizes]:
         """What is spread over ranks; it takes a walk through the model."""
-        return parts_of(self._engine)
+        return sizes_of_parts(self._engine)
 
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
         """Write a tag, publish it, and make ``latest`` name it.

@@ -25,7 +25,9 @@ FROZEN = "frozen_param_fragments"
 """Where a rank's file has its pieces of what is not optimized, by name."""
 
 
-def live_groups(outer: Any, base: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[LiveGroup] | None:
+def live_groups_at_stage_3(
+    outer: Any, base: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[LiveGroup] | None:
     """Return the groups of ZeRO 3's optimizer; ``None`` where its tensors are not in memory.
 
     Args:

@@ -32,7 +32,7 @@ from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, expert_n
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.tensor_files import Source, read_tensors, write_tensors
+from ds_fsmoe.checkpoint_files.tensor_files import UnreadTensor, read_tensors, write_tensors
 from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, SHARED_OUT_FILE, Whole
 
 Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
@@ -125,7 +125,7 @@ def export_tensors(
 
         yield from _into(target, lambda folder: write_pretrained(whole, folder, like, read, limit_bytes, dtype), whole)
         return
-    sources: dict[str, Source] = {}
+    sources: dict[str, UnreadTensor] = {}
     for name in whole.names():
         like = whole.like(name)
         if form == "fp32" and dtype is None and whole.index is None and like.dtype in _LOW:
@@ -139,7 +139,7 @@ def export_tensors(
         new = renamed(to_huggingface(name) if form == "huggingface" else name, renames)
         if new in sources:
             raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
-        sources[new] = Source(like.shape, like.numel() * wanted.itemsize, _reader(whole, name, wanted))
+        sources[new] = UnreadTensor(like.shape, like.numel() * wanted.itemsize, _reader(whole, name, wanted))
     yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes), whole)
 
 
@@ -221,7 +221,7 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
         FileExistsError: the folder is there and not empty.
     """
     check_tag(tag)
-    found: dict[str, Source] = {}
+    found: dict[str, UnreadTensor] = {}
     for name, each in read_tensors(source).items():
         new = renamed(name, renames)
         if new in found:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.tensor_files import Source, write_tensors
+from ds_fsmoe.checkpoint_files.tensor_files import UnreadTensor, write_tensors
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.untrusted import MOST_LAYERS, read_json
 
@@ -78,7 +78,7 @@ def write_pretrained(
         )
     model = _empty_model(whole.place / CONFIG, len(names))
     left_out = {*(getattr(model, "all_tied_weights_keys", None) or {}), *(model._keys_to_ignore_on_save or ())}
-    sources: dict[str, Source] = {}
+    sources: dict[str, UnreadTensor] = {}
     for _, group in groupby((each for each in _in_order(names) if each not in left_out), _layer_of):
         sources |= _converted(model, list(group), like, read)
     yield from write_tensors(sources, folder, limit_bytes)
@@ -103,7 +103,7 @@ def _layer_of(name: str) -> str:
     return name if found is None else found["layer"]
 
 
-def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> dict[str, Source]:
+def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> dict[str, UnreadTensor]:
     """Return what the tensors of one layer become under published names, not read yet."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -116,7 +116,7 @@ def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> di
 
     shapes = revert_weight_conversion(model, {each: like(each) for each in names})
     return {
-        name: Source(each.shape, each.numel() * each.itemsize, lambda name=name: of_layer(name))
+        name: UnreadTensor(each.shape, each.numel() * each.itemsize, lambda name=name: of_layer(name))
         for name, each in shapes.items()
     }
 

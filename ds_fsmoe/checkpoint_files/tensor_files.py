@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class UnreadTensor:
     """A tensor that has not been read yet.
 
     Attributes:
@@ -34,7 +34,7 @@ class Source:
     read: Callable[[], torch.Tensor]
 
 
-def write_tensors(sources: Mapping[str, Source], folder: Path, limit_bytes: int) -> Iterator[tuple[str, int]]:
+def write_tensors(sources: Mapping[str, UnreadTensor], folder: Path, limit_bytes: int) -> Iterator[tuple[str, int]]:
     """Write tensors into a folder, part by part, so that only one part is in memory at a time.
 
     Args:
@@ -68,7 +68,7 @@ def write_tensors(sources: Mapping[str, Source], folder: Path, limit_bytes: int)
         )
 
 
-def read_tensors(path: Path) -> dict[str, Source]:
+def read_tensors(path: Path) -> dict[str, UnreadTensor]:
     """Return all tensors of a file, or of a folder of files, without reading their data.
 
     Raises:
@@ -86,7 +86,7 @@ def read_tensors(path: Path) -> dict[str, Source]:
         missing = sorted(wanted - {each.name for each in files})
         if missing:
             raise CheckpointError(f"{path} lacks {', '.join(map(str, missing))}, which {_INDEX} names")
-    found: dict[str, Source] = {}
+    found: dict[str, UnreadTensor] = {}
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} is not a regular file")
@@ -97,7 +97,7 @@ def read_tensors(path: Path) -> dict[str, Source]:
                         raise CheckpointError(f"{path}: two files have a {name!r}")
                     piece = opened.get_slice(name)
                     shape = torch.Size(piece.get_shape())
-                    found[name] = Source(shape, shape.numel(), lambda file=file, name=name: _read(file, name))
+                    found[name] = UnreadTensor(shape, shape.numel(), lambda file=file, name=name: _read(file, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
     return found

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
-from ds_fsmoe.shapes import Shape
+from ds_fsmoe.shapes import StrictShape
 
 # ---- how a field may be written
 
@@ -98,7 +98,7 @@ ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _WHOLE, Null
 Part = Annotated[str, NullIsAuto()]
 
 
-class GateBlock(Shape):
+class GateBlock(StrictShape):
     """``fsmoe.gate``: which experts a token goes to.
 
     What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error. A gate's own options
@@ -147,7 +147,7 @@ class GateBlock(Shape):
         return options
 
 
-class PipelineDegreeBlock(Shape):
+class PipelineDegreeBlock(StrictShape):
     """``fsmoe.num_chunks``: into how many chunks the tokens of a layer are cut."""
 
     forward: Degree = Field("auto", description="chunks in the forward phase", examples=[2])
@@ -155,7 +155,7 @@ class PipelineDegreeBlock(Shape):
     max: Int = Field(16, ge=1, le=MOST_CHUNKS, description="the most chunks that auto may choose")
 
 
-class GradientPartitionBlock(Shape):
+class GradientPartitionBlock(StrictShape):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
     mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
@@ -203,14 +203,14 @@ class GradientPartitionBlock(Shape):
 Wire = Literal["model", "fp8"]
 
 
-class WiresBlock(Shape):
+class WiresBlock(StrictShape):
     """``fsmoe.wires``: what rows are on their way between the ranks that share the experts."""
 
     dispatch: Wire = Field("model", description="to the experts, and of gradients back from them")
     combine: Wire = Field("model", description="from the experts, and of gradients to them")
 
 
-class AutotuneBlock(Shape):
+class AutotuneBlock(StrictShape):
     """``fsmoe.autotune``: measuring this cluster and choosing numbers of chunks from it."""
 
     enabled: Annotated[bool | Auto, NullIsAuto()] = Field(
@@ -229,13 +229,13 @@ class AutotuneBlock(Shape):
     retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
 
 
-class TopologyBlock(Shape):
+class TopologyBlock(StrictShape):
     """``fsmoe.topology``: where ranks lie."""
 
     ranks_per_node: Count = Field("auto", description="ranks that share a host", examples=[8])
 
 
-class TraceBlock(Shape):
+class TraceBlock(StrictShape):
     """``fsmoe.trace``: a timeline of chosen steps."""
 
     enabled: bool = Field(False, description="write a trace")
@@ -247,7 +247,7 @@ class TraceBlock(Shape):
     )
 
 
-class RecordBlock(Shape):
+class RecordBlock(StrictShape):
     """``fsmoe.record``: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
 
     dir: str | None = Field(
@@ -258,7 +258,7 @@ class RecordBlock(Shape):
     stop_after: Int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
 
 
-class RoutingBlock(Shape):
+class RoutingBlock(StrictShape):
     """``fsmoe.routing``: which token goes to which experts, as data."""
 
     record: str | None = Field(
@@ -271,7 +271,7 @@ class RoutingBlock(Shape):
     )
 
 
-class PlacementBlock(Shape):
+class PlacementBlock(StrictShape):
     """``fsmoe.placement``: experts move to the ranks where that makes steps shorter."""
 
     policy: str = Field(
@@ -294,7 +294,7 @@ class PlacementBlock(Shape):
     )
 
 
-class CheckpointBlock(Shape):
+class CheckpointBlock(StrictShape):
     """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
 
     trusted: list[str] = Field(
@@ -304,7 +304,7 @@ class CheckpointBlock(Shape):
     )
 
 
-class DebugBlock(Shape):
+class DebugBlock(StrictShape):
     """``fsmoe.debug``: what is checked while training goes on."""
 
     check_every: Int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
@@ -318,7 +318,7 @@ Dispatch = Literal["auto", "rows", "slots"]
 """What travels to the experts."""
 
 
-class FSMoEBlock(Shape):
+class FSMoEBlock(StrictShape):
     """The whole block."""
 
     enabled: bool = Field(False, description="false is exactly stock DeepSpeed", examples=[True])

@@ -36,7 +36,7 @@ from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.placement.holdings import PlacementError
-from ds_fsmoe.placement.placements import Placements, obstacle_to
+from ds_fsmoe.placement.placements import Placements, obstacle_to_placement
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.placement_costs import Prices
 
@@ -277,7 +277,7 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
         )
     paths = {layer.deepspeed_moe.label: path for path, layer in state.layers.items()}
     layers = state.inner_layers
-    obstacles = {label: obstacle_to(layer) for label, layer in layers.items()}
+    obstacles = {label: obstacle_to_placement(layer) for label, layer in layers.items()}
     movable = {label: layer for label, layer in layers.items() if obstacles[label] is None}
     if not movable:
         state.why_not_placed = next(iter(obstacles.values()), None) or "there is no layer"

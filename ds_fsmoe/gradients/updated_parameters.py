@@ -45,7 +45,7 @@ _READERS = ("load_state_dict", "update_lp_params", "refresh_fp32_params", "offlo
 """What of ZeRO's optimizer reads or writes the flat parameters themselves."""
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """Elements [first, stop) of one of ZeRO's flat groups, of one parameter and one owner."""
 
     number: int
@@ -57,7 +57,9 @@ class Part(NamedTuple):
     """The rank in the group of ranks that share the parameters."""
 
 
-def in_messages(parts: Sequence[Part], node_of_owner: Sequence[int], fewest_numel: int, most: int) -> list[list[Part]]:
+def in_messages(
+    parts: Sequence[ParameterPart], node_of_owner: Sequence[int], fewest_numel: int, most: int
+) -> list[list[ParameterPart]]:
     """Distribute parts over messages: in each, as many elements of every node, and first those of the first layers.
 
     Args:
@@ -66,12 +68,12 @@ def in_messages(parts: Sequence[Part], node_of_owner: Sequence[int], fewest_nume
         fewest_numel: a message has that many elements of each node, as long as there are as many.
         most: the most messages.
     """
-    queues: dict[int, list[Part]] = {}
+    queues: dict[int, list[ParameterPart]] = {}
     for part in sorted(parts):
         queues.setdefault(node_of_owner[part.owner], []).append(part)
     longest = max((sum(each.stop - each.first for each in queue) for queue in queues.values()), default=0)
     share = max(fewest_numel, -(-longest // most))
-    messages: list[list[Part]] = []
+    messages: list[list[ParameterPart]] = []
     for queue in queues.values():
         at, room = 0, share
         for part in queue:
@@ -103,13 +105,13 @@ class _Among:
         node_of = {rank: node for node, ranks in enumerate(self.nodes.ranks) for rank in ranks}
         return [node_of[rank] for rank in range(len(node_of))]
 
-    def exchanges(self, parts: Sequence[Part]) -> dict[str, _Exchange]:
+    def exchanges(self, parts: Sequence[ParameterPart]) -> dict[str, _Exchange]:
         """Return what brings these parts to every rank: the exchange of each kind, in order."""
-        of_owner: dict[int, list[Part]] = {}
+        of_owner: dict[int, list[ParameterPart]] = {}
         for part in parts:
             of_owner.setdefault(part.owner, []).append(part)
 
-        def of_owners(owners: Sequence[int]) -> list[Part]:
+        def of_owners(owners: Sequence[int]) -> list[ParameterPart]:
             return [part for owner in owners for part in of_owner.get(owner, ())]
 
         nodes, group = self.nodes, parts[0].group
@@ -132,8 +134,8 @@ class _Exchange:
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     """Rank in the group -> the elements that it gets from this rank, and that this rank gets from it."""
-    own: tuple[Part, ...]
-    others: tuple[Part, ...]
+    own: tuple[ParameterPart, ...]
+    others: tuple[ParameterPart, ...]
     """The parts that arrive, in the order of the ranks."""
     flat: int
     """One of the message's flat groups, for the type of its elements."""
@@ -152,11 +154,13 @@ class _Exchange:
             torch._foreach_copy_(_views(flats, self.others), received.split(sizes))
 
 
-def _views(flats: Sequence[torch.Tensor], parts: Sequence[Part]) -> list[torch.Tensor]:
+def _views(flats: Sequence[torch.Tensor], parts: Sequence[ParameterPart]) -> list[torch.Tensor]:
     return [flats[part.group][part.first : part.stop] for part in parts]
 
 
-def _exchange(group: dist.ProcessGroup | None, of_each: Sequence[Sequence[Part]], own: int, flat: int) -> _Exchange:
+def _exchange(
+    group: dist.ProcessGroup | None, of_each: Sequence[Sequence[ParameterPart]], own: int, flat: int
+) -> _Exchange:
     """Return the exchange between ranks of which each has some parts; ``own``: this rank's index among them."""
     counts = [sum(part.stop - part.first for part in each) for each in of_each]
     sends = tuple(0 if each == own else counts[own] for each in range(len(counts)))
@@ -168,7 +172,7 @@ def _exchange(group: dist.ProcessGroup | None, of_each: Sequence[Sequence[Part]]
 @dataclass(frozen=True)
 class _Message:
     exchanges: dict[str, _Exchange]
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
 
     def steps(self, flats: Sequence[torch.Tensor]) -> Steps:
         """Return what sends the parts to every rank."""
@@ -228,7 +232,7 @@ class UpdatedParameters:
         optimizer = self._optimizer
         everyone = next(iter(groups.values()))
         among: dict[str | None, _Among | None] = {}
-        parts: dict[tuple[str | None, torch.dtype], list[Part]] = {}
+        parts: dict[tuple[str | None, torch.dtype], list[ParameterPart]] = {}
         parameters: list[nn.Parameter] = []
         for group, members in enumerate(optimizer.round_robin_bit16_groups):
             name = members[0].group_name if members and is_moe_param(members[0]) else None
@@ -241,7 +245,7 @@ class UpdatedParameters:
             for parameter, offset in zip(members, optimizer.round_robin_bit16_offsets[group], strict=True):
                 parameters.append(parameter)
                 stretches = cut_by_owner(offset, parameter.numel(), size)
-                of_parameter = [Part(number_of[id(parameter)], group, *each) for each in stretches]
+                of_parameter = [ParameterPart(number_of[id(parameter)], group, *each) for each in stretches]
                 parts.setdefault((name, flat.dtype), []).extend(of_parameter)
         messages = []
         for (name, _), of_ranks in parts.items():

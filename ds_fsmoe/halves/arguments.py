@@ -71,19 +71,19 @@ def _halves_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch
     )
 
 
-def joined(first: Any, second: Any) -> Any:
+def joined_halves(first: Any, second: Any) -> Any:
     """Return what a block returned for both halves as it would have for the whole batch.
 
     Args:
         first, second: tensors with a sample in each row, or ``None``, or tuples of such.
     """
     if isinstance(first, tuple):
-        return tuple(joined(*each) for each in zip(first, second, strict=True))
+        return tuple(joined_halves(*each) for each in zip(first, second, strict=True))
     return None if first is None else torch.cat((first, second))
 
 
 def check_output(value: Any, batch: int) -> None:
-    """Refuse what :func:`joined` cannot put together.
+    """Refuse what :func:`joined_halves` cannot put together.
 
     Args:
         value: what a block returned for a whole batch.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ds_fsmoe.halves.again import Again
-from ds_fsmoe.halves.arguments import Rest, joined, sizes_of_halves
+from ds_fsmoe.halves.arguments import Rest, joined_halves, sizes_of_halves
 from ds_fsmoe.halves.collected import Collected
 from ds_fsmoe.halves.fibers import Fiber
 
@@ -69,7 +69,7 @@ class HalvesRun:
         with self._given_up_if_it_fails(), torch.set_grad_enabled(self._has_gradients):
             for fiber in self._fibers:
                 fiber.resume()
-            found = joined(*(fiber.value for fiber in self._fibers))
+            found = joined_halves(*(fiber.value for fiber in self._fibers))
         self.close()
         self._collected.end()
         return found

@@ -50,7 +50,7 @@ class Moved:
     took_ms: float
 
 
-def obstacle_to(layer: Any) -> str | None:
+def obstacle_to_placement(layer: Any) -> str | None:
     """Return why the experts of a layer stay where they are, in words; ``None`` where they may move.
 
     Args:

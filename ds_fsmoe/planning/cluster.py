@@ -113,7 +113,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     Raises:
         ValueError: no such name or file, or a file with a wrong field; it names the field and the choices.
     """
-    path, data = read_file(name_or_path)
+    path, data = read_cluster_file(name_or_path)
     if wrong := wrong_in(data, ClusterFile):
         raise ValueError(f"cluster file {path}: {wrong[0]}")
     return cluster_from_json(data, path.stem)
@@ -137,7 +137,7 @@ def cluster_from_json(data: Mapping[str, Any], name: str) -> Cluster:
     return Cluster(**{"name": name} | said | read)
 
 
-def read_file(name_or_path: str) -> tuple[Path, Any]:
+def read_cluster_file(name_or_path: str) -> tuple[Path, Any]:
     """Return the path of a cluster's file and what is in it, unread.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_from_json, read_file
+from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_from_json, read_cluster_file
 from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS, UNITS, ClusterFile, slope_of
 from ds_fsmoe.shapes import wrong_in
 
@@ -50,7 +50,7 @@ def check_cluster(name_or_path: str) -> tuple[Finding, ...]:
     Raises:
         ValueError: no such name or file, or no JSON.
     """
-    path, data = read_file(name_or_path)
+    path, data = read_cluster_file(name_or_path)
     if isinstance(data, Mapping) and "operations" not in data and ("model_type" in data or "architectures" in data):
         return (Finding("wrong", "this is a Hugging Face config, not a cluster file; give it to plan --hf-config"),)
     if wrong := wrong_in(data, ClusterFile):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from ds_fsmoe.shapes import Shape
+from ds_fsmoe.shapes import StrictShape
 from ds_fsmoe.untrusted import MOST_RANKS
 
 LINKS = ("inter", "intra")
@@ -45,7 +45,7 @@ def slope_of(operation: str) -> str:
     return f"beta_ms_per_{ALL_UNITS[operation]}"
 
 
-class _Operation(Shape):
+class _Operation(StrictShape):
     alpha_ms: _AtLeast0 = Field(description="the start-up, in milliseconds")
     source: _Text = Field("", description="where the numbers come from, or that they were not measured")
 
@@ -69,20 +69,20 @@ class _Collective(_Operation):
 
 
 @functools.cache
-def _cost(base: type[Shape], unit: str) -> type[BaseModel]:
+def _cost(base: type[StrictShape], unit: str) -> type[BaseModel]:
     slope = (_AtLeast0, Field(description=f"the milliseconds of each {unit}"))
     return create_model(f"{base.__name__[1:]}Per{unit.title()}", __base__=base, **{f"beta_ms_per_{unit}": slope})
 
 
-_LinkRates = create_model("LinkRates", __base__=Shape, **dict.fromkeys(LINKS, (_Above0, None)))
+_LinkRates = create_model("LinkRates", __base__=StrictShape, **dict.fromkeys(LINKS, (_Above0, None)))
 _Operations = create_model(
     "Operations",
-    __base__=Shape,
+    __base__=StrictShape,
     **{name: (_cost(_Collective if "." in name else _Operation, unit), None) for name, unit in ALL_UNITS.items()},
 )
 
 
-class Slowing(Shape):
+class Slowing(StrictShape):
     """``contention``: how lanes slow each other down."""
 
     links: _AtLeast0 = Field(0.0, description="kappa: how much longer a transfer takes while both links are busy")
@@ -91,7 +91,7 @@ class Slowing(Shape):
     source: _Text = Field("", description="where the numbers come from")
 
 
-class ClusterFile(Shape):
+class ClusterFile(StrictShape):
     """Costs of a cluster, for ds_fsmoe plan."""
 
     name: _Text = Field("", description="the name; without it, that of the file")
@@ -123,10 +123,10 @@ class ClusterFile(Shape):
     its_schema: _Text = Field("", alias="$schema", description="the path of this schema, for editors")
 
 
-def schema() -> dict[str, Any]:
+def schema_of_clusters() -> dict[str, Any]:
     """Return the JSON schema of a cluster's file."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ClusterFile.model_json_schema()
 
 
 if __name__ == "__main__":
-    print(json.dumps(schema(), indent=2))
+    print(json.dumps(schema_of_clusters(), indent=2))

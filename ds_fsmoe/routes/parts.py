@@ -33,7 +33,7 @@ class CutError(ValueError):
 
 
 @dataclass(frozen=True)
-class Index:
+class RoutingIndex:
     """What a file of one rank and one start of its job has."""
 
     facts: RankFacts
@@ -44,7 +44,7 @@ class Index:
     has_checksums: bool
 
 
-def index_of(path: Path) -> Index:
+def routing_index_of(path: Path) -> RoutingIndex:
     """Look through a file.
 
     Raises:
@@ -76,7 +76,7 @@ def index_of(path: Path) -> Index:
                 problem = f"it ends at byte {begin} of {size}: {error}"
                 break
             sources[step, micro_batch, layer] = source
-    return Index(facts, sources, problem, has_checksums)
+    return RoutingIndex(facts, sources, problem, has_checksums)
 
 
 def _first_lines(file: IO[bytes], size: int) -> tuple[np.ndarray, bool]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_fsmoe.files.whole_files import new_file
-from ds_fsmoe.routes.parts import CutError, RoutingFileError, checked, facts_in, index_of
+from ds_fsmoe.routes.parts import CutError, RoutingFileError, checked, facts_in, routing_index_of
 from ds_fsmoe.routes.written import Choices, RankFacts, RoutedLayer, as_text, parts_of
 from ds_fsmoe.untrusted import open_regular
 
@@ -213,7 +213,7 @@ def _read_folder(folder: Path) -> Recording:
     have_checksums = True
     for rank, _, path in parts_of(folder):
         try:
-            found = index_of(path)
+            found = routing_index_of(path)
             if found.facts.rank != rank:
                 raise ValueError(f"it is of rank {found.facts.rank}")
         except CutError as error:

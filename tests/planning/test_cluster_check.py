@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.planning.cluster import Operation, names, read_file
+from ds_fsmoe.planning.cluster import Operation, names, read_cluster_file
 from ds_fsmoe.planning.cluster_check import Finding, check_cluster, gb_per_s
 from ds_fsmoe.planning.cost import LinearCost
 from tests.planning.changed import with_change
@@ -19,7 +19,7 @@ from tests.planning.changed import with_change
 
 def checked(tmp_path: Path, *changes: tuple[tuple[str, ...], Any], of: str = "h100_400") -> tuple[Finding, ...]:
     """What is said of a cluster with changes; ``...`` takes a field away."""
-    data = read_file(of)[1]
+    data = read_cluster_file(of)[1]
     for path, value in changes:
         data = with_change(data, path, value)
     file = tmp_path / "mine.json"
@@ -160,7 +160,7 @@ def test_only_what_is_wrong_is_a_failure(tmp_path: Path, capsys: pytest.CaptureF
     assert "h100_400: nothing to say against it" in text
     assert "testbed_a: missing: peak_tflops is missing" in text
     file = tmp_path / "mine.json"
-    data = read_file("a100_200")[1] | {"num_nodes": "many"}
+    data = read_cluster_file("a100_200")[1] | {"num_nodes": "many"}
     file.write_text(json.dumps(data), encoding="utf-8")
     assert cli.main(["clusters", "--check", "h100_400", str(file)]) == 1
     assert f'{file}: wrong: num_nodes = "many": must be an integer' in capsys.readouterr().out

@@ -11,8 +11,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ds_fsmoe.planning import cluster as clusters
-from ds_fsmoe.planning.cluster import names, read_file
-from ds_fsmoe.planning.cluster_schema import ALL_UNITS, ClusterFile, schema
+from ds_fsmoe.planning.cluster import names, read_cluster_file
+from ds_fsmoe.planning.cluster_schema import ALL_UNITS, ClusterFile, schema_of_clusters
 from ds_fsmoe.shapes import wrong_in
 from tests.planning.changed import with_change
 
@@ -20,15 +20,15 @@ FILE = Path(clusters.__file__).parent / "clusters" / "cluster.schema.json"
 
 
 def refuses(data: Any) -> bool:
-    return not Draft202012Validator(schema()).is_valid(data)
+    return not Draft202012Validator(schema_of_clusters()).is_valid(data)
 
 
 def test_the_schema_beside_the_clusters_is_of_this_version() -> None:
-    assert json.loads(FILE.read_text(encoding="utf-8")) == schema()
+    assert json.loads(FILE.read_text(encoding="utf-8")) == schema_of_clusters()
 
 
 def test_every_field_says_what_it_is() -> None:
-    found = schema()
+    found = schema_of_clusters()
     described = {**found["properties"], **found["$defs"]["Slowing"]["properties"]}
     costs = [each["properties"] for name, each in found["$defs"].items() if "Per" in name]
     assert len(costs) == 4
@@ -39,7 +39,7 @@ def test_every_field_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_the_schema_accepts_every_cluster_of_the_package(name: str) -> None:
-    data = read_file(name)[1]
+    data = read_cluster_file(name)[1]
     assert not refuses(data)
     assert wrong_in(data, ClusterFile) == []
 
@@ -74,6 +74,6 @@ A = ("operations", "inter.all_to_all")
     ],
 )
 def test_the_schema_and_the_reader_refuse_the_same(path: tuple[str, ...], value: Any) -> None:
-    data = with_change(read_file("h100_400")[1], path, value)
+    data = with_change(read_cluster_file("h100_400")[1], path, value)
     assert refuses(data)
     assert wrong_in(data, ClusterFile)

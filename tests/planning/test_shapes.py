@@ -8,17 +8,17 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, create_model
 
-from ds_fsmoe.shapes import Known, Number, Shape, Whole, fits, wrong_in
+from ds_fsmoe.shapes import Known, Number, StrictShape, Whole, fits, wrong_in
 
 
-class Inner(Shape):
+class Inner(StrictShape):
     """An object in another."""
 
     rate: Annotated[float, Field(gt=0)] = Field(1.0, examples=[2.5])
     kind: Literal["a2a", "reduce"] = "a2a"
 
 
-class Outer(Shape):
+class Outer(StrictShape):
     """It has a field with an older word, too."""
 
     count: Annotated[int, Field(ge=1)]
