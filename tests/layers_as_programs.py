@@ -27,9 +27,9 @@ from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
-from ds_fsmoe.planning.gradient_plan import GradientSlice
+from ds_fsmoe.planning.decide.gradient_plan import GradientSlice
+from ds_fsmoe.planning.decide.presets import BEST, NAMES, preset
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.presets import BEST, NAMES, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.registry import lookup
 from tests.deadlocks import Devices, Program, search, slots_needed

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.candidates import Search
-from ds_fsmoe.planning.measured import Slowdowns
-from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.search import SearchSpace
+from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import measure as measuring
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE

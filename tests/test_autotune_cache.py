@@ -18,7 +18,7 @@ import pytest
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements
 from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.planning.job.measured import Timing
 
 FINGERPRINT = {"hosts": {"0-1": "node0", "2": "node1"}, "ranks_per_node": [2, 1], "links": {"node0": ["eth0 [up]"]}}
 CLUSTER = Cluster("measured", 2, 1, {"gemm": Operation(LinearCost(1 / 3, 1e-10), None, "a [ b ] \n c")})

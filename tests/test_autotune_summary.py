@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.measured import FORWARD, Slowdowns
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.search import Choice
+from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.job.measured import FORWARD, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.search import Choice
-from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.summary import Outcome, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told
 from ds_fsmoe.tuning.trials import TrialGain, Tried

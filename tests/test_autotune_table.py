@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.measured import FORWARD, LayerProfile, Slowdowns
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.search import Choice, SearchSpace
+from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.search import Choice, SearchSpace
-from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.as_data import plans_as_data
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe_plan, describe_rows, rows_of_plan

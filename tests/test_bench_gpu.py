@@ -20,7 +20,7 @@ from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.observing.clock import HOST
 from ds_fsmoe.observing.device_time import Delay
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.schedule import (
     Lane,
     Task,

@@ -31,6 +31,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "terminal": ("rich",),
     "planning": ("numpy", "scipy", "pydantic", "ds_fsmoe.shapes", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
+    "planning/decide": ("numpy", "scipy", "ds_fsmoe.planning"),
+    "planning/job": ("ds_fsmoe.planning", "ds_fsmoe.untrusted"),
+    "planning/lina": ("numpy", "ds_fsmoe.terminal"),
     "files": ("pydantic", "ds_fsmoe.planning", "ds_fsmoe.shapes", "ds_fsmoe.untrusted"),
     "routes": ("numpy", "ds_fsmoe.files", "ds_fsmoe.untrusted"),
     "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.shapes"),
@@ -99,7 +102,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "offline/plan": (
         *("numpy", "ds_fsmoe.files", "ds_fsmoe.offline.models", "ds_fsmoe.offline.report"),
-        *("ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
+        *("ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.shapes", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
     ),
     "offline/commands": (
         *("ds_fsmoe.engine.command_line", "ds_fsmoe.engine.compat", "ds_fsmoe.files", "ds_fsmoe.offline"),
@@ -175,7 +178,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
 WITHOUT_TORCH = (
-    *("planning", "config", "files", "routes", "terminal"),
+    *("planning", "planning/decide", "planning/job", "planning/lina", "config", "files", "routes", "terminal"),
     *("offline", "offline/commands", "offline/models", "offline/plan", "offline/report"),
     *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "shapes.py"),
     *("untrusted.py", "versions.py"),
@@ -202,19 +205,18 @@ STATEMENTS: dict[str, int] = {
     "layer": 3303,
     "measuring": 1263,
     "observing": 1295,
-    "offline": 6247,
+    "offline": 6353,
     "ops": 780,
     "placement": 762,
-    "planning": 5019,
+    "planning": 4896,
     "routes": 483,
     "telemetry": 991,
     "terminal": 208,
     "tuning": 1973,
 }
 
-# Folder -> the most files that it may have, where that is more than MOST_FILES. None may be added, no number may go up.
 MOST_FILES = 20
-MORE_FILES: dict[str, int] = {"planning": 48}
+"""Of a folder."""
 
 # What the files of a family share as its interface: commands, and the forms of the ops (compiled, of torch's operators,
 # and the loop that is the oracle).
@@ -567,8 +569,7 @@ def test_no_folder_has_more_statements_than_it_had() -> None:
 
 def test_no_folder_has_more_files_than_one_can_look_over() -> None:
     found = Counter(file.parent.as_posix() for file in FILES)
-    assert {room: count for room, count in found.items() if count > MORE_FILES.get(room, MOST_FILES)} == {}
-    assert {room for room in MORE_FILES if found[room] <= MOST_FILES} == set()
+    assert {room: count for room, count in found.items() if count > MOST_FILES} == {}
 
 
 def test_a_public_name_is_defined_once() -> None:

@@ -26,7 +26,7 @@ from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import kind_costs

@@ -29,8 +29,7 @@ from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
-from ds_fsmoe.planning.communicators import num_held
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, num_held
 from tests.pretended_nccl import fake_ranks, pretend_nccl
 from tests.race_cases import world_of
 

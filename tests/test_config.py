@@ -326,7 +326,7 @@ def test_no_hint_names_a_field_that_is_not_there() -> None:
 
 def test_the_largest_degree_is_the_planners() -> None:
     from ds_fsmoe.config.blocks import MOST_CHUNKS
-    from ds_fsmoe.planning.plan import MAX_DEGREE
+    from ds_fsmoe.planning.decide.plan import MAX_DEGREE
 
     assert MOST_CHUNKS == MAX_DEGREE
 

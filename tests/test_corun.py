@@ -18,7 +18,7 @@ from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.measuring import stopwatch as contention
 from ds_fsmoe.measuring.stopwatch import MOST_TASKS, SHORTEST_MS, Stopwatch, slowdowns
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Contention, simulate
 from tests.fake_clock import SetClock

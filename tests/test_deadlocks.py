@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.schedule import GRAD
 from tests.deadlocks import (
     Collective,

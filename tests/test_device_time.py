@@ -21,7 +21,7 @@ from ds_fsmoe.measuring.profiler import _task_ms, issues_ahead
 from ds_fsmoe.measuring.stopwatch import FEWEST, MOST_ISSUED_MS, Stopwatch, slowdowns
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.measured import FORWARD, LayerProfile
+from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
 from tests.timed_device import CUDA, TimedDevice, timed

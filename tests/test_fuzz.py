@@ -23,7 +23,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.measuring.cache import Measurements, UselessFileError, read_measurements, write_measurements
 from ds_fsmoe.planning.cluster import cluster_as_json, load_cluster
-from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.planning.job.measured import Timing
 from tests.reference import LayerSettings, moe_layer
 
 ODD: tuple[Any, ...] = (

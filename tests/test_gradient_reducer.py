@@ -22,7 +22,13 @@ from torch import nn
 
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, WindowBytes, plan_by_bytes, plan_by_rule
+from ds_fsmoe.planning.decide.gradient_plan import (
+    BufferReadiness,
+    GradientPlan,
+    WindowBytes,
+    plan_by_bytes,
+    plan_by_rule,
+)
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

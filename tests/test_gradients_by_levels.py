@@ -29,7 +29,7 @@ from ds_fsmoe.gradients.ways import (
     Stretch,
     Way,
 )
-from ds_fsmoe.planning.communicators import Communicators, regular
+from ds_fsmoe.planning.groups import Communicators, regular
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.gradient_cases import Run, train
 from tests.ranks import run_on_ranks

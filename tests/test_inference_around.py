@@ -18,7 +18,7 @@ from ds_fsmoe.layer.experts_layer import routing_of_choices
 from ds_fsmoe.layer.held_experts import Room, Where
 from ds_fsmoe.layer.inference import InferenceRun
 from ds_fsmoe.observing.instruments import LayerCall
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 from tests.inference_models import HIDDEN, WAYS, WIDTH, Model, ds_config, engine_of, furthest, plain, tokens, watched
 from tests.ranks import run_on_ranks
 

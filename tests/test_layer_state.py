@@ -21,8 +21,7 @@ from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.observing.instruments import LayerCall
-from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.schedule import EXPERT, Schedule
 from tests.lane_cases import CPU
 

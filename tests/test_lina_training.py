@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.gradients import slice_bytes
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan
+from ds_fsmoe.planning.decide.gradients import slice_bytes
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from tests.gradient_cases import AwkwardModel, Run, batch
 from tests.logged import Said

@@ -30,7 +30,7 @@ from ds_fsmoe.gradients.beside import make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import GRAD
 from ds_fsmoe.tuning.tuned_model import TunedModel
 from tests.lane_cases import INTER, INTRA, schedule_of

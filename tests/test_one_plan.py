@@ -23,16 +23,15 @@ from ds_fsmoe.layer.runtime import planned_links
 from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.offline.plan.report import order_text
 from ds_fsmoe.planning import cluster as clusters
-from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.layer_plan import LayerPlan
-from ds_fsmoe.planning.measured import Slowdowns
-from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
 from ds_fsmoe.tuning.measure import Measured
 from ds_fsmoe.tuning.tuned_model import TunedModel

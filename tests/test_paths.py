@@ -18,7 +18,7 @@ from ds_fsmoe.checkpoint.plan_state import read_paths
 from ds_fsmoe.engine import inference
 from ds_fsmoe.layer.experts_layer import routing_of_choices
 from ds_fsmoe.observing.instruments import LayerCall
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import EVERY, MOST_TOKENS, PathProfiler
 from tests.inference_models import Model, ds_config, engine_of, tokens
 from tests.ranks import run_on_ranks

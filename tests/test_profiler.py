@@ -38,7 +38,7 @@ from ds_fsmoe.measuring.profiler import (
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.measured import (
+from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
     BACKWARD,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_fsmoe.planning.presets import PRESETS
+from ds_fsmoe.planning.decide.presets import PRESETS
 from tests import gradient_cases
 from tests.gradient_cases import LOOPS, Run, training
 from tests.pretended_gpu import Gpu, pretending

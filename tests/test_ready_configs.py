@@ -12,7 +12,7 @@ import torch
 
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.config.schema import schema
-from ds_fsmoe.planning.presets import PRESETS
+from ds_fsmoe.planning.decide.presets import PRESETS
 from ds_fsmoe.registry import known, lookup
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks

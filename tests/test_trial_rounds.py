@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.tuning.stage_plans import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.trial_rounds import TrialRounds

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, plan_by_bytes, plan_by_rule
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, plan_by_bytes, plan_by_rule
+from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
-from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.workload import Gradient
 from ds_fsmoe.tuning.trials import Trials
 from ds_fsmoe.tuning.tuned_model import windows_of

@@ -18,8 +18,8 @@ from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock
-from ds_fsmoe.planning.stage_plan import StageTimes
-from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.planning.decide.stage_plan import StageTimes
+from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.tuning.drift import BEFORE_NEXT, IN_A_ROW, BatchWatch
 from ds_fsmoe.tuning.stage_plans import OfStages
 from ds_fsmoe.tuning.table import span

@@ -33,8 +33,8 @@ from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.hugging_face import Model, made
-from ds_fsmoe.planning.layer_plan import LayerPlan
-from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.block import LayerPlan
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.tuning.table import describe_plan
 from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
 

@@ -34,7 +34,7 @@ from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.routed_model import Recorded, RoutedModel, Topics
 from ds_fsmoe.observing.clock import HOST
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 
 MEDIAN_GOAL = 1.45
 """The goal is the median of the paper; of its 95th percentile that is 1.63."""

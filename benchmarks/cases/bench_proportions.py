@@ -35,9 +35,9 @@ from benchmarks.simulations.paper import load_bed
 from ds_fsmoe.offline.models.known import MODELS
 from ds_fsmoe.offline.models.model_layers import model_layers
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,

@@ -19,9 +19,9 @@ from ds_fsmoe.observing.device_time import Delay, elapsed_ms
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.cost import Fit, LinearCost, fit
+from ds_fsmoe.planning.decide.plan import Planner, plan_by_name
+from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner, plan_by_name
-from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import HOLD, Schedule
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape, kind_costs

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from benchmarks.gpu.checks import Checks, alone
-from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.decide.presets import NAMES
 from tests.gpu_training import compare, train_hf, train_small
 from tests.small_model import Case
 

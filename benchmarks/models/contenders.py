@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.harness.harness import Variant
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import Layer, Layout, Mpu, ranks_per_node
-from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.planning.decide.step_time import StepTimes
 
 PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best")
 COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")

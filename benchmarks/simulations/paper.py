@@ -27,14 +27,14 @@ from typing import Any
 
 from ds_fsmoe.offline.models.known import MODELS
 from ds_fsmoe.offline.models.pipeline import lane_between, send_cost
-from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import Load, Phase, choose_exact, makespan_ms
+from ds_fsmoe.planning.decide.block_times import BlockTimes
+from ds_fsmoe.planning.decide.degree import Load, Phase, choose_exact, makespan_ms
+from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.presets import PRESETS
+from ds_fsmoe.planning.decide.stage_plan import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import PRESETS
-from ds_fsmoe.planning.stage_plan import StageTimes, stage_times
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work
 from ds_fsmoe.terminal.tables import print_table

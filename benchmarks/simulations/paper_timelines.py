@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks.simulations.paper import load_bed, steady_state
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.plan import Planner
-from ds_fsmoe.planning.presets import Switches
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.presets import Switches
+from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
-from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Work, layer_work
 

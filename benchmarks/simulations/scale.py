@@ -30,10 +30,10 @@ from benchmarks.simulations.layouts import (
 )
 from benchmarks.simulations.steady_state import ComposedPlan, plan_composed
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.cost import Cost, LinearCost
-from ds_fsmoe.planning.plan import Planner, Settings
-from ds_fsmoe.planning.presets import BEST, NAMES
+from ds_fsmoe.planning.decide.bounds import step_bounds_ms
+from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, Layer, kind_costs
 from ds_fsmoe.terminal.tables import print_table

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import Gradient, Layer
 

@@ -40,7 +40,7 @@ from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.terminal.progress import followed
 
 

@@ -18,11 +18,10 @@ from ds_fsmoe.checkpoint_files.random_states import check_random_states
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
-from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan
+from ds_fsmoe.planning.decide.gradient_plan import GradientPlan, GradientSlice
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.gradient_plan import GradientPlan, GradientSlice
-from ds_fsmoe.planning.layer_plan import LayerPlan
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState

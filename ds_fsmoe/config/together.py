@@ -149,10 +149,10 @@ def _unfit_degrees(of: Asked) -> list[str]:
 
 
 def _pipeline_of(schedule: str) -> str:
-    """Return what the degrees of a schedule follow from, see :class:`~ds_fsmoe.planning.presets.Switches`."""
+    """Return what the degrees of a schedule follow from, see :class:`~ds_fsmoe.planning.decide.presets.Switches`."""
     if schedule == "best":
         return ""
-    from ds_fsmoe.planning.presets import PRESETS
+    from ds_fsmoe.planning.decide.presets import PRESETS
 
     return PRESETS[schedule]().pipeline if schedule in PRESETS else ""
 

@@ -38,7 +38,7 @@ from ds_fsmoe.distributed.topology import (
     world_size_now,
 )
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.planning.communicators import Communicators, of_deepspeed, of_gradients, of_layers
+from ds_fsmoe.planning.groups import Communicators, of_deepspeed, of_gradients, of_layers
 
 
 @dataclass(frozen=True)

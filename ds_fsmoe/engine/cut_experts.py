@@ -28,7 +28,7 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
-from ds_fsmoe.planning.packing import packings
+from ds_fsmoe.planning.lina.packing import packings
 from ds_fsmoe.terminal.tables import Message
 
 # ---- Cuts one parameter of experts to this rank's part, tagged so that DeepSpeed knows it for one of experts

@@ -71,7 +71,7 @@ from ds_fsmoe.layer.state import facts_of_experts
 from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
-from ds_fsmoe.planning.plan import mode_of
+from ds_fsmoe.planning.decide.plan import mode_of
 from ds_fsmoe.tuning.drift import StepComparison
 from ds_fsmoe.tuning.when import needs_numbers, settled
 from ds_fsmoe.versions import VERSION

@@ -29,7 +29,7 @@ from ds_fsmoe.layer.runtime import LayerRuntime, block_of
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import PathProfiler
 
 

@@ -34,8 +34,8 @@ from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.block_times import order_words
-from ds_fsmoe.planning.presets import BEST
+from ds_fsmoe.planning.decide.block_times import order_words
+from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
 from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.terminal.tables import Message, Table

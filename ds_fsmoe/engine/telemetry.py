@@ -36,8 +36,8 @@ from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.events import Event, as_rows
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
-from ds_fsmoe.planning.plan import mode_of
-from ds_fsmoe.planning.recorded_data import job_as_data
+from ds_fsmoe.planning.decide.plan import mode_of
+from ds_fsmoe.planning.job.recorded_data import job_as_data
 from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from ds_fsmoe.telemetry.record import Record

@@ -28,7 +28,7 @@ from ds_fsmoe.gradients.ways import (
     Stretch,
     Way,
 )
-from ds_fsmoe.planning.gradient_plan import ALIGNED_ELEMENTS, BufferReadiness
+from ds_fsmoe.planning.decide.gradient_plan import ALIGNED_ELEMENTS, BufferReadiness
 from ds_fsmoe.planning.schedule import GRAD
 
 MOST_PIECES, PIECE_NUMEL = 8, 1 << 16

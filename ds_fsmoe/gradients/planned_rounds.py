@@ -10,7 +10,7 @@ from torch import nn
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.waiting_gradients import WaitingGradients
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice
+from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, GradientPlan, GradientSlice
 
 MakePlan = Callable[[Sequence[BufferReadiness]], GradientPlan]
 

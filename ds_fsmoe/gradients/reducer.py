@@ -27,7 +27,7 @@ from ds_fsmoe.gradients.beside import end_gathers
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.planned_rounds import MakePlan, PlannedRounds
 from ds_fsmoe.gradients.waiting_gradients import WaitingGradients
-from ds_fsmoe.planning.gradient_plan import GradientSlice
+from ds_fsmoe.planning.decide.gradient_plan import GradientSlice
 
 
 class GradientReducer(PlannedRounds):

@@ -38,7 +38,7 @@ from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.observing.clock import HOST, Clock
-from ds_fsmoe.planning.gradient_plan import (
+from ds_fsmoe.planning.decide.gradient_plan import (
     BufferReadiness,
     GradientPlan,
     GradientSlice,
@@ -47,7 +47,7 @@ from ds_fsmoe.planning.gradient_plan import (
     plan_by_rule,
     plan_micro_ops,
 )
-from ds_fsmoe.planning.gradients import Mode, slice_bytes
+from ds_fsmoe.planning.decide.gradients import Mode, slice_bytes
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
 LOOKS = 2

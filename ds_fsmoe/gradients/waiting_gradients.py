@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.layer.stock_layer import FSMoELayer
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, never_above
+from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, never_above
 
 
 @dataclass(frozen=True)

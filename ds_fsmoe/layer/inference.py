@@ -29,8 +29,8 @@ from ds_fsmoe.layer.held_experts import HeldExperts, HeldTable, LateExperts, dea
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.ops import Ops
-from ds_fsmoe.planning.expert_ranks import differs, num_top, ranks_of_experts
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.expert_ranks import differs, num_top, ranks_of_experts
+from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import TokenPaths, choices_of
 
 _UNITS = 1 << 20
@@ -69,7 +69,7 @@ class Options:
     """Holds what a user has asked for, the same for all layers."""
 
     most_per_rank: int = 4
-    """The most experts of a rank, see :func:`~ds_fsmoe.planning.expert_ranks.ranks_of_experts`."""
+    """The most experts of a rank, see :func:`~ds_fsmoe.planning.lina.expert_ranks.ranks_of_experts`."""
     second_phase: bool = True
     """Says whether estimates are compared with what gates decide."""
     overlaps: bool = True

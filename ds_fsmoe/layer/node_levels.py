@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ds_fsmoe.distributed.groups import FSMoEGroups, make
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.planning.communicators import in_levels, levels_of
+from ds_fsmoe.planning.groups import in_levels, levels_of
 
 
 def node_links(groups: FSMoEGroups, kind: str, purpose: str) -> NodeLinks | None:

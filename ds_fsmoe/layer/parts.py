@@ -25,7 +25,7 @@ from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.row_sizes import PassedOn
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.ops import Ops, load_ops
-from ds_fsmoe.planning.communicators import Communicators, Ranks
+from ds_fsmoe.planning.groups import Communicators, Ranks
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 

@@ -35,11 +35,10 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.instruments import Check, Instrument
 from ds_fsmoe.observing.watchdog import Watchdog
-from ds_fsmoe.planning.block import BlockPlan, Links
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan, Links
+from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.presets import BEST, preset
 
 # ---- Reports choices that are out of range where looking at them in the call would make the host wait for the
 # device

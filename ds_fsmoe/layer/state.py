@@ -35,8 +35,8 @@ from ds_fsmoe.layer.row_routing import Placed, sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import Check, Instrument
+from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.layer_plan import LayerPlan
 
 # ---- Keeps experts whole until their shards can be cut
 #

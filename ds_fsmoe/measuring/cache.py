@@ -32,7 +32,7 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.hardware import link_lines
 from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
-from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.planning.job.measured import Timing
 from ds_fsmoe.untrusted import read_json
 from ds_fsmoe.versions import VERSION
 

@@ -24,7 +24,7 @@ from ds_fsmoe.measuring.stopwatch import Prepare, slowdowns
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.planning.job.measured import Timing
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Draft, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 

@@ -23,7 +23,7 @@ from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Layout
 from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
 from ds_fsmoe.planning.cost import fit
-from ds_fsmoe.planning.packing import Packing, pack
+from ds_fsmoe.planning.lina.packing import Packing, pack
 
 CPU_BYTES = 1 << 20
 """The size of the largest micro-op that is timed on CPUs, whose links are slow."""

@@ -32,7 +32,7 @@ from ds_fsmoe.measuring.cluster_profile import ProfileNames, profile_cluster
 from ds_fsmoe.measuring.hardware import link_lines
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.planning.job.measured import Timing
 from ds_fsmoe.terminal.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,7 +24,7 @@ from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.measuring.cache import Measuring
 from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, slowdowns
-from ds_fsmoe.planning.measured import (
+from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
     BACKWARD,

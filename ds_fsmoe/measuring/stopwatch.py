@@ -20,7 +20,7 @@ from ds_fsmoe.execution.lanes import Lanes
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.observing.spans import Recorder
-from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
 
 FEWEST, MOST = 3, 9

@@ -14,8 +14,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_PARAMETERS, GRAD_GATHER, GRAD_SCATTER, Draft, Lane, Schedule
-from ds_fsmoe.planning.sharing import Sharing
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Sharing, Work
 
 Links = Literal["shared", "paper", "reduce_first"]
 ORDERS: tuple[Links, ...] = ("shared", "paper", "reduce_first")
@@ -64,6 +63,20 @@ class BlockPlan:
             tuple(replace(each, newest_layer=-1) for each in slices) for slices in (self.moe_slices, self.dense_slices)
         )
         return replace(self, moe_slices=moe, dense_slices=dense)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer is run: planned without the machine and handed to the object that owns the layer there."""
+
+    forward: BlockPlan
+    backward: BlockPlan
+    alltoall: str
+    """The name of the all-to-all in the registry."""
+    reduces: tuple[tuple[float, str], ...] = ()
+    """(smallest size in bytes, how a reduce-scatter is done), ascending; empty: the default for the kind of device."""
+    in_halves: bool = False
+    """Whether the two halves of a micro-batch take turns; the plans above are then those of one half."""
 
 
 @dataclass

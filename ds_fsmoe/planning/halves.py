@@ -9,9 +9,14 @@ and a half's attention, or whatever else lies between two layers, comes ahead of
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, GATHER, HOLD, SPREAD, Lane, Schedule, Task
+from ds_fsmoe.planning.block import BlockPlan, MoEPart, Passed, Slice, add_after, add_work
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, GATHER, HOLD, SPREAD, Draft, Lane, Schedule, Task
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
 ENTERING = frozenset((A2A_IN_NODE, A2A_IN, GATHER, SPREAD))
 """The kinds of tasks that bring tokens to the experts."""
@@ -52,3 +57,151 @@ def entering_first(schedule: Schedule, kinds: frozenset[str] = ENTERING) -> tupl
     place = {index: at for at, index in enumerate(order)}
     moved = [replace(tasks[index], after=tuple(place[each] for each in needs(index))) for index in order]
     return Schedule(tuple(moved)), sum(map(enters, tasks))
+
+
+# ---- the schedule of a model, over all its layers
+#
+# In the order of each phase, layer by layer: what lies between two layers, of the first half, and what brings its
+# tokens to the experts; the same of the second half; the rest of the first half's MoE part; the rest of the second's.
+# So a half goes straight on from one layer to the next. In the backward the halves change names, as what came last goes
+# first.
+
+
+def half_moe(moe: MoEWork) -> MoEWork:
+    """Return what one half has of a MoE part; of slots, half of them rounded up."""
+    capacity = None if moe.capacity is None else max(1, math.ceil(moe.capacity / NUM_HALVES))
+    share = 1 / NUM_HALVES if capacity is None or not moe.capacity else capacity / moe.capacity
+
+    def of(works: Sequence[Work]) -> tuple[Work, ...]:
+        return tuple(replace(each, size=each.size * share) for each in works)
+
+    (expert,) = of((moe.expert,))
+    return MoEWork(of(moe.enter), of(moe.gather), expert, of(moe.reduce), of(moe.leave), capacity)
+
+
+def half_layer(layer: Layer) -> Layer:
+    """Return the MoE part of one half of a layer, without gradients."""
+    forward, backward = (BlockWork((), half_moe(each.moe), ()) for each in (layer.forward, layer.backward))
+    return replace(layer, forward=forward, backward=backward, gradients=())
+
+
+def halves_schedule(
+    layers: Sequence[Layer],
+    plans: Sequence[BlockPlan],
+    phase: Literal["forward", "backward"],
+    tail: Sequence[Slice] = (),
+    forward_plans: Sequence[BlockPlan] = (),
+) -> Schedule:
+    """Return the schedule of all layers, in the order in which the phase runs them.
+
+    A layer that recomputes runs its forward again for both halves in turns, when the half that is first in the backward
+    comes to it. Collectives between layers are those of the user's model, which wait on the computing lane.
+
+    Args:
+        layers: in the order of the phase: the backward begins with the last.
+        plans: one per layer, each of one half; gradients travel in the run of the second one.
+        phase: the phase.
+        tail: gradient slices that are sent after all layers.
+        forward_plans: one per layer, in the same order; needed if layers recompute.
+    """
+    writer = _Writer()
+    for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
+        again = (layer.forward, forward_plans[index]) if layer.recompute and phase == "backward" else None
+        writer.add(index, getattr(layer, phase), plan, again)
+    return writer.finish(tail, len(layers))
+
+
+@dataclass
+class _Behind:
+    """What follows the MoE part of a layer, which goes with the next layer."""
+
+    layer: int
+    works: tuple[Work, ...]
+    plan: BlockPlan
+    done: list[int] = field(default_factory=list)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._draft, self._passed = Draft(), Passed()
+        self._last: list[tuple[int, ...]] = [()] * NUM_HALVES
+        self._behind: _Behind | None = None
+
+    def add(
+        self, index: int, work: BlockWork, plan: BlockPlan, again: tuple[BlockWork, BlockPlan] | None = None
+    ) -> None:
+        """Append a layer.
+
+        Args:
+            index: its number in the phase.
+            work: what it does in the phase.
+            plan: of one half.
+            again: what it runs once more ahead of that, and the plan of a half of it.
+        """
+        moe, parts = half_moe(work.moe), []
+        remade: tuple[int, ...] = ()
+        for half in range(NUM_HALVES):
+            self._go_on(half)
+            if again is not None and half == 0:
+                remade = self._run_again(index, *again)
+            self._last[half] = tuple(dict.fromkeys((*self._last[half], *remade)))
+            for each in _halved(work.before):
+                self._last[half] = (add_work(self._draft, each, index, self._last[half], half),)
+            of_half = plan if half else replace(plan, moe_slices=(), dense_slices=())
+            part = MoEPart(self._draft, moe, of_half, index, self._last[half], half * plan.degree)
+            part.enter(gathers=not (half and plan.links == "reduce_first"))
+            parts.append(part)
+        for half, part in enumerate(parts):
+            self._last[half] = part.rest(self._passed)
+        self._passed.experts[index] = tuple(task for part in parts for task in part.weights_done)
+        self._behind = _Behind(index, work.after, plan)
+
+    def _run_again(self, index: int, work: BlockWork, plan: BlockPlan) -> tuple[int, ...]:
+        """Append a layer's forward of both halves, which run to their ends, and return the tasks that end it."""
+        ends: list[int] = []
+        parts, plan = [], replace(plan, moe_slices=(), dense_slices=())
+        for half in range(NUM_HALVES):
+            last = self._last[0]
+            for each in _halved(work.before):
+                last = (add_work(self._draft, each, index, last, half),)
+            part = MoEPart(self._draft, half_moe(work.moe), plan, index, last, half * plan.degree)
+            part.enter(gathers=not (half and plan.links == "reduce_first"))
+            parts.append(part)
+        lasts = [part.rest(Passed()) for part in parts]
+        for half, last in enumerate(lasts):
+            ends += add_after(self._draft, _halved(work.after), plan, index, last, Passed(), half)
+        return tuple(dict.fromkeys(ends))
+
+    def finish(self, tail: Sequence[Slice], layer: int) -> Schedule:
+        """Append what is left, and return the schedule."""
+        for half in range(NUM_HALVES):
+            self._go_on(half)
+        last = tuple(dict.fromkeys(task for of_half in self._last for task in of_half))
+        for index, each in enumerate(tail):
+            self._draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=last, layer=layer)
+        return self._draft.finish()
+
+    def _go_on(self, half: int) -> None:
+        """Append what a half has to do behind the layer before; the second one's has its gradients beside it."""
+        behind = self._behind
+        if behind is None:
+            return
+        plan = behind.plan if half else replace(behind.plan, moe_slices=(), dense_slices=())
+        works, last = _halved(behind.works), self._last[half]
+        self._last[half] = add_after(self._draft, works, plan, behind.layer, last, self._passed, half)
+        behind.done += self._last[half]
+        if half:
+            self._passed.layer[behind.layer] = tuple(dict.fromkeys(behind.done))
+            self._behind = None
+
+
+def _halved(works: Sequence[Work]) -> tuple[Work, ...]:
+    """Return what one half has of what lies between layers, on the computing lane as well."""
+    return tuple(
+        replace(
+            each,
+            size=each.size / NUM_HALVES,
+            lanes=each.lanes if Lane.COMPUTE in each.lanes else (*each.lanes, Lane.COMPUTE),
+        )
+        for each in works
+    )

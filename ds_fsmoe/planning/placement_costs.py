@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized, sized_timeline
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,

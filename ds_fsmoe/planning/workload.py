@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
@@ -135,6 +135,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What ZeRO sends for one layer besides what its schedule places."""
+
+    forward: tuple[Work, ...] = ()
+    """The gathers of parameters that its forward waits for."""
+    backward: tuple[Work, ...] = ()
+    gradients: tuple[Work, ...] = ()
+    """The reduce-scatters of its gradients, when its backward is through."""
+    is_ahead: bool = True
+    """Whether gathers begin with the layer that runs before; otherwise when that one is through."""
+    in_all: bool = True
+    """Whether this happens in every micro-batch; otherwise once a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoEWork:
     """The part of a layer that is cut into chunks. What a group of one would do is not there."""
 
@@ -172,10 +187,6 @@ class Gradient:
     size_bytes: int
     tensors_bytes: tuple[int, ...] = ()
     """The bytes of its tensors, in the order in which they exist; empty: it is one tensor."""
-
-
-if TYPE_CHECKING:
-    from ds_fsmoe.planning.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)

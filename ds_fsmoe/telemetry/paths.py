@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts, beside the training, which experts the tokens of each path choose: for Lina's scheduler of inference.
 
-A token's path are its first choices in the layers before, see :class:`~ds_fsmoe.planning.popularity.PathProfile`.
+A token's path are its first choices in the layers before, see :class:`~ds_fsmoe.planning.lina.popularity.PathProfile`.
 Counting takes the host milliseconds for each layer, so it is a sample that is counted: some tokens of one forward in
 many. Their choices are copied to the host without waiting, and counted there when the next forward begins.
 
@@ -19,7 +19,7 @@ from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.execution.device_tables import HostCopy
 from ds_fsmoe.observing.instruments import LayerCall
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.popularity import PathProfile
 
 STATE_FORMAT = 1
 """The version of what :meth:`PathProfiler.as_state` returns."""

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay
-from ds_fsmoe.planning.recorded_data import job_as_data
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.recorded_data import job_as_data
 from ds_fsmoe.tuning.table import choices_as_data, timings_of
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ds_fsmoe.layer.stock_layer import FSMoELayer
     from ds_fsmoe.planning.block import Links
     from ds_fsmoe.planning.call_shape import CallShape
-    from ds_fsmoe.planning.candidates import Search
-    from ds_fsmoe.planning.gradients import Mode
+    from ds_fsmoe.planning.decide.candidates import Search
+    from ds_fsmoe.planning.decide.gradients import Mode
     from ds_fsmoe.planning.workload import BlockWork
     from ds_fsmoe.tuning.autotune import Autotune
     from ds_fsmoe.tuning.measure import Measured

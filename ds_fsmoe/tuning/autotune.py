@@ -29,10 +29,10 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.candidates import Search
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.presets import BEST
+from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.stage_plans import Candidate, OfStages, candidates_of_all_stages, rows_of_all_stages
 from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short

@@ -25,6 +25,7 @@ from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import Predictors
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock, most_of
+from ds_fsmoe.planning.decide.stage_plan import StageTimes
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -39,7 +40,6 @@ from ds_fsmoe.planning.schedule import (
     SPREAD,
     Lane,
 )
-from ds_fsmoe.planning.stage_plan import StageTimes
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.tuning.stage_plans import OfStages
 

@@ -25,7 +25,7 @@ from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.crossings import Crossings, counted_crossings, expected_crossings
-from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
+from ds_fsmoe.planning.job.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
 

@@ -11,7 +11,7 @@ import torch
 from ds_fsmoe.measuring.cache import Measuring
 from ds_fsmoe.measuring.profiler import untouched
 from ds_fsmoe.measuring.stopwatch import Prepare
-from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GATHERED, GRADIENTS, ORDER, SCATTERED, Timing
+from ds_fsmoe.planning.job.measured import EXPERT_GRADIENTS, GATE, GATHERED, GRADIENTS, ORDER, SCATTERED, Timing
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, GRAD_GATHER, GRAD_SCATTER
 from ds_fsmoe.tuning.layer_kinds import LayerKind
 

@@ -25,9 +25,9 @@ from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.larger_ep import sizes_from
+from ds_fsmoe.planning.job.larger_ep import sizes_from
+from ds_fsmoe.planning.job.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
 from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
 from ds_fsmoe.planning.workload import Gradient, Layer
 from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_ways_on_every_stage

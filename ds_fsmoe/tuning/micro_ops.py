@@ -22,8 +22,8 @@ from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
+from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
 
 

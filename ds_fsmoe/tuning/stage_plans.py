@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Stages
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.stage_plan import StageTimes
-from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.stage_plan import StageTimes
+from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.tuning.table import Row, describe_plan
 from ds_fsmoe.tuning.tuned_model import TunedModel
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ds_fsmoe.planning.cost import GOOD_SHARE
+from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, choices_table, span, timings_of
 from ds_fsmoe.tuning.trials import TrialGain, Tried

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.measuring.profiler import Reduces
-from ds_fsmoe.planning.block_times import Order, order_words
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
-from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
-from ds_fsmoe.planning.plan import ModelPlan
-from ds_fsmoe.planning.search import MIN_GAIN, Choice, Degree, chunks_text
-from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.planning.decide.block_times import Order, order_words
+from ds_fsmoe.planning.decide.plan import ModelPlan
+from ds_fsmoe.planning.decide.search import MIN_GAIN, Choice, Degree, chunks_text
+from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.terminal.tables import Message, Table
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.terminal.progress import NowAndThen
 from ds_fsmoe.tuning.stage_plans import Candidate
 from ds_fsmoe.tuning.summary import Outcome

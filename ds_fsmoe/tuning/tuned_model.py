@@ -10,16 +10,15 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes
-from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.candidates import Search
-from ds_fsmoe.planning.gradient_plan import WindowBytes
-from ds_fsmoe.planning.larger_ep import larger_ep_sizes
-from ds_fsmoe.planning.layer_plan import LayerPlan
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, Settings, mode_of
-from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.stage_plan import StageTimes, stage_times
-from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.planning.block import LayerPlan, Slice
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.gradient_plan import WindowBytes
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner, Settings, mode_of
+from ds_fsmoe.planning.decide.presets import BEST
+from ds_fsmoe.planning.decide.stage_plan import StageTimes, stage_times
+from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.planning.job.larger_ep import larger_ep_sizes
 from ds_fsmoe.tuning.as_data import measured_job
 from ds_fsmoe.tuning.measure import Measured
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.planning.presets import BEST, PRESETS
+from ds_fsmoe.planning.decide.presets import BEST, PRESETS
 
 STEPS_BEFORE = 10
 """The optimizer steps before the autotuner measures unasked: what only tries whether a job starts is over by then."""

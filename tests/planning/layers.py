@@ -10,13 +10,14 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import Load, Phase
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
+from ds_fsmoe.planning.decide.degree import Load, Phase
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.presets import Switches
+from ds_fsmoe.planning.decide.search import Choice, SearchSpace, choose
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner
-from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -38,7 +39,6 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Schedule,
 )
-from ds_fsmoe.planning.search import Choice, SearchSpace, choose
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, layer_work
 

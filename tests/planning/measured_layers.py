@@ -7,8 +7,10 @@ import random
 from dataclasses import dataclass
 
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call, moe_work
+from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.search import Choice, Degree, SearchSpace
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.measured import (
+from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
     BACKWARD,
@@ -18,8 +20,6 @@ from ds_fsmoe.planning.measured import (
     LayerProfile,
     Timing,
 )
-from ds_fsmoe.planning.plan import Planner, Settings
-from ds_fsmoe.planning.search import Choice, Degree, SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import AllToAll, Layer
 

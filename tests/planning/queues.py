@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import Partition, QueuedGradient, SendWindow
+from ds_fsmoe.planning.decide.gradients import Partition, QueuedGradient, SendWindow
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 
 INTER = (Lane.INTER,)

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulations.paper import table_4
-from ds_fsmoe.planning.block_times import BlockTimes, Order
-from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.presets import PRESETS, Switches
+from ds_fsmoe.planning.decide.search import LANE_NAMES
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import PRESETS, Switches
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, Lane
-from ds_fsmoe.planning.search import LANE_NAMES
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Shape, Work, kind_costs, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, choice_of, layer_of, plan_by_switches, random_costs

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.planning.block import ORDERS, Slice, block_schedule
-from ds_fsmoe.planning.block_times import BlockTimes, Order
-from ds_fsmoe.planning.bounds import lower_bound_ms
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import Load, Phase
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.bounds import lower_bound_ms
+from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork

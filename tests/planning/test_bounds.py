@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import Load, Phase
+from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import Gradient, Layer

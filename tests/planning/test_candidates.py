@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.candidates import TRIED_DEGREES, Search
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.measured import LayerProfile, Timing
-from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.candidates import TRIED_DEGREES, Search
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.job.measured import LayerProfile, Timing
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
-from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import Gradient, Layer
 from tests.planning.measured_layers import Machine, layer_of, made_up

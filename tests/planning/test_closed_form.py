@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import NOTHING, Load, Phase, bounds_ms, choose_exact, makespan_ms
+from ds_fsmoe.planning.decide.degree import NOTHING, Load, Phase, bounds_ms, choose_exact, makespan_ms
 from tests.planning.layers import by_hand_ms, phases, simulated_ms
 
 MODEST = settings(deadline=None, max_examples=80, derandomize=True)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.plan.cluster_check import Finding, check_cluster, gb_per_s
 from ds_fsmoe.planning.cluster import Operation, names, read_cluster_file
-from ds_fsmoe.planning.cluster_check import Finding, check_cluster, gb_per_s
 from ds_fsmoe.planning.cost import LinearCost
 from tests.planning.changed import with_change
 

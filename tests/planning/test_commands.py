@@ -16,9 +16,9 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.offline.plan.report import report
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.decide.plan import Settings
+from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Settings
-from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape

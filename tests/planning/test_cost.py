@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulations.paper import layers_of, load_bed, phases
 from ds_fsmoe.planning.cost import Fit, LinearCost, SwitchedCost, fit, fit_switched, least_ms
-from ds_fsmoe.planning.degree import choose_exact, makespan_ms
+from ds_fsmoe.planning.decide.degree import choose_exact, makespan_ms
 
 
 def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:

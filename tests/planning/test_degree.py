@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from ds_fsmoe.planning import degree as degree_module
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import (
+from ds_fsmoe.planning.decide import degree as degree_module
+from ds_fsmoe.planning.decide.degree import (
     BOTTLENECKS,
     STREAM,
     Load,

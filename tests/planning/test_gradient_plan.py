@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.gradient_plan import (
+from ds_fsmoe.planning.decide.gradient_plan import (
     ALIGNED_ELEMENTS,
     BufferReadiness,
     GradientPlan,

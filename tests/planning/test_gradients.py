@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import MODES, Partition, QueuedGradient, SendWindow, partition
+from ds_fsmoe.planning.decide.gradients import MODES, Partition, QueuedGradient, SendWindow, partition
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from tests.planning.queues import by_brute_force_ms, dense, expert, extra_ms, random_queue, window
 

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.bounds import busiest_ms
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide.bounds import busiest_ms
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import ENTERING, SETTING_OUT, entering_first
-from ds_fsmoe.planning.halves_schedule import half_layer, half_moe, halves_schedule
-from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.halves import ENTERING, SETTING_OUT, entering_first, half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes, micro_op_ends, num_micro_ops
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradient_plan import (
+from ds_fsmoe.planning.decide.gradient_plan import (
     ALIGNED_ELEMENTS,
     BufferReadiness,
     GradientSlice,
     plan_by_rule,
     plan_micro_ops,
 )
-from ds_fsmoe.planning.gradients import CHUNK_BYTES, QueuedGradient, partition, slice_bytes
+from ds_fsmoe.planning.decide.gradients import CHUNK_BYTES, QueuedGradient, partition, slice_bytes
+from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD, Lane
 from ds_fsmoe.planning.timeline import Contention, Timeline
 from ds_fsmoe.planning.workload import MoEWork, Shape, Work, layer_work

@@ -10,11 +10,11 @@ import pytest
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.known import load_model, model_names
 from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers, moe_shape, stage_flops, stages
-from ds_fsmoe.planning.bounds import step_bounds_ms
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.decide.bounds import step_bounds_ms
+from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import (
     ATTENTION,
     DENSE,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ds_fsmoe.planning.packing import Packing, pack, packings
+from ds_fsmoe.planning.lina.packing import Packing, pack, packings
 
 
 def by_loop(experts: int, ranks: int, experts_ms: dict[int, float], alltoall_ms: dict[int, float]) -> int:

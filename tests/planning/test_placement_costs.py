@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
 from ds_fsmoe.planning.crossings import Crossings, expected_crossings
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.placement_costs import (
     BALANCED,

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.simulations.paper import table_4
 from ds_fsmoe.offline.models.known import MODELS, model
-from ds_fsmoe.planning import plan as plan_module
-from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide import plan as plan_module
+from ds_fsmoe.planning.decide.block_times import BlockTimes
+from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import Layer, Shape, Work, kind_costs, layer_work

@@ -10,19 +10,19 @@ import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.bounds import busiest_ms
-from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.bounds import busiest_ms
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.gradients import Mode
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.plan_halves import halves_orders, plan_in_halves
+from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.step_time import predict_step
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves_schedule import half_layer, half_moe, halves_schedule
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, Settings
-from ds_fsmoe.planning.plan_halves import halves_orders, plan_in_halves
+from ds_fsmoe.planning.halves import half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, REST, Lane
-from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
-from ds_fsmoe.planning.step_time import predict_step
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import Gradient, Layer, Work, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs

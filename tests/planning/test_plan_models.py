@@ -19,8 +19,8 @@ from ds_fsmoe.offline.models.known import PAPER, load_model, model_names
 from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
 from ds_fsmoe.offline.plan.report import report
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Settings
 
 TINY: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40},

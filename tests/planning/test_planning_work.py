@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_fsmoe.planning import block_times
 from ds_fsmoe.planning.call_shape import layer_of_call
-from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide import block_times
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
-from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.workload import Gradient, Layer
 from tests.planning.measured_layers import GROUPS, SIZES, made_up
 from tests.planning.test_candidates import search_of

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_fsmoe.planning.expert_ranks import differs, num_top, ranks_of_experts, top_experts
-from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.planning.lina.expert_ranks import differs, num_top, ranks_of_experts, top_experts
+from ds_fsmoe.planning.lina.popularity import PathProfile
 
 
 def tokens(seed: int, num_tokens: int, length: int, num_experts: int, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import Load, Phase, choose_exact, choose_slsqp, makespan_ms, paper_case, paper_case_ms
+from ds_fsmoe.planning.decide.degree import (
+    Load,
+    Phase,
+    choose_exact,
+    choose_slsqp,
+    makespan_ms,
+    paper_case,
+    paper_case_ms,
+)
 from tests.planning.layers import by_hand_ms, simulated_ms
 
 UNIT = LinearCost(0.0, 1.0)

@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,

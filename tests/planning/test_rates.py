@@ -13,8 +13,8 @@ from ds_fsmoe.offline.models.known import load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.offline.plan.report import report
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Settings
 from ds_fsmoe.planning.rates import experts_cost
 from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
 from ds_fsmoe.planning.workload import Shape, kind_costs

@@ -25,16 +25,16 @@ from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Placement
-from ds_fsmoe.planning.measured import Slowdowns
-from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.recorded_costs import (
+from ds_fsmoe.planning.job.measured import Slowdowns
+from ds_fsmoe.planning.job.recorded_costs import (
     RecordedGroups,
     RecordedJob,
     RecordedKind,
     RecordedWay,
     cost_times,
 )
-from ds_fsmoe.planning.recorded_data import job_as_data, job_from_data
+from ds_fsmoe.planning.job.recorded_data import job_as_data, job_from_data
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, play
 from tests.planning.measured_layers import GROUPS, SIZES, made_up

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe.planning.block import ORDERS
-from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.call_shape import layer_of_call, moe_work
-from ds_fsmoe.planning.candidates import Search
-from ds_fsmoe.planning.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
-from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.job.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, choose_degrees, made_up

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe.planning.block import ORDERS, Links
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.bounds import lower_bound_ms
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.measured import (
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.bounds import lower_bound_ms
+from ds_fsmoe.planning.decide.search import SearchSpace
+from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
+from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
     BACKWARD,
@@ -24,9 +25,8 @@ from ds_fsmoe.planning.measured import (
     LayerProfile,
     Timing,
 )
+from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import GRAD, Lane
-from ds_fsmoe.planning.search import SearchSpace
-from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import Gradient, Layer
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, layer_of, made_up

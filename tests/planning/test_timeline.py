@@ -11,7 +11,7 @@ import pytest
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import Load, Phase
+from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, HOLD, REDUCE, Draft, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import Contention, play, simulate
 from tests.planning.layers import (

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.other_ranks import OtherRanks, on_other_ranks
-from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
-from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.recorded_costs import RecordedKind, RecordedWay
-from ds_fsmoe.planning.what_if import Ran, WhatIf, ran_of
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
+from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
+from ds_fsmoe.planning.job.recorded_costs import RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.what_if import Ran, WhatIf, ran_of
 from tests.planning.measured_layers import SIZES, made_up
 from tests.planning.test_recorded_costs import COLLECTIVES, GROUPS, LABELS, job_of
 

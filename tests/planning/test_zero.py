@@ -16,9 +16,10 @@ from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, mo
 from ds_fsmoe.offline.models.zero import Zero, sharing_costs
 from ds_fsmoe.offline.plan.report import Report, report
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.decide.stage_plan import stage_times
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner, Settings
-from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD_PARTS,
     EXPERT_PARAMETERS,
@@ -27,7 +28,6 @@ from ds_fsmoe.planning.schedule import (
     PARAMETERS,
     Lane,
 )
-from ds_fsmoe.planning.stage_plan import stage_times
 
 CLUSTER, MODEL = load_cluster("testbed_a"), load_model("olmoe").first(4)
 GROUPS = Groups(16, 8, ep=8)

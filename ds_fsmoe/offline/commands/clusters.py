@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(cluster: Cluster) -> tuple[str, ...]:
-    from ds_fsmoe.planning.cluster_check import gb_per_s
+    from ds_fsmoe.offline.plan.cluster_check import gb_per_s
 
     rates = {
         link: gb_per_s(name, cluster.operations[name]) if name in cluster.operations else 0.0
@@ -63,7 +63,7 @@ def _row(cluster: Cluster) -> tuple[str, ...]:
 
 def _check(name: str) -> bool:
     """Print what there is to say about a file, and return whether something is wrong."""
-    from ds_fsmoe.planning.cluster_check import check_cluster
+    from ds_fsmoe.offline.plan.cluster_check import check_cluster
 
     findings = check_cluster(name)
     for finding in findings:

@@ -25,8 +25,7 @@ from ds_fsmoe.offline.models.memory_activations import (
 )
 from ds_fsmoe.offline.models.memory_states import Account, Parameters, plus, states_of
 from ds_fsmoe.offline.models.training import GB, Training
-from ds_fsmoe.planning.communicators import num_held
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, num_held
 
 COMMUNICATORS = "NCCL and CUDA (estimated)"
 COMMUNICATOR_BYTES = 512 * 2**20

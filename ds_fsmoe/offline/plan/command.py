@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from ds_fsmoe.offline.models.zero import Zero
     from ds_fsmoe.offline.plan.report import Report
     from ds_fsmoe.planning.cluster import Cluster
+    from ds_fsmoe.planning.decide.plan import Settings
     from ds_fsmoe.planning.groups import Groups
-    from ds_fsmoe.planning.plan import Settings
 
 HELP = "predict step time and memory of a model on a cluster"
 DRAWN_LAYERS = 3
@@ -200,8 +200,8 @@ def _zero(args: argparse.Namespace, job: dict[str, Any]) -> Zero:
 
 
 def _settings(args: argparse.Namespace, cluster: Cluster, architecture: Architecture | None) -> Settings:
-    from ds_fsmoe.planning.gradients import SOLVERS
-    from ds_fsmoe.planning.plan import Settings
+    from ds_fsmoe.planning.decide.gradients import SOLVERS
+    from ds_fsmoe.planning.decide.plan import Settings
     from ds_fsmoe.planning.timeline import IDEAL, Contention
 
     if args.gradient_solver not in SOLVERS:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from ds_fsmoe.offline.plan.traced_costs import TracedJob, TracedTask
     from ds_fsmoe.planning.cluster import Cluster
     from ds_fsmoe.planning.groups import Groups
-    from ds_fsmoe.planning.other_ranks import OtherRanks
+    from ds_fsmoe.planning.job.other_ranks import OtherRanks
+    from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind
+    from ds_fsmoe.planning.job.what_if import Prediction, Ran, WhatIf
     from ds_fsmoe.planning.placement_costs import Prices
-    from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind
-    from ds_fsmoe.planning.what_if import Prediction, Ran, WhatIf
 
 
 NO_GRADIENTS = (
@@ -86,8 +86,8 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
     """
     from ds_fsmoe.files.runs import MEASURED, read_run
     from ds_fsmoe.offline.report.comparison import settled_after, times_of
-    from ds_fsmoe.planning.recorded_data import job_from_data
-    from ds_fsmoe.planning.what_if import ran_of
+    from ds_fsmoe.planning.job.recorded_data import job_from_data
+    from ds_fsmoe.planning.job.what_if import ran_of
 
     run = read_run(folder)
     if run.is_stock:
@@ -134,7 +134,7 @@ class _Spans:
 def _by_measurements(job: RecordedJob, spans: _Spans, ran: Ran, backward_ms: float) -> tuple[WhatIf, WhatIf, list[str]]:
     """Return predictions by what the autotuner has measured, those corrected by the trace, and what to say of them."""
     from ds_fsmoe.offline.plan.traced_costs import corrected, with_slowdown_of
-    from ds_fsmoe.planning.what_if import WhatIf
+    from ds_fsmoe.planning.job.what_if import WhatIf
 
     raw = WhatIf(job)
     notes = [] if job.gradients_bytes else [NO_GRADIENTS]
@@ -160,8 +160,8 @@ def _by_trace_alone(
 ) -> tuple[WhatIf, WhatIf, list[str]]:
     """Return predictions by the trace of a run that measured nothing, twice, and what to say of them."""
     from ds_fsmoe.offline.plan.traced_costs import fit_costs, read_tasks
+    from ds_fsmoe.planning.job.what_if import WhatIf
     from ds_fsmoe.planning.timeline import IDEAL
-    from ds_fsmoe.planning.what_if import WhatIf
 
     contention = IDEAL if cluster is None else cluster.contention
     traced = read_tasks(spans.tasks, contention, spans.settled)
@@ -277,7 +277,7 @@ def print_elsewhere(found: Calibrated, args: argparse.Namespace) -> list[dict[st
 
 def _wanted(job: RecordedJob, args: argparse.Namespace) -> list[tuple[str, OtherRanks]]:
     """Return what is looked at: what was asked for, each all-to-all, and other layouts of the same ranks."""
-    from ds_fsmoe.planning.other_ranks import OtherRanks
+    from ds_fsmoe.planning.job.other_ranks import OtherRanks
     from ds_fsmoe.planning.workload import ALLTOALLS
 
     kind = job.kinds[0]
@@ -317,8 +317,8 @@ def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
     Raises:
         ValueError: it cannot be there, or nothing is known of the cluster.
     """
-    from ds_fsmoe.planning.other_ranks import OtherRanks, on_other_ranks
-    from ds_fsmoe.planning.what_if import WhatIf
+    from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
+    from ds_fsmoe.planning.job.what_if import WhatIf
 
     job = found.what_if.job
     kinds, name = job.kinds, other.alltoall
@@ -384,7 +384,7 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
 
 def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarray) -> Prices:
     """Return what a layer costs as it was run, held against balanced routing."""
-    from ds_fsmoe.planning.layer_plan import LayerPlan
+    from ds_fsmoe.planning.block import LayerPlan
     from ds_fsmoe.planning.placement_costs import Prices
 
     job, at = found.what_if.job, found.what_if.job.labels.index(label)
@@ -493,7 +493,7 @@ HEADS = ("predicted ms", "over what ran", "how")
 
 
 def _print_presets(found: Calibrated) -> list[dict[str, Any]]:
-    from ds_fsmoe.planning.presets import NAMES
+    from ds_fsmoe.planning.decide.presets import NAMES
 
     print("\na step by each schedule, with the numbers of chunks that it would choose")
     predictions = {name: found.what_if.by_schedule(name) for name in NAMES}

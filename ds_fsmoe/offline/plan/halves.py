@@ -11,7 +11,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.offline.plan.report import Report
-    from ds_fsmoe.planning.model_plan import ModelPlan
+    from ds_fsmoe.planning.decide.model_plan import ModelPlan
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def print_halves(args: argparse.Namespace, result: Report, job: dict[str, Any]) 
         print("\n--halves: the batch is halved, and one sample has no halves; --samples 2 or more shows them")
         return {}
     from ds_fsmoe.offline.plan.report import report
-    from ds_fsmoe.planning.bounds import busiest_ms
+    from ds_fsmoe.planning.decide.bounds import busiest_ms
 
     print("\ntwo halves of a micro-batch that take turns, over best")
     if job["zero"].stage:

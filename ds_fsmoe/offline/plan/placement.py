@@ -141,8 +141,8 @@ def moved_bytes(weights: int, dtype_bytes: int) -> int:
 
 def _prices(result: Report, job: dict[str, Any]) -> Prices:
     """Return what a layer of the plan that is shown costs."""
+    from ds_fsmoe.planning.block import LayerPlan
     from ds_fsmoe.planning.layer_costs import LayerCosts
-    from ds_fsmoe.planning.layer_plan import LayerPlan
     from ds_fsmoe.planning.placement_costs import Prices
     from ds_fsmoe.planning.workload import GEMMS
 

@@ -25,9 +25,9 @@ from ds_fsmoe.planning.call_shape import moe_work
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LinearCost, fit
+from ds_fsmoe.planning.job.measured import Slowdowns
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.measured import Slowdowns
-from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
 from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     EXPERT,

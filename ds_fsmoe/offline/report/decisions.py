@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.offline.report.charts import Chart, draw_against, draw_dots, draw_fit, draw_lines
-from ds_fsmoe.planning.block_times import order_words
+from ds_fsmoe.planning.decide.block_times import order_words
 
 if TYPE_CHECKING:
     from ds_fsmoe.offline.report.page import Page

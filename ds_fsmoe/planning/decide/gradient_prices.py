@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 
 _CURVE_POINTS = 17
 _FEW = 24

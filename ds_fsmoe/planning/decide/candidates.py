@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.block import Links
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.gradients import Mode
-from ds_fsmoe.planning.plan import ModelPlan, Planner
-from ds_fsmoe.planning.plan_halves import plan_in_halves, run_in_halves
-from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.gradients import Mode
+from ds_fsmoe.planning.decide.plan import ModelPlan, Planner
+from ds_fsmoe.planning.decide.plan_halves import plan_in_halves, run_in_halves
+from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer
 
@@ -46,7 +46,7 @@ class Search:
 
     def fastest(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
         """Return the plan with the shortest predicted time; one in halves where it gains more than
-        :data:`~ds_fsmoe.planning.search.MIN_GAIN`.
+        :data:`~ds_fsmoe.planning.decide.search.MIN_GAIN`.
 
         Args:
             space: the allowed choices, if not all.

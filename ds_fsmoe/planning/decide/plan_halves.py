@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.degree import smallest_of_best
-from ds_fsmoe.planning.gradients import Mode
-from ds_fsmoe.planning.halves_schedule import half_layer
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner
-from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.degree import smallest_of_best
+from ds_fsmoe.planning.decide.gradients import Mode
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.halves import half_layer
 from ds_fsmoe.planning.workload import Layer, MoEWork
 
 MAX_DEGREE = 4
@@ -59,12 +59,12 @@ def plan_in_halves(
     *,
     degree: int | None = None,
 ) -> ModelPlan | None:
-    """Plan a step in halves; see :meth:`~ds_fsmoe.planning.plan.Planner.plan_options` for the first arguments.
+    """Plan a step in halves; see :meth:`~ds_fsmoe.planning.decide.plan.Planner.plan_options` for the first arguments.
 
     Args:
         planner: with the costs and settings.
         options: layer by layer, name of an all-to-all -> the layer with it; another than the first is taken where the
-            step gains more than :data:`~ds_fsmoe.planning.search.MIN_GAIN`.
+            step gains more than :data:`~ds_fsmoe.planning.decide.search.MIN_GAIN`.
         spaces: what may be chosen from.
         mode: when gradients are sent in a step that is not run in halves. With ``adaptive`` they are also tried beside
             what lies between layers, and each layer's in the next one.

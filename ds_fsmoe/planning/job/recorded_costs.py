@@ -2,8 +2,8 @@
 """A job as its run's folder records it: what its layers are, and what their tasks were measured to cost.
 
 From it everything is planned again as it was planned there, without the machine: see
-:class:`~ds_fsmoe.planning.what_if.WhatIf`. A run that was not tuned records what its layers are, and no costs: those
-are fitted to its trace (:mod:`~ds_fsmoe.offline.plan.traced_costs`).
+:class:`~ds_fsmoe.planning.job.what_if.WhatIf`. A run that was not tuned records what its layers are, and no costs:
+those are fitted to its trace (:mod:`~ds_fsmoe.offline.plan.traced_costs`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import cached_property
 from ds_fsmoe.planning.block import Links
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
-from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.decide.gradients import Mode
+from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups, Placement
+from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.measured import LayerProfile, Slowdowns
 from ds_fsmoe.planning.phase_plan import gradient_lanes
-from ds_fsmoe.planning.plan import Settings
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import AllToAll, Gradient, Layer

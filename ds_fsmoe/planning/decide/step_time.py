@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from ds_fsmoe.planning.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.decide.plan import ModelPlan, Planner
+from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.plan import ModelPlan, Planner
 from ds_fsmoe.planning.schedule import EXPERT, HOLD, REST
-from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer, kind_costs
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.chunks import micro_op_ends, num_micro_ops
-from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.decide.gradients import Mode
 
 # Where a slice begins in its buffer, which is itself aligned to more: at 256 bytes or 512, so that NCCL loads 16 bytes
 # at a time and can let NVLink's switches add up.

@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, Slice, block_schedule
-from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
-from ds_fsmoe.planning.presets import BEST, Switches, preset
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
+from ds_fsmoe.planning.decide.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
+from ds_fsmoe.planning.decide.presets import BEST, Switches, preset
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import MoEWork

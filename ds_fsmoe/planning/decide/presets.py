@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_fsmoe.planning.block import Links
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.gradients import Mode
 
 BEST = "best"
 

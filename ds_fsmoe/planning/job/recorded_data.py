@@ -9,10 +9,10 @@ from typing import Any, cast, get_args
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.groups import Groups, Placement
-from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
-from ds_fsmoe.planning.recorded_costs import RecordedGroups, RecordedJob, RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
+from ds_fsmoe.planning.job.recorded_costs import RecordedGroups, RecordedJob, RecordedKind, RecordedWay
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import ALLTOALLS, AllToAll
 from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS

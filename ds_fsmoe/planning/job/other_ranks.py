@@ -16,7 +16,7 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, HOLD, REST
 from ds_fsmoe.planning.timeline import HostCost
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs

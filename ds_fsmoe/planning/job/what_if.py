@@ -3,7 +3,7 @@
 
 A step is the forwards and backwards of its micro batches, without the optimizer. Schedules, degrees and the all-to-alls
 that were timed are planned from the costs of that very job, and for all else
-:func:`~ds_fsmoe.planning.other_ranks.on_other_ranks` makes another job of it first.
+:func:`~ds_fsmoe.planning.job.other_ranks.on_other_ranks` makes another job of it first.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_fsmoe.planning.block import Links
-from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.candidates import Search
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, mode_of
-from ds_fsmoe.planning.presets import BEST, preset
-from ds_fsmoe.planning.recorded_costs import RecordedJob
-from ds_fsmoe.planning.search import Degree, SearchSpace
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner, mode_of
+from ds_fsmoe.planning.decide.presets import BEST, preset
+from ds_fsmoe.planning.decide.search import Degree, SearchSpace
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob
 
 _TURNS = 22
 """The halvings by which a number is found that explains a measured time."""

@@ -15,17 +15,17 @@ from typing import Literal
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.block_times import BlockTimes, Order, PhaseTimes, learn
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.degree import smallest_of_best
-from ds_fsmoe.planning.gradient_prices import Price, window_prices
-from ds_fsmoe.planning.gradients import Mode, Partition, QueuedGradient, SendWindow, check_solver, partition
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes, learn
+from ds_fsmoe.planning.decide.degree import smallest_of_best
+from ds_fsmoe.planning.decide.gradient_prices import Price, window_prices
+from ds_fsmoe.planning.decide.gradients import Mode, Partition, QueuedGradient, SendWindow, check_solver, partition
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.presets import BEST, preset
+from ds_fsmoe.planning.decide.search import MIN_GAIN, Choice, SearchSpace, choose
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
-from ds_fsmoe.planning.search import MIN_GAIN, Choice, SearchSpace, choose
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
@@ -166,7 +166,7 @@ class Planner:
 
         Args:
             options: layer by layer, name of an all-to-all -> the layer with it; another than the first is taken where
-                it gains more than :data:`~ds_fsmoe.planning.search.MIN_GAIN`.
+                it gains more than :data:`~ds_fsmoe.planning.decide.search.MIN_GAIN`.
             spaces, mode: see :meth:`plan`.
             names: the all-to-all of each layer, if these are given.
         """

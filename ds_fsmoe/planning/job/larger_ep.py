@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.other_ranks import OtherRanks, on_other_ranks
-from ds_fsmoe.planning.recorded_costs import RecordedJob
-from ds_fsmoe.planning.what_if import WhatIf
+from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob
+from ds_fsmoe.planning.job.what_if import WhatIf
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
 
