@@ -18,6 +18,9 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import ds_fsmoe
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.layer import expert_shard
+from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, model_of
 from tests.logged import Said
@@ -219,6 +222,8 @@ def refused(engine: Any) -> dict[str, Callable[[], Any]]:
         "pickle": lambda: copy.copy(p),
         "broadcast": lambda: dist.broadcast(p.data, 0),
         "all_reduce": lambda: dist.all_reduce(p.data),
+        "reduce": lambda: dist.reduce(p.data, 0),
+        "send": lambda: dist.send(p.data, 1 - dist.get_rank()),
         "masked gradient": lambda: masked(engine, p),
     }
 
@@ -255,6 +260,23 @@ def test_what_would_take_one_ranks_experts_for_all_is_an_error_that_names_the_pa
             assert re.match("(Layer|Checkpoint)Error", error), (what, error)
             assert DOWN in error or DOWN.replace("down", "gate_up") in error, (what, error)
             assert "ds_fsmoe." in error, (what, error)
+
+
+def test_collectives_of_a_torch_that_asks_no_tensor_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13 some hand a tensor to C++ without asking its class."""
+    sent: list[Any] = []
+
+    def broadcast(tensor: torch.Tensor, src: int) -> None:
+        sent.append(tensor)
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    expert_shard.ask_in_collectives.__wrapped__()
+    p = nn.Parameter(torch.ones(2, 3, 4))
+    expert_shard.mark(p, expert_shard.Origin(DOWN, ExpertPart("stacked", EXPERTS, 2, 0), None))
+    with pytest.raises(LayerError, match=f"broadcast.*{DOWN}"):
+        dist.broadcast(p.data, 0)
+    dist.broadcast(plain := torch.ones(2), src=0)
+    assert [each is plain for each in sent] == [True]
 
 
 def allowed(rank: int, world: int, folder: str) -> None:

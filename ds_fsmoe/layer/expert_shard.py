@@ -14,6 +14,8 @@ DeepSpeed and this package see a plain parameter: whose code asks is told by the
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -225,8 +227,34 @@ class ShardValue(_Marked, torch.Tensor):
     """Stands for what a script has computed from a part, expert by expert."""
 
 
+_COLLECTIVES = _names("broadcast reduce reduce_scatter send isend recv irecv scatter gather all_to_all")
+"""Functions of torch.distributed that ask a tensor's class from torch 2.13 on, and not before."""
+
+
+@functools.cache
+def ask_in_collectives() -> None:
+    """Have all collectives that scripts call ask marked tensors."""
+    for name in _COLLECTIVES:
+        call = getattr(dist, name)
+        if "handle_torch_function" not in inspect.unwrap(call).__code__.co_names:
+            setattr(dist, name, _asking(call))
+
+
+def _asking(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        asked_by = asking()
+        if asked_by in TRUSTED or not any(isinstance(each, _Marked) for each in tensors_in((*args, kwargs))):
+            return call(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _answer(call, args, kwargs, asked_by)
+
+    return asked
+
+
 def mark(parameter: nn.Parameter, origin: Origin) -> None:
     """Mark a parameter of experts from now on."""
+    ask_in_collectives()
     parameter.fsmoe_origin, parameter.fsmoe_dim = origin, LAYOUTS.index(origin.part.layout)
     parameter.__class__ = ExpertShard
 
