@@ -348,7 +348,9 @@ def test_a_cluster_that_is_none_is_refused_with_the_choices(cluster: Any, senten
 def test_a_cluster_file_that_is_wrong_is_refused_with_the_field(tmp_path: Path) -> None:
     path = Path(cluster_file(tmp_path))
     path.write_text(path.read_text().replace('"gemm": {"alpha_ms": 0.07', '"gemm": {"alpha_ms": -1'))
-    with pytest.raises(ConfigError, match=r"two\.json: operations\.gemm\.alpha_ms = -1: must be a finite number"):
+    with pytest.raises(
+        ConfigError, match=r"two\.json: operations\.gemm\.alpha_ms = -1: must be greater than or equal to 0"
+    ):
         read_block({"fsmoe": {"enabled": True, "trace": {"cluster": str(path)}}})
 
 
