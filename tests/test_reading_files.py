@@ -9,7 +9,7 @@ import random
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -190,6 +190,28 @@ def test_what_people_keep_beside_their_weights_comes_back(is_zip: bool, tmp_path
     with torch.serialization.safe_globals([Mine]):
         assert isinstance(read_file(path)["mine"], Mine)
         assert Mine in torch.serialization.get_safe_globals()
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_what_holds_arrays_comes_back_as_it_was_and_can_be_saved_again(tmp_path: Path) -> None:
+    """Wherever arrays and their types lie, and however often."""
+    array, nested = np.arange(3.0), (np.float64(1),)
+    for _ in range(40):
+        nested = (nested, nested)
+    value = {"a": array, "b": array, "pair": Pair(array, np.dtype("f4")), np.dtype("f4"): 1, "nested": nested}
+    path = tmp_path / "x.pt"
+    for _ in range(2):
+        torch.save(value, path)
+        value = read_file(path, trusted=(Pair,))
+        assert value["a"] is value["b"]
+        assert type(value["pair"].left) is np.ndarray
+        assert value["pair"].right == np.dtype("f4")
+        assert value[np.dtype("f4")] == 1
+        assert value["nested"][0] is value["nested"][1]
 
 
 @pytest.mark.parametrize(

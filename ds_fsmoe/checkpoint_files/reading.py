@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads files of checkpoints without running anything in them: tensors, plain data, and classes that are allowed.
 
-A file that :func:`torch.save` has written is a pickle, and a pickle may name any function to be called. torch's reader
-of weights alone calls those of :data:`PLAIN` and what the user trusts, and nothing else.
-
-numpy's own classes take whatever a pickle gives them, such as fields beyond the end of an element. So its arrays are
-made here, by functions of numpy that check what they are given.
+A file that :func:`torch.save` has written is a pickle, and a pickle may name any function to be called. Here it may
+name those of :data:`PLAIN` and what the user trusts, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,138 +11,27 @@ import argparse
 import datetime
 import pathlib
 import pickle
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import _weights_only_unpickler
 
 from ds_fsmoe.checkpoint_files.guards import KEY, PASSED_OVER
+from ds_fsmoe.checkpoint_files.numpy_pickles import BYTES, NUMPY, STAND_INS, Anything
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
-_NUMBER = re.compile(r"[biufc]\d{1,2}")
-_KIND_STATE = re.compile(r"\(3, '([<>|=])', None, None, None, -1, -1, 0\)")
-
-
-class _Kind:
-    """Stands in for ``numpy.dtype``."""
-
-    dtype: np.dtype[Any]
-    num_made = 0
-    """Every array and scalar is made with one."""
-
-    # Not in __init__, which a file can go round.
-    def __new__(cls, name: Any = None, *_: Any) -> _Kind:
-        if type(name) is not str or not _NUMBER.fullmatch(name):
-            raise pickle.UnpicklingError(
-                f"numpy.dtype({name!r:.200}): of numpy's arrays those of numbers and booleans are read, and not those "
-                "of text, bytes, dates, objects or records; lists hold these as well"
-            )
-        kind = super().__new__(cls)
-        kind.dtype = np.dtype(name)
-        _Kind.num_made += 1
-        return kind
-
-    def __setstate__(self, state: Any) -> None:
-        found = _KIND_STATE.fullmatch(repr(state))
-        if found is None:
-            raise pickle.UnpicklingError(f"a numpy.dtype with the state {state!r:.200}")
-        self.dtype = self.dtype.newbyteorder(found[1])
-
-
-class _Array(np.ndarray):
-    """An array that is filled once."""
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, kind, is_fortran, raw = state
-        if self.size:
-            raise pickle.UnpicklingError("an array that is filled twice")  # others may look into it
-        checked = _numbers(kind, raw).reshape(shape, order="F" if is_fortran else "C")
-        super().__setstate__(checked.__reduce__()[2])
-
-
-def _new_array(*_: Any) -> _Array:
-    return _Array((0,), "b")
-
-
-def _scalar(kind: Any, raw: Any) -> Any:
-    return _numbers(kind, raw).reshape(())[()]
-
-
-def _numbers(kind: Any, raw: Any) -> np.ndarray:
-    if type(kind) is not _Kind or type(raw) is not bytes:
-        raise pickle.UnpicklingError("numbers of numpy that are not written as numpy does it")
-    return np.frombuffer(raw, kind.dtype)
-
-
-def _with_numpys_own(found: Any, seen: set[int]) -> Any:
-    """Return what was read, with numpy's own classes in place of those that stand in for them.
-
-    Args:
-        found: what was read; what it holds is replaced in place.
-        seen: the addresses of what was looked at already.
-    """
-    if isinstance(found, _Array):
-        return found.view(np.ndarray)
-    if isinstance(found, _Kind):
-        return found.dtype
-    if type(found) is tuple:
-        return tuple(_with_numpys_own(each, seen) for each in found)
-    if id(found) in seen:
-        return found
-    seen.add(id(found))
-    if isinstance(found, list):
-        found[:] = [_with_numpys_own(each, seen) for each in found]
-    values = found if isinstance(found, dict) else getattr(found, "__dict__", None)
-    if isinstance(values, dict):
-        for name, each in values.items():
-            values[name] = _with_numpys_own(each, seen)
-    return found
-
-
-def _encode_latin1(text: Any, codec: Any = None) -> bytes:
-    """Replace ``_codecs.encode``, by which files hold bytes; other codecs take minutes over a short text."""
-    if type(text) is not str or codec != "latin1":
-        raise pickle.UnpicklingError(f"_codecs.encode by {codec!r}: only latin1 is read")
-    return text.encode("latin1")
-
-
-def _no_bytes() -> bytes:
-    """Replace ``bytes``, by which files hold bytes of length 0."""
-    return b""
-
-
-class _Anything:
-    """Stands in for an object of a class that nobody will use."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Anything:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-_ENCODE = "_codecs.encode"
-# What people keep beside their weights, and what holds only data.
+# What people keep beside their weights, and what holds only data. numpy's arrays are looked at for themselves.
 PLAIN: tuple[Any, ...] = (
     argparse.Namespace,
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     slice,
-    (_no_bytes, "builtins.bytes"),
+    *BYTES,
     PASSED_OVER,
-    (_Kind, "numpy.dtype"),
-    ("an array's class, which may only be named", "numpy.ndarray"),
-    # numpy 1 and numpy 2 have two names for the same module in files.
-    *((_new_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-    # What is made of it may be filled. No file can name it so: a name in a file ends with its line.
-    (_Array, "an array\n"),
 )
 
 # What DeepSpeed's own files name: a class or two with numbers in it.
@@ -155,7 +41,7 @@ OF_DEEPSPEED: tuple[str, ...] = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-WITHOUT_DEEPSPEED: tuple[Any, ...] = tuple((_Anything, name) for name in OF_DEEPSPEED)
+WITHOUT_DEEPSPEED: tuple[Any, ...] = tuple((Anything, name) for name in OF_DEEPSPEED)
 """The classes to be trusted by programs that want tensors only, where DeepSpeed need not be installed."""
 
 
@@ -178,14 +64,21 @@ def read_file(
     """
     if (problem := problem_of(path, path.parent)) is not None:
         raise CheckpointError(problem)
-    allowed = [*PLAIN, *trusted, *_trusted_by_script()]
+    trusted = [*trusted, *_trusted_by_script()]
     try:
-        with _allowed(allowed):
-            num_made = _Kind.num_made
-            found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
-            found = found if _Kind.num_made == num_made else _with_numpys_own(found, set())
+        with _allowed(*PLAIN, *trusted):
+            try:
+                found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
+            except pickle.UnpicklingError:
+                if not _names_numpy(path):
+                    raise
+                found = None
+        if found is None:
+            _go_through(path, trusted)
+            with _allowed(*PLAIN, *trusted, *NUMPY):
+                found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
     except pickle.UnpicklingError as error:
-        named = _strangers(path, allowed)
+        named = _strangers(path, trusted)
         if not named:
             raise CheckpointError(f"{path} cannot be read: {_without_advice(error)}") from error
         raise CheckpointError(
@@ -206,20 +99,43 @@ def _trusted_by_script() -> list[Any]:
 
 
 @contextmanager
-def _allowed(classes: list[Any]) -> Iterator[None]:
+def _allowed(*classes: Any) -> Iterator[None]:
     """Allow files to name these classes, and nothing else, within the block."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(list(classes))
     # torch allows every codec by itself, and what it allows goes before what it is told.
     by_itself = _weights_only_unpickler._get_allowed_globals()
-    encode = by_itself[_ENCODE]
-    by_itself[_ENCODE] = _encode_latin1
+    bytes_by = {name: by_itself[name] for _, name in BYTES if name in by_itself}
+    by_itself |= {name: function for function, name in BYTES if name in by_itself}
     try:
-        with torch.serialization.safe_globals(classes):
-            yield
+        yield
     finally:
-        by_itself[_ENCODE] = encode
+        by_itself |= bytes_by
+        torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+def _names_numpy(path: Path) -> bool:
+    """Return whether a file may hold numpy's objects."""
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no file, or one in the older format, of which that is not known
+        return True
+    return any(each.partition(".")[0] == "numpy" for each in named)
+
+
+def _go_through(path: Path, trusted: Sequence[Any]) -> None:
+    """Unpickle a file with stand-ins for numpy's classes and for trusted ones; tensors are not read.
+
+    Raises:
+        UnpicklingError: its arrays are not what numpy would have written.
+    """
+    with _allowed(*PLAIN, *STAND_INS, *((Anything, _full_name(each)) for each in trusted)):
+        try:
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # in the older format, tensors cannot be left in the file
+            torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _without_advice(error: BaseException) -> BaseException:
@@ -227,13 +143,13 @@ def _without_advice(error: BaseException) -> BaseException:
     return error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
 
 
-def _strangers(path: Path, allowed: Sequence[Any]) -> list[str]:
-    """Return what a file names that is not allowed."""
+def _strangers(path: Path, trusted: Sequence[Any]) -> list[str]:
+    """Return what a file names that is neither plain nor trusted."""
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a file that is not one: the first error says so
         return []
-    return sorted(named - set(map(_full_name, allowed)))
+    return sorted(named - {_full_name(each) for each in (*PLAIN, *STAND_INS, *trusted)})
 
 
 def _full_name(trusted: Any) -> str:

@@ -227,8 +227,9 @@ class ShardValue(_Marked, torch.Tensor):
     """Stands for what a script has computed from a part, expert by expert."""
 
 
-_COLLECTIVES = _names("broadcast reduce reduce_scatter send isend recv irecv scatter gather all_to_all")
-"""Functions of torch.distributed that ask a tensor's class from torch 2.13 on, and not before."""
+_COLLECTIVES = _names("broadcast reduce reduce_scatter send recv scatter gather all_to_all")
+"""Functions of torch.distributed that ask a tensor's class from torch 2.13 on, and not before. ``isend`` and ``irecv``
+stay: torch knows them by identity."""
 
 
 @functools.cache

@@ -34,6 +34,8 @@ from ds_fsmoe.observing.clock import Clock
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _COLLECTIVES = f"{_TORCH}distributed/"
+_ASKING = str(Path(__file__).parents[1] / "layer" / "expert_shard.py")
+"""Stands between torch and its caller where torch asks no tensor, see ``ask_in_collectives`` there."""
 _FOR_A_RESULT = re.compile(r"\.(wait|synchronize|item|tolist)\b")
 # They pass a call on; who has made it is further out.
 _PASSING_ON = "comm/", "accelerator/", "utils/"
@@ -90,7 +92,7 @@ def _place(frame: FrameType | None, folder: str) -> tuple[Any, str] | None:
     """
     frames: list[tuple[int, int]] = []
     is_wait = False
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _ASKING)):
         is_wait |= frame.f_code.co_filename.startswith(_COLLECTIVES)
         frames.append((id(frame), frame.f_lasti))
         frame = frame.f_back

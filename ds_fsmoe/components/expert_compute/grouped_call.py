@@ -159,7 +159,7 @@ class GroupedCall:
         dx_kRM, left = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
         del kept
         if self._first.wants_any:
-            left.x_RM = flat_rows(x_NkcM.transpose(0, 1)) if self._first.wants_up else None
+            left.x_RM = x_NkcM.transpose(0, 1) if self._first.wants_up else None  # laid side by side when it is used
             left.add_gradients(self._sums, self._first.form, add_stacked_gradients, self._up, self._down)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 

@@ -55,6 +55,8 @@ class Left:
             h_RH = flat_rows(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
         add(sums, down, self.dy_RM, h_RH)
         self.h_NcH = h_RH = None
+        if self.x_RM is not None and self.x_RM.dim() > self.dy_RM.dim():
+            self.x_RM = flat_rows(self.x_RM)
         for each, delta_RH in zip(up, self.deltas_RH, strict=True):
             add(sums, each, delta_RH, self.x_RM)
 
