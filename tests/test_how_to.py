@@ -46,7 +46,7 @@ def test_a_page_says_what_to_set_how_to_see_that_it_is_on_and_what_was_tried(pag
 
 def test_the_line_that_shows_it_is_on_is_the_one_that_is_logged() -> None:
     logged = 'f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"'
-    assert logged in (ROOT / "ds_fsmoe" / "engine" / "described.py").read_text()
+    assert logged in (ROOT / "ds_fsmoe" / "engine" / "state.py").read_text()
 
 
 @pytest.mark.parametrize("words", commands("torchrun"), ids=" ".join)

@@ -412,7 +412,7 @@ def _stand_weakly(stack: list[Any], model: Any) -> None:
     def leave(dead: Any) -> None:
         stack[:] = [each for each in stack if each is not dead]
 
-    stack[:] = [weakref.proxy(model, leave_experts) if each is model else each for each in stack]
+    stack[:] = [weakref.proxy(model, leave) if each is model else each for each in stack]
 
 
 def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
