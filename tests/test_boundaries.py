@@ -208,7 +208,7 @@ STATEMENTS: dict[str, int] = {
     "offline": 6353,
     "ops": 780,
     "placement": 762,
-    "planning": 4892,
+    "planning": 4894,
     "routes": 483,
     "telemetry": 991,
     "terminal": 208,
