@@ -190,7 +190,7 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 457,
+    ".": 473,
     "checkpoint": 1496,
     "checkpoint_files": 2066,
     "checks": 557,
