@@ -205,7 +205,7 @@ STATEMENTS: dict[str, int] = {
     "layer": 3321,
     "measuring": 1263,
     "observing": 1295,
-    "offline": 6353,
+    "offline": 6354,
     "ops": 780,
     "placement": 762,
     "planning": 4894,
