@@ -127,6 +127,14 @@ def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> N
     assert work(40, 512) <= MOST * small * 32
 
 
+def test_the_stage_of_a_file_is_not_looked_up_for_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, index_of_all(40, 16))
+    asked: list[str] = []
+    monkeypatch.setattr(pieces, "stage_of_file", lambda name: asked.append(name) or 0)
+    assert read_index(tmp_path, manifest_for(16)) is not None
+    assert len(asked) == 2 * 16
+
+
 SHARED = 8
 """The ranks of the index that is spoilt."""
 
