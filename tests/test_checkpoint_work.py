@@ -37,8 +37,9 @@ def saving_alone(monkeypatch: pytest.MonkeyPatch, world: int, names: list[Name])
     )
     monkeypatch.setattr(saving.manifests, "names_in", lambda _: names)
     monkeypatch.setattr(saving.manifests, "sum_of", lambda _: FileSum(1, ""))
-    monkeypatch.setattr(saving, "sizes_of", lambda _: manifest_of([], 0, 8).sizes)
-    monkeypatch.setattr(saving.Saving, "_of_stage", lambda _: (0, None, [], {}))
+    sizes = manifest_of([], 0, 8).sizes
+    monkeypatch.setattr(saving, "sizes_of", lambda _: replace(sizes, dtype="this rank's"))
+    monkeypatch.setattr(saving.Saving, "_of_stage", lambda _: (sizes, 0, None, [], {}))
     monkeypatch.setattr(Manifest, "write", lambda *_: None)
     found = object.__new__(saving.Saving)
     found._engine, found._place, found._tag = None, Path("place"), "tag"
@@ -64,6 +65,13 @@ def test_a_save_is_described_in_work_linear_in_files_and_in_ranks(monkeypatch: p
     assert describing(monkeypatch, 128, 12, 128) <= MOST * small
     # Of 512 ranks and 94 layers, a few for each file and rank.
     assert describing(monkeypatch, 512, 94, 128) <= 30 * (94 * 128 + 512)
+
+
+def test_every_leader_writes_the_manifest_with_rank_0s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = saving_alone(monkeypatch, 2, [])
+    sizes = manifest_of([], 0, 8).sizes
+    of_stages = [({}, (replace(sizes, dtype=dtype), stage, None, [], {})) for stage, dtype in enumerate(("a", "b"))]
+    assert found._manifest(of_stages).sizes.dtype == "a"
 
 
 def test_a_rank_hears_nothing_of_other_ranks_files_where_all_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
