@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.checkpoint import checkpoints, saving
 from ds_fsmoe.checkpoint import ranks as ranks_of_job
-from ds_fsmoe.checkpoint import saving
 from ds_fsmoe.checkpoint_files import pieces
 from ds_fsmoe.checkpoint_files.manifest import FileSum, Manifest, omissions
 from ds_fsmoe.checkpoint_files.pieces import Index, merged, read_index
@@ -72,6 +72,24 @@ def test_every_leader_writes_the_manifest_with_rank_0s_dtype(monkeypatch: pytest
     sizes = manifest_of([], 0, 8).sizes
     of_stages = [({}, (replace(sizes, dtype=dtype), stage, None, [], {})) for stage, dtype in enumerate(("a", "b"))]
     assert found._manifest(of_stages).sizes.dtype == "a"
+
+
+def test_a_walk_through_the_model_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(what: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except OSError as error:
+            raise CheckpointError(what) from error
+
+    def fail(_: Any) -> Any:
+        raise OSError
+
+    found = object.__new__(checkpoints.Checkpoints)
+    found._engine, found._ranks = SimpleNamespace(optimizer=None), SimpleNamespace(together=together)
+    monkeypatch.setattr(checkpoints, "sizes_of_parts", fail)
+    monkeypatch.setattr(checkpoints.Checkpoints, "check", lambda *_: ("stock", None))
+    with pytest.raises(CheckpointError, match="reading"):
+        found.load(Path("folder"), None, fail, {})
 
 
 def test_a_rank_hears_nothing_of_other_ranks_files_where_all_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
