@@ -87,7 +87,7 @@ setup(
     ],
     python_requires=SUPPORTED["python"],
     # Planning and simulating need no more than this. Training does: that is the extra.
-    install_requires=["numpy", "pydantic>=2", "rich>=13.7", "scipy"],
+    install_requires=["numpy", "pydantic>=2.8", "rich>=13.7", "scipy"],
     extras_require={
         "train": [
             f"torch{VERSIONS['REQUIRED']['torch']}",

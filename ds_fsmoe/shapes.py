@@ -7,9 +7,18 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    InstanceOf,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -18,10 +27,15 @@ Whole = Annotated[int, Field(ge=0, lt=_LARGEST)]
 """A whole number, such as a number of steps or ranks."""
 Number = Annotated[int, Field(gt=-_LARGEST, lt=_LARGEST)] | InstanceOf[float]
 """Any number, finite or not: losses diverge."""
+_T = TypeVar("_T")
+Items = Annotated[list[_T], FailFast()]
+"""A list that is read up to its first mistake: it may have millions."""
 _OF_PYDANTIC = re.compile(r"(int|float|bool|constrained-int|literal\[.*\]|function-\w+\[.*\])$")
 """Matches what Pydantic adds to a location that is not a key."""
 _MOST_SHOWN = 200
 """The characters of a wrong value that are shown."""
+_MOST_KEYS = 1000
+"""The keys of an object whose keys are known."""
 _MOST_ERRORS = 200
 """The mistakes that are looked at: a file may have millions."""
 
@@ -34,6 +48,24 @@ class StrictShape(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True, defer_build=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_KEYS:  # each unknown one is an error, with its value
+            raise ValueError(f"{len(value)} keys, and there are {len(cls.model_fields)}")
+        return value
+
+
+def _values(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return list(value.values())
+
+
+Named = Annotated[list[_T], FailFast(), BeforeValidator(_values)]
+"""The values of an object with any keys, read up to the first mistake; for shapes whose data is only held against
+them."""
 
 
 class Known(BaseModel):
@@ -93,7 +125,8 @@ def sentences(
             listed.add(parent)
             continue
         if kind in ("missing", "value_error"):
-            found[f"{path} is missing" if kind == "missing" else f"{path}: {each['ctx']['error']}"] = []
+            start = f"{path}: " if path else ""
+            found[f"{path} is missing" if kind == "missing" else f"{start}{each['ctx']['error']}"] = []
             continue
         value = shown(each["input"])
         value = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."

@@ -190,8 +190,8 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 457,
-    "checkpoint": 1496,
+    ".": 473,
+    "checkpoint": 1495,
     "checkpoint_files": 2092,
     "checks": 557,
     "components": 3788,
@@ -205,10 +205,10 @@ STATEMENTS: dict[str, int] = {
     "layer": 3321,
     "measuring": 1263,
     "observing": 1297,
-    "offline": 6353,
+    "offline": 6354,
     "ops": 780,
     "placement": 762,
-    "planning": 4892,
+    "planning": 4894,
     "routes": 483,
     "telemetry": 991,
     "terminal": 208,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.checkpoint import checkpoints, saving
 from ds_fsmoe.checkpoint import ranks as ranks_of_job
-from ds_fsmoe.checkpoint import saving
 from ds_fsmoe.checkpoint_files import pieces
 from ds_fsmoe.checkpoint_files.manifest import FileSum, Manifest, omissions
 from ds_fsmoe.checkpoint_files.pieces import Index, merged, read_index
@@ -37,8 +37,9 @@ def saving_alone(monkeypatch: pytest.MonkeyPatch, world: int, names: list[Name])
     )
     monkeypatch.setattr(saving.manifests, "names_in", lambda _: names)
     monkeypatch.setattr(saving.manifests, "sum_of", lambda _: FileSum(1, ""))
-    monkeypatch.setattr(saving, "sizes_of", lambda _: manifest_of([], 0, 8).sizes)
-    monkeypatch.setattr(saving.Saving, "_of_stage", lambda _: (0, None, [], {}))
+    sizes = manifest_of([], 0, 8).sizes
+    monkeypatch.setattr(saving, "sizes_of", lambda _: replace(sizes, dtype="this rank's"))
+    monkeypatch.setattr(saving.Saving, "_of_stage", lambda _: (sizes, 0, None, [], {}))
     monkeypatch.setattr(Manifest, "write", lambda *_: None)
     found = object.__new__(saving.Saving)
     found._engine, found._place, found._tag = None, Path("place"), "tag"
@@ -64,6 +65,31 @@ def test_a_save_is_described_in_work_linear_in_files_and_in_ranks(monkeypatch: p
     assert describing(monkeypatch, 128, 12, 128) <= MOST * small
     # Of 512 ranks and 94 layers, a few for each file and rank.
     assert describing(monkeypatch, 512, 94, 128) <= 30 * (94 * 128 + 512)
+
+
+def test_every_leader_writes_the_manifest_with_rank_0s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = saving_alone(monkeypatch, 2, [])
+    sizes = manifest_of([], 0, 8).sizes
+    of_stages = [({}, (replace(sizes, dtype=dtype), stage, None, [], {})) for stage, dtype in enumerate(("a", "b"))]
+    assert found._manifest(of_stages).sizes.dtype == "a"
+
+
+def test_a_walk_through_the_model_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(what: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except OSError as error:
+            raise CheckpointError(what) from error
+
+    def fail(_: Any) -> Any:
+        raise OSError
+
+    found = object.__new__(checkpoints.Checkpoints)
+    found._engine, found._ranks = SimpleNamespace(optimizer=None), SimpleNamespace(together=together)
+    monkeypatch.setattr(checkpoints, "sizes_of_parts", fail)
+    monkeypatch.setattr(checkpoints.Checkpoints, "check", lambda *_: ("stock", None))
+    with pytest.raises(CheckpointError, match="reading"):
+        found.load(Path("folder"), None, fail, {})
 
 
 def test_a_rank_hears_nothing_of_other_ranks_files_where_all_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +151,14 @@ def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> N
     assert work(80, 16) <= MOST * small
     assert work(40, 32) <= MOST * small
     assert work(40, 512) <= MOST * small * 32
+
+
+def test_the_stage_of_a_file_is_not_looked_up_for_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, index_of_all(40, 16))
+    asked: list[str] = []
+    monkeypatch.setattr(pieces, "stage_of_file", lambda name: asked.append(name) or 0)
+    assert read_index(tmp_path, manifest_for(16)) is not None
+    assert len(asked) == 2 * 16
 
 
 SHARED = 8

@@ -146,6 +146,9 @@ def test_only_numpy_pydantic_scipy_and_rich_are_needed_to_plan(metadata: Message
         "rich",
         "scipy",
     }
+    # FailFast is of 2.8.
+    (pydantic,) = (each for each in found if each.name == "pydantic")
+    assert str(pydantic.specifier) == ">=2.8"
     extras = {str(requirement.marker) for requirement in found if requirement.marker is not None}
     assert extras == {f'extra == "{name}"' for name in ("train", "hf", "plot", "mpi", "dev", "dev-planning")}
 

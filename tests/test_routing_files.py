@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.offline.report.routing import loads_of, mean_of
+from ds_fsmoe.offline.report.page import Page
+from ds_fsmoe.offline.report.routing import RoutedLoad, _draw, loads_of, mean_of
 from ds_fsmoe.routes.made import choices as made
 from ds_fsmoe.routes.recorded import RoutingFileError, read_routing, write_packed
 from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, index_type, part_file
@@ -123,6 +124,24 @@ def test_the_report_has_a_row_for_each_layer_and_a_page(
         if kind != "run":
             row = next(line for line in out.splitlines() if line.startswith(layer))
             assert row.split()[1:3] == [str(E), str(k)]
+
+
+class Counts(np.ndarray):
+    """Counts that tell how many of them are made into Python's numbers."""
+
+    taken = 0
+
+    def tolist(self) -> list:
+        Counts.taken += self.size
+        return super().tolist()
+
+
+def test_of_many_loads_only_those_that_are_drawn_become_numbers_of_python() -> None:
+    steps = range(1000)
+    load_NE = np.ones((len(steps), 100), dtype=np.int64).view(Counts)
+    page = Page("loads")
+    _draw(page, [RoutedLoad(RoutedLayer("layer", 100, (0,)), 1, load_NE, np.ones(len(steps)))], steps)
+    assert Counts.taken < load_NE.size / 10
 
 
 def test_a_place_without_routing_is_an_error_that_names_it(tmp_path: Path) -> None:

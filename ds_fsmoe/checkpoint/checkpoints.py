@@ -118,8 +118,7 @@ class Checkpoints:
         with_optimizer = with_optimizer and self._engine.optimizer is not None
         tag, manifest = self.check(folder, tag, asked, with_optimizer)
         place = folder / tag
-        has_parts = bool(self._parts)
-        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest, has_parts))
+        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest, bool(self._parts)))
         index = ranks.together(f"reading {place}", lambda: reading.index)
         layout = Comparison(self._engine, ranks, place, manifest, self._parts)
         if manifest is None and with_optimizer:

@@ -41,8 +41,9 @@ from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
 from ds_fsmoe.terminal.progress import followed
 
-_OfStage = tuple[int, Stage | None, list[LayerSizes], dict[str, PartSizes]]
-"""The number of a pipeline stage, its layers, its MoE layers, and what of it is spread over ranks."""
+_OfStage = tuple[Sizes, int, Stage | None, list[LayerSizes], dict[str, PartSizes]]
+"""How the job is laid out, the number of a pipeline stage, its layers, its MoE layers, and what of it is spread over
+ranks."""
 
 
 def state_file(rank: int) -> str:
@@ -234,15 +235,15 @@ class Saving:
             )
             for name, layer in stock_layers(self._engine).items()
         ]
-        return stage_of(self._engine), described(self._engine), layers, self._parts
+        return sizes_of(self._engine), stage_of(self._engine), described(self._engine), layers, self._parts
 
     def _manifest(self, of_ranks: Sequence[tuple[Mapping[str, FileSum], _OfStage | None]]) -> Manifest:
         files = {name: each for sums, _ in of_ranks for name, each in sums.items()}
         of_stages = [each for _, each in of_ranks if each is not None]
-        stages = {number: stage for number, stage, *_ in of_stages if stage is not None}
+        stages = {number: stage for _, number, stage, *_ in of_stages if stage is not None}
         layers = {each.path: each for *_, layers, _ in of_stages for each in layers}
         return Manifest(
-            sizes_of(self._engine),
+            of_stages[0][0],  # rank 0's: stages may differ in their first dtype
             tuple(sorted(layers.values(), key=lambda each: each.stage)),
             facts_of_versions(("torch", "deepspeed")),
             dict(sorted(files.items())),

@@ -83,8 +83,9 @@ class Index:
     def numel(self) -> int:
         """The number of all elements that are optimized or in pieces; of copies once, of each pipeline stage."""
         found = {
-            (stage_of_file(group.file), piece.name, piece.first, piece.size)
+            (stage, piece.name, piece.first, piece.size)
             for group in self.groups
+            for stage in (stage_of_file(group.file),)
             for piece in group.pieces
         }
         return sum(size for *_, size in found)
@@ -131,8 +132,8 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
         if manifest is not None:
             _check_bounds(index, manifest)
         # An older version did not say so.
-        if (numel := found.get("numel", index.numel)) != index.numel:
-            raise ValueError(f"pieces of {index.numel} elements, of {numel!r} that were saved")
+        if "numel" in found and found["numel"] != (numel := index.numel):
+            raise ValueError(f"pieces of {numel} elements, of {found['numel']!r} that were saved")
         return index
 
     return read_described(folder / NAME, FORMAT, make)

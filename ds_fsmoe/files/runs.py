@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, create_model
 
 from ds_fsmoe.files.hiding import command_of, config_of
 from ds_fsmoe.files.whole_files import append_to, write_whole
-from ds_fsmoe.shapes import Known, Number, Whole, error_in, fits
+from ds_fsmoe.shapes import Items, Known, Named, Number, Whole, error_in, fits
 from ds_fsmoe.untrusted import parsed, read_json, read_regular
 
 RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
@@ -37,8 +37,8 @@ STOCK = "stock"
 
 # ---- the shapes of what is in them, as far as a page reads it
 
-_Numbers = Annotated[list[Number], Field(min_length=1)]
-_Places = Annotated[list[Annotated[int, Field(ge=-1, lt=1 << 63)]], Field(min_length=1)]
+_Numbers = Annotated[Items[Number], Field(min_length=1)]
+_Places = Annotated[Items[Annotated[int, Field(ge=-1, lt=1 << 63)]], Field(min_length=1)]
 """The expert of each place; -1: it is empty."""
 _BOTH = create_model("_BOTH", __base__=Known, predicted_ms=(Number, ...), measured_ms=(Number, ...))
 _LOAD = create_model(
@@ -58,22 +58,22 @@ STEP = create_model(
     **dict.fromkeys(("samples", "tokens_of_rank", "memory_bytes", "memory_peak_bytes"), (Whole, 0)),
     is_tuning=(bool, False),
 )
-ROUTER = create_model("ROUTER", __base__=Known, step=(Whole, ...), layers=(dict[str, _LOAD], ...))
+ROUTER = create_model("ROUTER", __base__=Known, step=(Whole, ...), layers=(Named[_LOAD], ...))
 COMPARISON = create_model(
     "COMPARISON",
     __base__=Known,
     step=(Whole, ...),
     whole=(_BOTH, ...),
     rest=(_BOTH, ...),
-    phases=(dict[str, _BOTH], ...),
-    busy=(dict[str, Number], {}),
+    phases=(Named[_BOTH], ...),
+    busy=(Named[Number], {}),
 )
 _PLACES = create_model(
     "_PLACES",
     __base__=Known,
     before=(_Places, ...),
     after=(_Places, ...),
-    node_of_rank=(Annotated[list[Whole], Field(min_length=1)], ...),
+    node_of_rank=(Annotated[Items[Whole], Field(min_length=1)], ...),
 )
 DECIDED = create_model(
     "DECIDED",
@@ -92,7 +92,7 @@ DECIDED = create_model(
 _CHOICE = create_model(
     "_CHOICE",
     __base__=Known,
-    layers=(Annotated[list[str], Field(min_length=1)], ...),
+    layers=(Annotated[Items[str], Field(min_length=1)], ...),
     phase=(str, ...),
     degree=(Whole, ...),
     asked=(Whole | None, ...),
@@ -112,8 +112,8 @@ _FIT = create_model(
     __base__=Known,
     operation=(str, ...),
     unit=(str, ...),
-    **dict.fromkeys(("sizes", "times_ms", "line_ms"), (list[Number], ...)),
-    lines=(list[_LINE], ...),
+    **dict.fromkeys(("sizes", "times_ms", "line_ms"), (Items[Number], ...)),
+    lines=(Items[_LINE], ...),
     typical_share=(Number, ...),
     worst_share=(Number, ...),
     is_good=(bool, ...),
@@ -126,7 +126,7 @@ _TRIED = create_model(
     num_steps=(Whole, ...),
     is_kept=(bool, ...),
     is_baseline=(bool, False),
-    times_ms=(list[Number], []),
+    times_ms=(Items[Number], []),
 )
 _PREDICTED = create_model(
     "_PREDICTED",
@@ -140,25 +140,25 @@ _GAIN = create_model(
 PLANNED = create_model(
     "PLANNED",
     __base__=Known,
-    chosen=(dict[str, str], {}),
-    choices=(list[_CHOICE], []),
-    layers=(list[_LAYER], []),
+    chosen=(Named[str], {}),
+    choices=(Items[_CHOICE], []),
+    layers=(Items[_LAYER], []),
     step=(_PREDICTED | None, None),
     **dict.fromkeys(("settled_at", "num_measured", "num_plans", "num_steps"), (Whole, 0)),
     took_s=(Number, 0),
     is_stock=(bool, False),
-    fits=(list[_FIT], []),
-    trials=(list[list[_TRIED]], []),
+    fits=(Items[_FIT], []),
+    trials=(Items[Items[_TRIED]], []),
     gain=(_GAIN | None, None),
-    hints=(list[str], []),
+    hints=(Items[str], []),
 )
 FACTS = create_model(
     "FACTS",
     __base__=Known,
     **dict.fromkeys(("schedule", "memory", "cwd"), (str, "")),
     **dict.fromkeys(("layers", "batch", "config", "block"), (dict, {})),
-    chosen=(dict[str, str], {}),
-    command=(list[str], []),
+    chosen=(Named[str], {}),
+    command=(Items[str], []),
     commit=(str | None, None),
     token_ranks=(Whole, 0),
 )

@@ -22,7 +22,7 @@ from pydantic import Field, create_model
 from ds_fsmoe.files.whole_files import write_whole
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
 from ds_fsmoe.planning.timeline import Timeline
-from ds_fsmoe.shapes import Known, Number, Whole, fits
+from ds_fsmoe.shapes import Items, Known, Named, Number, Whole, fits
 from ds_fsmoe.untrusted import MOST_RANKS, MOST_RUN_BYTES, read_json
 
 logger = logging.getLogger("ds_fsmoe")
@@ -217,8 +217,8 @@ _ABOUT = create_model(
     __base__=Known,
     world_size=(Annotated[int, Field(ge=1, le=MOST_RANKS)], 1),
     written_ns=(Number, 0),
-    steps=(list[Whole], []),
-    peers=(dict[str, dict[str, list[Whole]]], {}),
+    steps=(Items[Whole], []),
+    peers=(Named[Named[Items[Whole]]], {}),
     ended=(str, ""),
 )
 _SPAN = create_model(
@@ -231,7 +231,7 @@ _TASK = create_model(
     **dict.fromkeys(("chunk", "step", "run"), (Whole, ...)),
     lane=(Literal[*map(str, Lane)], ...),
     index=(Whole, 0),
-    waits_for=(list[Whole], []),
+    waits_for=(Items[Whole], []),
 )
 
 

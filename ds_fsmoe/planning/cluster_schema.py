@@ -37,6 +37,7 @@ GROWTH = ("alpha_ms_per_rank", "alpha_ms_per_doubling")
 _AtLeast0 = Annotated[float, Field(ge=0)]
 _Above0 = Annotated[float, Field(gt=0)]
 _Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+_Several = Annotated[int, Field(ge=2, le=MOST_RANKS)]
 _Text = Annotated[str, BeforeValidator(lambda value: f"{value}")]
 
 
@@ -53,7 +54,7 @@ class _Operation(StrictShape):
 class _Collective(_Operation):
     model_config = ConfigDict(json_schema_extra={"dependentRequired": {each: ["ranks"] for each in GROWTH}})
 
-    ranks: Annotated[int, Field(ge=2)] | None = Field(None, description="the size of the group that it is of")
+    ranks: _Several | None = Field(None, description="the size of the group that it is of")
     alpha_ms_per_rank: _AtLeast0 = Field(
         0.0, description="milliseconds by which every further rank makes it longer: steps of a ring, messages"
     )
@@ -93,6 +94,8 @@ class Slowing(StrictShape):
 
 class ClusterFile(StrictShape):
     """Costs of a cluster, for ds_fsmoe plan."""
+
+    model_config = ConfigDict(populate_by_name=False)  # its_schema is no word of the file
 
     name: _Text = Field("", description="the name; without it, that of the file")
     source: _Text = Field("", description="what the cluster is, and where its numbers come from")

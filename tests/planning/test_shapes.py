@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, create_model
 
-from ds_fsmoe.shapes import Known, Number, StrictShape, Whole, fits, wrong_in
+from ds_fsmoe.shapes import Items, Known, Named, Number, StrictShape, Whole, error_in, fits, wrong_in
 
 
 class Inner(StrictShape):
@@ -62,7 +62,9 @@ def test_each_mistake_is_one_line_with_its_path_its_value_and_what_to_write(valu
 def test_of_what_is_huge_or_wrong_a_million_times_a_part_is_shown() -> None:
     (sentence,) = wrong_in({"count": "9" * 100_000}, Outer)
     assert len(sentence) < 500
-    assert len(wrong_in({"count": 1} | dict.fromkeys(map(str, range(100_000)), 0), Outer)) < 1000
+    many = {"count": 1} | dict.fromkeys(map(str, range(100_000)), 0)
+    assert wrong_in(many, Outer) == ["100001 keys, and there are 3"]
+    assert wrong_in({"count": 1, "inner": many}, Outer) == ["inner: 100001 keys, and there are 2"]
 
 
 NUMBERED = create_model("NUMBERED", __base__=Known, number=(Number, ...), whole=(Whole, 0))
@@ -77,3 +79,20 @@ def test_any_number_fits_finite_or_not_beside_what_is_unknown(number: float) -> 
 def test_what_is_no_number_or_fits_no_array_does_not_fit(number: Any) -> None:
     assert not fits({"number": number}, NUMBERED)
     assert not fits({"number": 1, "whole": number}, NUMBERED)
+
+
+LISTED = create_model("LISTED", __base__=Known, items=(Items[Items[Number]], []), named=(Named[Named[Number]], {}))
+
+
+@pytest.mark.parametrize("value", [[["x"] * 1000] * 1000, [[1] * 1000, *[["x"]] * 1000]])
+def test_lists_and_objects_are_read_up_to_their_first_mistake(value: list[list[Any]]) -> None:
+    named = {str(row): dict(enumerate(each)) for row, each in enumerate(value)}
+    for found in (error_in({"items": value}, LISTED), error_in({"named": named}, LISTED)):
+        assert found is not None
+        assert found.error_count() == 2  # it is no integer, and no other number
+
+
+@pytest.mark.parametrize("named", [[], [[1]], {"a": [1]}, {"a": {"b": "x"}}, None, 3])
+def test_what_is_no_object_of_such_values_does_not_fit(named: Any) -> None:
+    assert fits({"named": {"a": {"b": 1.5}}}, LISTED)
+    assert not fits({"named": named}, LISTED)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from ds_fsmoe.files.traces import MEASURED
 from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, OTHER, RUN_COLOURS, colour_of, task_name, text_on
 from ds_fsmoe.planning.schedule import Lane
@@ -212,7 +214,7 @@ def draw_dots(
 
 
 def draw_heat(
-    about: str, title: str, steps: Sequence[int], counts_NE: Sequence[Sequence[float]], v_title: str
+    about: str, title: str, steps: Sequence[int], counts_NE: Sequence[Sequence[float]] | np.ndarray, v_title: str
 ) -> Chart:
     """Return a cell for each step and expert, coloured by how far its count is above or below the mean of the step.
 
@@ -226,7 +228,7 @@ def draw_heat(
     alt = library()
     num_experts = max((len(each) for each in counts_NE), default=1)
     stride = max(1, math.ceil(len(steps) * num_experts / _MOST_CELLS))
-    steps, counts_NE = steps[::stride], counts_NE[::stride]
+    steps, counts_NE = steps[::stride], np.asarray(counts_NE[::stride]).tolist()
     means_N = [sum(counts) / len(counts) or 1.0 for counts in counts_NE]
     rows = [
         {"x": str(step), "y": expert, "v": round(count / mean, 3)}

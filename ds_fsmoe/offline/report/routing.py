@@ -230,5 +230,5 @@ def _draw(page: Page, loads: Sequence[RoutedLoad], steps: Sequence[int]) -> None
     for each in worst:
         name = each.layer.path
         about = f"load of the experts of {name} over steps"
-        charts.append(draw_heat(about, name, steps, each.load_NE.tolist(), "load over the mean"))
+        charts.append(draw_heat(about, name, steps, each.load_NE, "load over the mean"))
     page.charts(charts)
