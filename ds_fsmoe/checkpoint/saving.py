@@ -103,7 +103,7 @@ class Saving:
 
     @cached_property
     def _parts(self) -> dict[str, PartSizes]:
-        """What is spread over ranks; it takes a walk through the model."""
+        """Return how each parameter that is spread over ranks is cut. Walks through the model, once."""
         return sizes_of_parts(self._engine)
 
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:

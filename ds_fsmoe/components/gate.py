@@ -279,7 +279,7 @@ class CapacitySettings:
 
 
 def _problem(value: Any, kinds: tuple[type, ...], bounds: typing.Mapping[str, Any]) -> str | None:
-    """What is wrong with a value; ``None`` for nothing."""
+    """Return what is wrong with a value; ``None`` if nothing is."""
     # True is an int in Python, and here it is not.
     fits = type(value) in kinds or (type(value) is int and float in kinds)
     if bounds.get("choices"):

@@ -74,7 +74,7 @@ class RandomState:
 
     @property
     def nbytes(self) -> int:
-        """What it takes to remember it."""
+        """Return the bytes of the states that are kept."""
         return self.of_host.nbytes + (0 if self.of_device is None else self.of_device.nbytes)
 
     @contextmanager
@@ -193,7 +193,7 @@ class GraphCall:
 
     @property
     def stores(self) -> tuple[SavedActivations, ...]:
-        """Of what is kept for the backward besides graphs."""
+        """Return the stores of what is kept for the backward besides graphs."""
         return (self.cuts,)
 
     def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class GroupedCall:
 
     @property
     def stores(self) -> tuple[SavedActivations, ...]:
-        """Of what is kept for the backward."""
+        """Return the stores of what is kept for the backward."""
         return (self._cuts, *(call.cuts for call in self._calls))
 
     def forget(self) -> None:
@@ -148,7 +148,7 @@ class GroupedCall:
         return _by_rank(apply_linear(form.down, h_kRH), x_NkcM.shape)
 
     def backward(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
-        """As :meth:`forward`; adds to the weights' gradients."""
+        """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
         form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
         if form is None:
             return self._back_one_by_one(start, stop, dy_NkcM)
@@ -332,7 +332,7 @@ class GroupedRowsCall:
 
     @property
     def stores(self) -> tuple[SavedRows, ...]:
-        """Of what is kept for the backward."""
+        """Return the stores of what is kept for the backward."""
         return (self._saved,)
 
     @classmethod
@@ -364,7 +364,7 @@ class GroupedRowsCall:
     def backward(
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
-        """As :meth:`forward`; adds to the weights' gradients."""
+        """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
         check_unchanged(self._weights, self._versions)
         form = self._form(groups)
         x_1RM, *read = self._saved.take(chunk)

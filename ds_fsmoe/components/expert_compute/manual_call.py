@@ -126,7 +126,7 @@ class ManualCall:
 
     @property
     def stores(self) -> tuple[SavedActivations, ...]:
-        """Of what is kept for the backward."""
+        """Return the stores of what is kept for the backward."""
         return (self.cuts,)
 
     def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class ManualStackedFFN:
 
     @property
     def stores(self) -> tuple[SavedRows, ...]:
-        """Of what is kept for the backward."""
+        """Return the stores of what is kept for the backward."""
         return (self._saved,)
 
     def forget(self) -> None:
@@ -99,7 +99,7 @@ class ManualStackedFFN:
     def backward(
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
-        """As :meth:`forward`; adds to the weights' gradients."""
+        """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
         with torch._C.DisableTorchFunctionSubclass():
             check_unchanged(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
@@ -248,7 +248,7 @@ class AutogradStackedFFN:
 
     @property
     def stores(self) -> tuple[SavedRows, ...]:
-        """Of what is kept for the backward."""
+        """Return the stores of what is kept for the backward."""
         return (self._saved,)
 
     def forget(self) -> None:
@@ -266,7 +266,7 @@ class AutogradStackedFFN:
     def backward(
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
-        """As :meth:`forward`; adds to the weights' gradients."""
+        """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
         (x_1RM,) = self._saved.take(chunk)
         leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
         inputs = leaf_RM, *(alias for _, alias in aliases.values())
