@@ -6,12 +6,12 @@ Letters: N ranks that rows come from, e experts on this rank, C slots per expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ds_fsmoe.execution.lanes import Body, LaneRun, Lanes, Observer, dependencies_of
+from ds_fsmoe.execution.lanes import Body, dependencies_of
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -54,20 +54,6 @@ class PhaseRun:
         self._back: set[int] = set()
         # The memory of a tensor that another stream uses must not be given away before the join.
         self._held: list[torch.Tensor] | None = [] if holds else None
-
-    def begin(
-        self, lanes: Lanes, schedule: Schedule, compute: Mapping[str, Body], label: str, observer: Observer | None
-    ) -> LaneRun:
-        """Begin to run the schedule; when it has come to its end, :meth:`result` has the rows that came back.
-
-        Args:
-            lanes: the lanes to run on.
-            schedule: the schedule of this phase, with as many chunks as the phase cuts.
-            compute: kind -> body, for tasks that are not communication.
-            label: the layer's label.
-            observer: is told of the tasks.
-        """
-        return lanes.begin(schedule, self.travel(schedule) | dict(compute), f"{label}/{self._direction}", observer)
 
     def travel(self, schedule: Schedule) -> dict[str, Body]:
         """Return kind -> body for the communication tasks."""

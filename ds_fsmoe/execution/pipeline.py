@@ -20,8 +20,7 @@ import torch
 
 from ds_fsmoe.execution.call import (
     Call,
-    CallOnRows,
-    CallOnSlots,
+    CallOfExperts,
     GradientWindow,
     Layout,
     at_once,
@@ -44,11 +43,11 @@ class LayerExperts(Protocol):
 
     parameters: tuple[torch.nn.Parameter, ...]
 
-    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> CallOnSlots: ...
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> CallOfExperts: ...
 
     def call_rows(
         self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> CallOnRows: ...
+    ) -> CallOfExperts: ...
 
 
 def uncut(block: BlockPlan) -> BlockPlan:
@@ -190,7 +189,6 @@ class LayerPipeline:
                 tell(sizes)
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, layout, experts, hook, needs_backward, weights_R)
-        call: CallOnSlots | CallOnRows
         if not isinstance(layout, SlotLayout):
             call = experts.call_rows(needs_backward, layout.sizes, x_RM, recompute=self.recompute)
         else:
