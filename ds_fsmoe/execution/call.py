@@ -17,7 +17,7 @@ import torch
 
 from ds_fsmoe.execution.lanes import Body, LaneRun
 from ds_fsmoe.execution.phase import Direction, Hook, PhaseRun
-from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
+from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS, Task
 
@@ -85,7 +85,7 @@ class CallOfExperts(Protocol):
     def rows(self) -> list[torch.Tensor]: ...
 
 
-Layout = SlotLayout | RowLayout | NodeLayout
+Layout = SlotLayout | RowLayout
 """Says how the rows of a call lie, and how they are cut."""
 
 

@@ -26,7 +26,6 @@ from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import (
     ChunkSizes,
     NodeCounts,
-    NodePhase,
     PassedOn,
     PhaseSizes,
     RowBlock,
@@ -133,7 +132,7 @@ class CountsExchange:
         work = dist.all_to_all_single(received, sent, *splits, group=block.group, async_op=True)
         return cls(block, cuts, counts_ET, received, passes_on, work, name)
 
-    def wait(self) -> RowSizes[PhaseSizes]:
+    def wait(self) -> RowSizes:
         """Return the sizes of the call. The host waits here for the device.
 
         Raises:
@@ -215,7 +214,7 @@ class _Counts:
     pairs: tuple[tuple[int, int], ...] | None
     """(source, destination) of these; ``None`` where no rows are passed on."""
 
-    def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes[PhaseSizes]:
+    def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes:
         """Return the sizes.
 
         Args:
@@ -226,11 +225,7 @@ class _Counts:
 
     def _phase(self, arrived_NeT: torch.Tensor, degree: int) -> PhaseSizes:
         ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
-        first_of_chunks = [first for first, _ in cuts.chunks(degree)]
-
-        def of_chunks(counts: np.ndarray) -> np.ndarray:
-            return np.add.reduceat(counts, first_of_chunks, axis=-1)
-
+        of_chunks = partial(cuts.of_chunks, degree)
         to_Gr = of_chunks(self.own_ET.reshape(ranks, -1, self.cuts.num_segments).sum(1))
         arrived_Ner = of_chunks(self.arrived_NeT)
         from_Nr = arrived_Ner.sum(1)
@@ -414,7 +409,7 @@ def _as_words(weights_R: torch.Tensor) -> torch.Tensor:
 class NodeCall:
     """Holds what a rank knows of one call."""
 
-    sizes: RowSizes[NodePhase]
+    sizes: RowSizes
     weights_R: torch.Tensor
     """The weights of the choices of experts here, in the order of records."""
     block: RowBlock

@@ -53,6 +53,10 @@ class TokenCuts:
             found[degree] = tuple(itertools.pairwise(places))
         return found
 
+    def of_chunks(self, degree: int, counts_XT: np.ndarray) -> np.ndarray:
+        """Return counts of segments, any shape with T last, as those of chunks."""
+        return np.add.reduceat(counts_XT, [first for first, _ in self.chunks(degree)], axis=-1)
+
     def lengths(self, num_tokens: int) -> list[int]:
         """Return how many tokens of a rank with S tokens are in each segment."""
         bounds = [num_tokens * each.numerator // each.denominator for each in self._fractions]

@@ -29,7 +29,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.counts_exchange import CountsExchange, NodeExchange
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
+from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.slot_chunks import SlotLayout, cut
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
@@ -217,7 +217,7 @@ def _through_nodes(
     choice_of_row_R = numbered.choice_of_row(exchange.wait())
     weights_R = numbered.weights_of(choice_of_row_R)
     call = exchange.records(choice_of_row_R, weights_R.detach())
-    layout = NodeLayout(call, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], order.ops.restore)
+    layout = RowLayout(call.sizes, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], call, order.ops.restore)
     y_RM = run(x_RM, layout, weights_R=weights_R)
     return order.restore(y_RM.unsqueeze(0), numbered.routing)
 
