@@ -166,8 +166,7 @@ class CountsExchange:
 
 def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: RowBlock, *others: Any) -> torch.Tensor:
     # A table is not to keep a process group.
-    made_of = replace(block, group=None), *others
-    return TABLES.get((make, *made_of), like, lambda device: torch.from_numpy(make(*made_of)).to(device))
+    return TABLES.from_host(like, make, replace(block, group=None), *others)
 
 
 def _passed(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
@@ -328,8 +327,9 @@ class NodeExchange:
         work = dist.all_to_all_single(received_GX, sent_GX, group=block.group, async_op=True)
         return cls(rows, block, links, cuts, received_GX, work, name)
 
-    def wait(self) -> int:
-        """Return the number of choices of this rank's tokens, R. The host waits here for the device.
+    def wait(self) -> torch.Tensor:
+        """Return [R] int64: ``choice * S + token`` of each choice of this rank's tokens that was not dropped. The host
+        waits here for the device.
 
         Raises:
             RoutingError: the decision of a rank contradicts itself.
@@ -362,13 +362,15 @@ class NodeExchange:
             copies_GpT[mates],
             copies_GpT[:, links.place],
         )
-        return int(own_ET.sum())
+        places = rows.row_of_choice_KS.reshape(-1)
+        found = places.new_empty(len(places) + 1)
+        return found.scatter_(0, places, torch.arange(len(places), device=places.device))[: int(own_ET.sum())]
 
     def records(self, choice_of_row_R: torch.Tensor, weights_R: torch.Tensor) -> NodeCall:
         """Send the records, after :meth:`wait`. Collective over the block; nothing waits for the device.
 
         Args:
-            choice_of_row_R: [R] int64, ``choice * S + token`` of each row.
+            choice_of_row_R: what :meth:`wait` has returned.
             weights_R: [R] float32 or float64, their weights.
         """
         counts, rows = self._counts, self.rows

@@ -89,13 +89,8 @@ def moves(
         num_rows: their number.
         of_chunk: whether places count from the first row of the chunk; then both orders have the same chunks.
     """
-    shape = tuple(sizes_NeT.shape)
-    made_of = shape, cuts, before, after, of_chunk
-
-    def table(device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(_table(*made_of)).to(device)
-
-    blocks_before, blocks_after, position, first = TABLES.get(made_of, sizes_NeT, table).unbind()
+    table = TABLES.from_host(sizes_NeT, _table, tuple(sizes_NeT.shape), cuts, before, after, of_chunk)
+    blocks_before, blocks_after, position, first = table.unbind()
     sizes_X = sizes_NeT.reshape(-1)
     ends_before, ends_after = sizes_X[blocks_before].cumsum(0), sizes_X[blocks_after].cumsum(0)
     sizes_after = sizes_X[blocks_after]
@@ -266,11 +261,7 @@ def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torc
     of_experts_Te = arrived_NeT.sum(0).t()
     if degree == cuts.num_segments:
         return of_experts_Te.cumsum(1).to(torch.int32)
-    chunk_of_T = TABLES.get(
-        ("chunk of segment", cuts, degree),
-        of_experts_Te,
-        lambda device: torch.from_numpy(cuts.chunk_of_segment(degree)).to(device),
-    )
+    chunk_of_T = TABLES.from_host(of_experts_Te, TokenCuts.chunk_of_segment, cuts, degree)
     of_chunks_re = of_experts_Te.new_zeros(degree, of_experts_Te.shape[1]).index_add_(0, chunk_of_T, of_experts_Te)
     return of_chunks_re.cumsum(1).to(torch.int32)
 
@@ -409,7 +400,7 @@ class NodeCounts:
         chunks = [ChunkSizes(*sizes, spreads=spreads) for *sizes, spreads in zip(*parts, strict=True)]
         by_node = np.arange(links.num_nodes)
         to_ranks = _fan(
-            *(self.relayed_npT, cuts, degree, "by_receiver", from_nr, by_node, relay_records, None, links.per_node)
+            self.relayed_npT, cuts, degree, "by_receiver", from_nr, by_node, relay_records, None, links.per_node
         )
         row_records = torch.div(choice_records, num_choices, rounding_mode="floor")
         choices = choice_records % num_choices, num_choices

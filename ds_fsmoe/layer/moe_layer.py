@@ -211,15 +211,15 @@ def _through_nodes(
 ) -> torch.Tensor:
     """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
     assert collectives.nodes is not None
-    numbered = number_by_node(routing, cuts, collectives.nodes, order.ops)
-    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name, forward)
-    x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
-    choice_of_row_R = numbered.choice_of_row(exchange.wait())
-    weights_R = numbered.weights_of(choice_of_row_R)
+    sent, rows, weights_KS = number_by_node(routing, cuts, collectives.nodes, order.ops)
+    exchange = NodeExchange.begin(rows, collectives.block, collectives.nodes, cuts, name, forward)
+    x_RM = order.arrange(x_SM, sent).reshape(sent.num_slots, x_SM.shape[-1])
+    choice_of_row_R = exchange.wait()
+    weights_R = weights_KS.reshape(-1).index_select(0, choice_of_row_R)
     call = exchange.records(choice_of_row_R, weights_R.detach())
     layout = RowLayout(call.sizes, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], call, order.ops.restore)
     y_RM = run(x_RM, layout, weights_R=weights_R)
-    return order.restore(y_RM.unsqueeze(0), numbered.routing)
+    return order.restore(y_RM.unsqueeze(0), sent)
 
 
 def _in_chunks(
