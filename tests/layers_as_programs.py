@@ -22,8 +22,7 @@ from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.layer.node_levels import node_links
-from ds_fsmoe.layer.parts import exchange_in
+from ds_fsmoe.layer.parts import exchange_in, node_links
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links

@@ -106,12 +106,12 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[LayerPip
     exchange = exchange_in(groups, lookup("alltoall", case.layout.alltoall)())
     assert exchange.planned == case.layout.alltoall
     collectives = Collectives(
-        exchange.whole,
+        exchange.exchange,
         groups.ep_group,
         groups.esp_group,
         exchange.legs,
         ((0, "backend"),),
-        exchange.rows,
+        exchange.exchange_rows,
         exchange.row_legs,
         block_of(groups),
         exchange.passes_on,

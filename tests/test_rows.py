@@ -155,11 +155,11 @@ def run_layer(
     )
     kind = SelfSplitWires if self_split else Collectives
     collectives = kind(
-        exchange.whole,
+        exchange.exchange,
         groups.ep_group,
         groups.esp_group,
         exchange.legs,
-        exchange_rows=exchange.rows,
+        exchange_rows=exchange.exchange_rows,
         row_legs=exchange.row_legs,
         block=block_of(groups),
         passes_on=exchange.passes_on,

@@ -401,9 +401,9 @@ def convert_experts(
         esp_size=running.block.esp_size,
         gate=gate,
     )
-    index = running.shard_index(ep_size)
+    index = running.index_in("esp", ep_size)
     state.contract = contract_of_shard(contract, index)
-    part = ExpertPart("stacked", num_experts, ep_size, running.ep_rank(ep_size))
+    part = ExpertPart("stacked", num_experts, ep_size, running.index_in("ep", ep_size))
     shards = shards_of(contract, state.esp_size, index)
     wanted = {name: replace(part, shard=shard) for name, shard in shards.items()}
     before = take_up(module, (wrappers or {}).values(), wanted)

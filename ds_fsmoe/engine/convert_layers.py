@@ -202,7 +202,7 @@ def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter,
     experts = layer.deepspeed_moe.experts.deepspeed_experts
     # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
     layer.deepspeed_moe.fsmoe.unsharded = UnshardedExperts(list(experts))
-    index = running.shard_index(ep_size)
+    index = running.index_in("esp", ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for i, expert in enumerate(experts):
         experts[i], new_to_old = shard_expert(expert, index, esp_size)

@@ -24,12 +24,13 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.call import GradientWindow
+from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.parts import Exchange, Parts
+from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.recomputed import runs_again, take
 from ds_fsmoe.layer.row_routing import Placed, sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
@@ -204,7 +205,7 @@ class LayerState:
     """The checks of a layer outside of an engine of ours."""
     opaque: Handle | None = None
     """What stands for the layer in compiled code."""
-    _exchanges: dict[str, Exchange] = field(default_factory=dict)
+    _exchanges: dict[str, Collectives] = field(default_factory=dict)
 
     @property
     def instruments(self) -> Sequence[Instrument]:
