@@ -22,9 +22,8 @@ from torch import nn
 
 from ds_fsmoe.halves.arguments import CannotSplitError, Rest, check_cache, check_output, halves_of
 from ds_fsmoe.halves.blocks import Block, find_chains
-from ds_fsmoe.halves.collected import wants_blocks
 from ds_fsmoe.halves.pending import Pending, looked_at
-from ds_fsmoe.halves.run import HalvesRun
+from ds_fsmoe.halves.run import HalvesRun, wants_blocks
 from ds_fsmoe.layer.recomputed import is_kept, runs_again
 from ds_fsmoe.log import log_on_rank_0
 
