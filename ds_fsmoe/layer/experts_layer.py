@@ -21,29 +21,21 @@ from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.routing import BareRouting, Routing
-from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter, ShortWay, adapters_now
 from ds_fsmoe.layer.moe_layer import path_of_tokens
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
-from ds_fsmoe.layer.parts import LayerError, refuse_copy
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.observing.instruments import LayerCall
 
 Route = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing]
 
 
-class FSMoEExperts(OpaqueModule):
+class FSMoEExperts(ConvertedLayer):
     """Goes before the class of a module of experts, and replaces its forward. Made by conversion, never constructed."""
 
     fsmoe: ExpertsState
     num_experts: int
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled by a script, alone or with the model around.
-
-        Raises:
-            LayerError: a script asks.
-        """
-        return super().__reduce_ex__(protocol) if asking() in TRUSTED else refuse_copy(self.fsmoe.path)
 
     def train(self, mode: bool = True) -> FSMoEExperts:
         """Change the mode, once nothing is wrong with what was chosen in the other.
@@ -55,16 +47,6 @@ class FSMoEExperts(OpaqueModule):
         if running is not None and not running.is_over:
             running.late_faults.look()
         return super().train(mode)
-
-    @property
-    def label(self) -> str:
-        """The label of the layer, in traces."""
-        return self.fsmoe.label
-
-    @property
-    def pipeline(self) -> Any:
-        """The pipeline that runs the layer; changed by its state alone."""
-        return self.fsmoe.pipeline
 
     @property
     def gate(self) -> GivenRouter:
@@ -122,12 +104,7 @@ class FSMoEExperts(OpaqueModule):
                 "must be one for each choice; a later transformers has this right"
             )
         chosen_KS = state.settle_choice(choice, index_SK)
-        state.last_shape = x_SM.shape
-        forward = state.begin_forward(self.training)
-        if state.pipeline is None:
-            state.run_alone(None)
-        for check in state.checks:
-            check(self, x_SM)
+        forward = state.begin_call(self, x_SM)
 
         def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
             return routing_of_choices(index_SK, weights_SK, state.total_experts, chosen_KS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,22 +39,19 @@ class Replay:
         self._is_checked = False
         self._has_any = False
         self._replayed: set[str] = set()
-        self._control: dist.ProcessGroup | None = None
-        self._has_control = False
 
     @property
     def is_armed(self) -> bool:
         """Whether the next forward, or the one that is under way, is one of those that are replayed."""
         return self._choices is not None
 
+    @functools.cached_property
     def control_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks of the job, in a group that does not wait for devices. Collective the first time."""
-        if not self._has_control:
-            self._has_control = True
-            if world_size_now() > 1 and dist.get_backend() != dist.Backend.GLOO:
-                with waiting("a new process group"):
-                    self._control = dist.new_group(backend="gloo")
-        return self._control
+        """The ranks of the job, in a group that does not wait for devices. Collective the first time."""
+        if world_size_now() == 1 or dist.get_backend() == dist.Backend.GLOO:
+            return None
+        with waiting("a new process group"):
+            return dist.new_group(backend="gloo")
 
     def arm(self, choices: Mapping[str, ReplayedRouting | None] | None, names: Mapping[str, str]) -> None:
         """Replay the next forward; the same on every rank, whatever each has.
@@ -125,7 +123,7 @@ class Replay:
                 f"{num_tokens} tokens in this forward (all those of a batch, padding too)"
             )
         if is_first:
-            with raise_on_all_ranks(self.control_group(), "routing was replayed", ReplayError):
+            with raise_on_all_ranks(self.control_group, "routing was replayed", ReplayError):
                 _raise(problem)
         _raise(problem)
 
