@@ -19,8 +19,7 @@ from ds_fsmoe.distributed.groups import communicator_like
 from ds_fsmoe.execution.counts_exchange import NodeCall
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes
-from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes, TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.parts import exchange_in, node_links
 from ds_fsmoe.layer.runtime import LayerRuntime

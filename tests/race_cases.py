@@ -26,9 +26,8 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import RowSizes
-from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.halves.run import HalvesRun
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import exchange_in

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ds_fsmoe.execution.token_cuts import TokenCuts  # noqa: E402
+from ds_fsmoe.execution.row_sizes import TokenCuts  # noqa: E402
 from ds_fsmoe.layer.row_routing import segments_with_queues  # noqa: E402
 from ds_fsmoe.ops import reference  # noqa: E402
 from tests.emulated_kernels import (  # noqa: E402

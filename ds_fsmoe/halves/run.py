@@ -17,7 +17,7 @@ from greenlet import getcurrent, greenlet
 
 from ds_fsmoe.execution.call import Half
 from ds_fsmoe.halves.arguments import NUM_HALVES, Rest, joined_halves, sizes_of_halves
-from ds_fsmoe.layer.recomputed import Tape
+from ds_fsmoe.layer.replay import Tape
 
 # ---- Runs the calls of one half of a batch, one after another, in a stack of their own that can be left and
 # entered again

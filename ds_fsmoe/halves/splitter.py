@@ -24,7 +24,7 @@ from ds_fsmoe.halves.arguments import CannotSplitError, Rest, check_cache, check
 from ds_fsmoe.halves.blocks import Block, find_chains
 from ds_fsmoe.halves.pending import Pending, looked_at
 from ds_fsmoe.halves.run import HalvesRun, wants_blocks
-from ds_fsmoe.layer.recomputed import is_kept, runs_again
+from ds_fsmoe.layer.replay import is_kept, runs_again
 from ds_fsmoe.log import log_on_rank_0
 
 _AT_RANDOM = ("p", "attention_dropout", "jitter_noise", "router_jitter_noise")

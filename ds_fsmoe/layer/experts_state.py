@@ -30,8 +30,7 @@ from ds_fsmoe.execution.call import half_now
 from ds_fsmoe.execution.collectives import FULL
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
-from ds_fsmoe.layer.replay import ReplayError, RouterChoice, RouterWatch
+from ds_fsmoe.layer.replay import ReplayError, RouterChoice, RouterWatch, is_kept, keep, runs_again
 from ds_fsmoe.layer.runtime import refuse
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.ops import Ops

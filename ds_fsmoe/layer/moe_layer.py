@@ -26,17 +26,15 @@ from ds_fsmoe.components.gate import GateBase, in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.counts_exchange import CountsExchange, NodeExchange
+from ds_fsmoe.execution.counts_exchange import CountsExchange, Forward, Forwards, NodeExchange
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.same_forward import Forward, Forwards
+from ds_fsmoe.execution.row_sizes import TokenCuts, token_cuts_of
 from ds_fsmoe.execution.slot_chunks import SlotLayout, cut
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
-from ds_fsmoe.execution.token_cuts import TokenCuts, token_cuts_of
-from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial, check_width, naming_widths
-from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
+from ds_fsmoe.layer.replay import remembering, take, tape_torchs_functions
 from ds_fsmoe.layer.row_routing import Placed, number_by_node, number_rows_of_layer, sends_rows
 from ds_fsmoe.layer.runtime import pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0

@@ -17,7 +17,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.counts_exchange import NodeRows
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.execution.row_sizes import TokenCuts
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 

@@ -30,8 +30,7 @@ from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.row_sizes import ALONE, RowBlock
 from ds_fsmoe.execution.tensor_parallel import PLAIN, TensorParallelUse
 from ds_fsmoe.layer.parts import exchange_in
-from ds_fsmoe.layer.recomputed import tape_torchs_functions
-from ds_fsmoe.layer.replay import Replay
+from ds_fsmoe.layer.replay import Replay, tape_torchs_functions
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.instruments import Check, Instrument

@@ -25,14 +25,14 @@ from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.call import GradientWindow
 from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.counts_exchange import Forward, Forwards
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
 from ds_fsmoe.layer.parts import Parts, refuse_copy
-from ds_fsmoe.layer.recomputed import runs_again, take
+from ds_fsmoe.layer.replay import runs_again, take
 from ds_fsmoe.layer.row_routing import Placed, sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0

@@ -41,10 +41,10 @@ from ds_fsmoe.components.routing import (
     stock_routes,
 )
 from ds_fsmoe.distributed.groups import sizes_of_mpu
-from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.execution.pipeline import WholeExperts
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.recomputed import remembering
+from ds_fsmoe.layer.replay import remembering
 from ds_fsmoe.layer.state import ConvertedLayer, hand_out
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.spans import Recorder

@@ -22,8 +22,7 @@ from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.call import SliceToReduce
 from ds_fsmoe.execution.lanes import Observer, Together
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
-from ds_fsmoe.execution.pipeline import LayerExperts, LayerPipeline
-from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.execution.pipeline import LayerExperts, LayerPipeline, WholeExperts
 from ds_fsmoe.files.runs import TRACE
 from ds_fsmoe.observing.instruments import Instrument, LayerCall
 from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor, Predictors
