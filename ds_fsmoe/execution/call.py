@@ -69,12 +69,10 @@ class CallOfExperts(Protocol):
 
     def forward(self, *place_and_rows: Any) -> torch.Tensor:
         """Return the results of a chunk: ``(start, stop, x_NecM)``, cuts of the capacity, or ``(number, x_RM)``."""
-        ...
 
     def backward(self, *place_and_gradients: Any) -> torch.Tensor:
         """Return the gradients of the rows of a chunk, as :meth:`forward`; of rows also ``(number, dy_RM, weights_R,
         gradients_R)``, with the memory for the weights' gradients."""
-        ...
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
@@ -89,40 +87,20 @@ Layout = SlotLayout | RowLayout
 """Says how the rows of a call lie, and how they are cut."""
 
 
-class SliceToReduce(Protocol):
-    """A slice of gradients."""
-
-    @property
-    def kind(self) -> str: ...
-
-
 class GradientWindow(Protocol):
-    """Other data that travels in a layer's backward: gradients that the backward has already finished."""
+    """Other data that travels in a layer's backward: gradients that the backward has already finished, slice by
+    slice."""
 
-    def open(self, label: str) -> Sequence[SliceToReduce]: ...
+    def open(self, label: str) -> Sequence[Any]: ...
 
-    def tasks(self, parcel: SliceToReduce) -> tuple[str, ...]: ...
+    def tasks(self, parcel: Any) -> tuple[str, ...]: ...
 
-    def send(self, parcel: SliceToReduce, task: str) -> None: ...
+    def send(self, parcel: Any, task: str) -> None: ...
 
     def close(self) -> None: ...
 
 
 _Gradients = tuple[torch.Tensor | None, ...]
-
-
-def at_once(
-    call: Call, x_RM: torch.Tensor, weights_R: torch.Tensor | None, parameters: Iterable[torch.Tensor]
-) -> torch.Tensor:
-    """Run a call and return its rows; its backward runs at once, too.
-
-    Args:
-        call: the call.
-        x_RM: the rows.
-        weights_R: the weights of choices, where results are added up on the way.
-        parameters: what stands for those of the experts in the graph.
-    """
-    return _Whole.apply(x_RM, weights_R, call, *parameters)
 
 
 def with_pauses(
@@ -133,11 +111,11 @@ def with_pauses(
     half: Half,
     needs_backward: bool,
 ) -> torch.Tensor:
-    """Run a call as :func:`at_once` does, and pause twice; its backward pauses where autograd has other work that is
+    """Run a call as :class:`AtOnce` does, and pause twice; its backward pauses where autograd has other work that is
     younger in the graph, which is that of the other part of the batch.
 
     Args:
-        call, x_RM, weights_R, parameters: see :func:`at_once`.
+        call, x_RM, weights_R, parameters: see :class:`AtOnce`.
         half: the part of the batch that is run.
         needs_backward: whether there will be a backward.
     """
@@ -160,8 +138,12 @@ def with_pauses(
         raise
 
 
-class _Whole(torch.autograd.Function):
-    """Takes the experts' parameters as inputs, so that each gets its gradient from here once per backward."""
+class AtOnce(torch.autograd.Function):
+    """Runs a call and returns its rows: ``apply(x_RM, weights_R, call, *parameters)``; its backward runs at once, too.
+
+    The weights of choices are given where results are added up on the way. The parameters are what stands for those of
+    the experts in the graph: inputs, so that each gets its gradient from here once per backward.
+    """
 
     @staticmethod
     def forward(
@@ -202,7 +184,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Computes what the experts do, and sends it back; takes their parameters as :class:`_Whole` does."""
+    """Computes what the experts do, and sends it back; takes their parameters as :class:`AtOnce` does."""
 
     @staticmethod
     def forward(ctx: Any, entered: torch.Tensor, call: Call, *parameters: torch.Tensor) -> torch.Tensor:
@@ -284,7 +266,6 @@ class Call:
 
     def go_on_forward(self) -> None:
         """Compute, and send results back."""
-        assert self._run is not None
         self._run.go(len(self._tasks))
 
     def end_forward(self) -> torch.Tensor:
@@ -315,7 +296,6 @@ class Call:
 
     def go_on_backward(self) -> _Gradients:
         """Compute, send gradients of rows back, and return those of the experts' parameters."""
-        assert self._run is not None
         self._run.go(len(self._tasks))
         return self.experts.gradients()
 
@@ -365,8 +345,6 @@ class Call:
 
     def _end(self) -> PhaseRun:
         phase, run = self._phase, self._run
-        assert phase is not None
-        assert run is not None
         self._phase = self._run = None
         run.finish()
         return phase

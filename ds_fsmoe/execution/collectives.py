@@ -215,7 +215,6 @@ class Collectives:
         """Exchange the rows of a chunk, contiguous, those for rank 0 first; on the way back with ``sizes.back``."""
         if self.ep_group is None:
             return x_RM
-        assert self.exchange_rows is not None
         return self.exchange_rows(x_RM, self.ep_group, sizes)
 
     def gather_rows(self, x_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:

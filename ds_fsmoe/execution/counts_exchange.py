@@ -259,9 +259,57 @@ class CountsExchange:
         arrived_NeT = received[:num_here].view(-1, here)[:, 1:].reshape(shape)
         passed_XT = host[num_own + num_here :].reshape(-1, num_segments)
         own_ET = host[:num_own].reshape(self.own_ET.shape)
-        pairs = None if self.passes_on is None else _pairs(self.passes_on)
-        counts = _Counts(block, self.cuts, own_ET, host_NX[:, 1:].reshape(shape), passed_XT, pairs)
-        return counts.sizes(self.own_ET, arrived_NeT)
+        return self.sizes(own_ET, host_NX[:, 1:].reshape(shape), passed_XT, arrived_NeT)
+
+    def sizes(
+        self, own_ET: np.ndarray, host_NeT: np.ndarray, passed_XT: np.ndarray, arrived_NeT: torch.Tensor
+    ) -> RowSizes:
+        """Return the sizes of the call.
+
+        Args:
+            own_ET: the rows of this rank, on the host.
+            host_NeT: the rows that come here from each source, on the host.
+            passed_XT: the rows that rest here on their way, of each pair in each segment, on the host.
+            arrived_NeT: the rows that come here, on the device.
+        """
+        phase = partial(self._phase, own_ET, host_NeT, passed_XT, arrived_NeT)
+        return sizes_of_phases(self.cuts, int(own_ET.sum()), phase, self.own_ET, arrived_NeT)
+
+    def _phase(
+        self,
+        own_ET: np.ndarray,
+        host_NeT: np.ndarray,
+        passed_XT: np.ndarray,
+        arrived_NeT: torch.Tensor,
+        degree: int,
+    ) -> PhaseSizes:
+        ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
+        of_chunks = cuts.adder(degree)
+        to_Gr = of_chunks(own_ET.reshape(ranks, -1, cuts.num_segments).sum(1))
+        arrived_Ner = of_chunks(host_NeT)
+        from_Nr = arrived_Ner.sum(1)
+        own = slice(self.block.esp_index * ranks, (self.block.esp_index + 1) * ranks)
+        gathered_Pr = from_Nr.reshape(sharing, ranks, degree).sum(1)
+        between_r: list[Any] = [None] * degree
+        if self.passes_on is not None:
+            me = self.block.ep_index
+            pairs = [
+                *_pairs(self.passes_on),
+                *((me, each) for each in range(ranks)),
+                *((each, me) for each in range(ranks)),
+            ]
+            rows_Xr = np.concatenate([of_chunks(passed_XT), to_Gr, from_Nr[own]])
+            between_r = [dict(zip(pairs, rows, strict=True)) for rows in rows_Xr.T.tolist()]
+        parts = (to_Gr, from_Nr[own], gathered_Pr, arrived_Ner.sum(0))
+        chunks = zip(*(each.T.tolist() for each in parts), between_r, strict=True)
+        starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
+        order = None
+        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):
+            num_rows = int(from_Nr.sum())
+            places = (degree, "by_source"), (degree, "by_expert")
+            order = moves(arrived_NeT, cuts, *places, num_rows, of_chunk=True)
+        ends = expert_ends(cuts, degree, arrived_NeT)
+        return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, ends)
 
 
 def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: RowBlock, *others: Any) -> torch.Tensor:
@@ -298,54 +346,6 @@ def _received(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn
 def _pairs(passes_on: PassedOn) -> tuple[tuple[int, int], ...]:
     """Return (source, destination) of the rows that rest here, in the order in which their counts come."""
     return tuple((source, each) for source, those in enumerate(passes_on.hears) for each in those)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """The counts of a call on the host, from which all sizes follow."""
-
-    block: RowBlock
-    cuts: TokenCuts
-    own_ET: np.ndarray
-    arrived_NeT: np.ndarray
-    passed_XT: np.ndarray
-    """The rows that rest here on their way, of each pair in each segment."""
-    pairs: tuple[tuple[int, int], ...] | None
-    """(source, destination) of these; ``None`` where no rows are passed on."""
-
-    def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes:
-        """Return the sizes.
-
-        Args:
-            own_ET, arrived_NeT: the counts on the device.
-        """
-        phase = partial(self._phase, arrived_NeT)
-        return sizes_of_phases(self.cuts, int(self.own_ET.sum()), phase, own_ET, arrived_NeT)
-
-    def _phase(self, arrived_NeT: torch.Tensor, degree: int) -> PhaseSizes:
-        ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
-        of_chunks = partial(cuts.of_chunks, degree)
-        to_Gr = of_chunks(self.own_ET.reshape(ranks, -1, self.cuts.num_segments).sum(1))
-        arrived_Ner = of_chunks(self.arrived_NeT)
-        from_Nr = arrived_Ner.sum(1)
-        own = slice(self.block.esp_index * ranks, (self.block.esp_index + 1) * ranks)
-        gathered_Pr = from_Nr.reshape(sharing, ranks, degree).sum(1)
-        between_r: list[Any] = [None] * degree
-        if self.pairs is not None:
-            me = self.block.ep_index
-            pairs = [*self.pairs, *((me, each) for each in range(ranks)), *((each, me) for each in range(ranks))]
-            rows_Xr = np.concatenate([of_chunks(self.passed_XT), to_Gr, from_Nr[own]])
-            between_r = [dict(zip(pairs, rows, strict=True)) for rows in rows_Xr.T.tolist()]
-        parts = (to_Gr, from_Nr[own], gathered_Pr, arrived_Ner.sum(0))
-        chunks = zip(*(each.T.tolist() for each in parts), between_r, strict=True)
-        starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
-        order = None
-        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):
-            num_rows = int(from_Nr.sum())
-            places = (degree, "by_source"), (degree, "by_expert")
-            order = moves(arrived_NeT, cuts, *places, num_rows, of_chunk=True)
-        ends = expert_ends(cuts, degree, arrived_NeT)
-        return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, ends)
 
 
 # ---- Tells every rank of an EP group what comes to it, where each token crosses to a node once
@@ -416,14 +416,13 @@ class NodeExchange:
             name: the layer's name, for messages.
             forward: the forward, which has to be that of all ranks; ``None``: not known.
         """
-        ranks, num_segments = len(rows.counts_GT), cuts.num_segments
+        ranks = len(rows.counts_GT)
         node_G = links.node_of_each(rows.counts_GT)
         of_ranks = rows.counts_GT[links.rank_of_each(rows.counts_GT)].view(links.num_nodes, -1)
         header = headed(rows.fault, forward)
         parts = header.expand(ranks, 1), rows.counts_ET.reshape(ranks, -1), rows.counts_nT[node_G], of_ranks[node_G]
         sent_GX = torch.cat(parts, dim=1)
         received_GX = torch.empty_like(sent_GX)
-        assert sent_GX.shape[1] == 1 + (len(rows.counts_ET) // ranks + 1 + links.per_node) * num_segments
         work = dist.all_to_all_single(received_GX, sent_GX, group=block.group, async_op=True)
         return cls(rows, block, links, cuts, received_GX, work, name)
 
@@ -474,7 +473,6 @@ class NodeExchange:
             weights_R: [R] float32 or float64, their weights.
         """
         counts, rows = self._counts, self.rows
-        assert counts is not None
         num_choices, num_tokens = rows.rank_KS.shape
         choice_R = torch.div(choice_of_row_R, max(1, num_tokens), rounding_mode="floor")
         token_R = choice_of_row_R % max(1, num_tokens)

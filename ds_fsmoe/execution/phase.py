@@ -77,7 +77,6 @@ class Chunks:
 
     def result(self) -> torch.Tensor:
         """Return as many rows as were given."""
-        assert self._result_RM is not None
         return self._result_RM
 
 
@@ -213,7 +212,6 @@ class PhaseRun:
         self._held is None or self._held.append(tensor)
 
     def _hooked(self, point: str, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        assert self._hook is not None
         replaced = self._hook(point, tensor, self._direction, chunk)
         self._chunks.check_hooked(point, tensor, replaced)
         return replaced

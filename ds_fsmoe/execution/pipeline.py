@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.execution.call import (
+    AtOnce,
     Call,
     CallOfExperts,
     GradientWindow,
     Layout,
-    at_once,
     half_now,
     with_pauses,
 )
@@ -221,7 +221,7 @@ class LayerPipeline:
         aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
         if half is not None:
             return with_pauses(of_call, x_RM, weights_R, aliases, half, needs_backward)
-        return at_once(of_call, x_RM, weights_R, aliases)
+        return AtOnce.apply(x_RM, weights_R, of_call, *aliases)
 
 
 # ---- The experts' part of an uncut layer. Its experts are called as one module under autograd, as DeepSpeed does
@@ -357,8 +357,6 @@ class _WholeCall(Call):
 
     def arrived(self) -> torch.Tensor:
         """Run everything before the experts, after the phase has begun, and return their rows, [N, e, C, M]."""
-        assert self._run is not None
-        assert self._phase is not None
         after = 1 + max(index for index, task in enumerate(self._tasks) if task.kind == EXPERT)
         # Nothing else is under way when code runs of which nothing is known, hooks of a backward among it.
         self._run.go(after, joins=True)
@@ -366,7 +364,6 @@ class _WholeCall(Call):
 
     def left(self, rows_NecM: torch.Tensor) -> None:
         """Have what the experts, or their backward, have made of the rows sent behind the pause."""
-        assert self._phase is not None
         if isinstance(self._observer, _UntilReturned):
             self._observer.experts_have_returned()
         self._phase.computed(rows_NecM)

@@ -220,7 +220,6 @@ class NodeChunks(RowChunks):
         rows_RM: torch.Tensor,
     ) -> None:
         super().__init__(collectives, call.sizes, direction, rows_RM)
-        assert collectives.nodes is not None
         self._links = collectives.nodes
         self._call = call
         self._add_up = add_up
@@ -254,7 +253,6 @@ class NodeChunks(RowChunks):
             own = fan.copies_of(chunk)
             y_RM = body(chunk, copies_RM, self._weights_R[own], self._gradients_R[own])
             return self._add_up(y_RM, copies_JN, None)
-        assert self._weights_JN is not None
         first, stop = fan.first_row[chunk : chunk + 2]
         return self._add_up(body(chunk, copies_RM), copies_JN, self._weights_JN[:, first:stop])
 
@@ -289,7 +287,6 @@ class NodeChunks(RowChunks):
 
     def weight_gradients(self) -> torch.Tensor:
         """Return the gradients of the weights of this rank's choices, after all tasks of a backward. Collective."""
-        assert self._gradients_R is not None
         in_order = torch.empty_like(self._gradients_R)
         in_order[self._sizes.to_experts.record_of_copy] = self._gradients_R
         return self._call.back(in_order)

@@ -64,9 +64,9 @@ class TokenCuts:
             found[degree] = tuple(itertools.pairwise(places))
         return found
 
-    def of_chunks(self, degree: int, counts_XT: np.ndarray) -> np.ndarray:
-        """Return counts of segments, any shape with T last, as those of chunks."""
-        return np.add.reduceat(counts_XT, [first for first, _ in self.chunks(degree)], axis=-1)
+    def adder(self, degree: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Return what turns counts of segments, any shape with T last, into those of chunks."""
+        return partial(np.add.reduceat, indices=[first for first, _ in self.chunks(degree)], axis=-1)
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return how many tokens of a rank with S tokens are in each segment."""
@@ -452,7 +452,7 @@ class NodeCounts:
         degree: int,
     ) -> NodePhase:
         cuts, links = self.cuts, self.links
-        of_chunks = partial(cuts.of_chunks, degree)
+        of_chunks = cuts.adder(degree)
         to_nr, from_nr = of_chunks(self.own_nT), of_chunks(self.relayed_nT)
         spreads_pr = of_chunks(self.relayed_npT).sum(0)
         # As they arrive: relay by relay, and of each node by node.

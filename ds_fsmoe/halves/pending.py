@@ -35,7 +35,6 @@ class Pending:
         if self._complete is not None:
             complete, self._complete = self._complete, None
             self._value = complete()
-        assert self._value is not None
         return self._value
 
     @classmethod

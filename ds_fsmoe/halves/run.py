@@ -217,7 +217,6 @@ class _Saved:
         """Return the tensor, computed again if need be."""
         if self.tensor is None:
             self._of.run_again()
-        assert self.tensor is not None
         return self.tensor
 
 

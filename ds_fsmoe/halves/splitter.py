@@ -173,7 +173,6 @@ class Splitter:
 
     def _go_on(self, block: Block, rests: Sequence[Rest]) -> Any:
         run = self._run
-        assert run is not None
         run.add((block.forward_alone() if block.runs_again else None) or block.forward, rests, block.runs_again)
         if block.layers:
             run.advance()
@@ -188,7 +187,6 @@ class Splitter:
 
     def _complete(self) -> Any:
         run, self._run, self._pending = self._run, None, None
-        assert run is not None
         return run.complete()
 
     def _say(self, sentence: str) -> None:

@@ -333,5 +333,4 @@ class FSMoEParamWrapper(OpaqueModule):
         """Return what an adapter adds to this rank's part of the weight; within ``deepspeed.zero.GatheredParameters``,
         as has to be at ZeRO 3, to the whole weight."""
         weight, contract = self.get_param(), self.experts_beneath.fsmoe.contract
-        assert contract is not None
         return self.adapter(adapter_name).delta(contract.is_transposed).to(weight.device, weight.dtype)

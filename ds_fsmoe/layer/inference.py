@@ -141,7 +141,6 @@ class InferenceLayer:
             # A rank without a batch may know no k of its own, so it is agreed on with the counts.
             *actual, ks = self.summed(torch.cat([rows_E, rows_E.new_full((1,), self.k)])).tolist()
             self._correct(np.array(actual), -(-ks // len(self.block.places)))
-        assert self._table is not None
         self.record.copies += int(self._table.copies_E.sum())
         result = dealt(routing, rows_E, self._table, self.block.ep_index, self.ops)
         self._estimate_E = None
@@ -184,7 +183,6 @@ class InferenceLayer:
         if self._table is None or is_off:
             record.second_phases += 1
             self._hold(actual_E)
-        assert self._table is not None
         if total := actual_E.sum():
             mean = total / len(self.homes)
             record.counted += 1

@@ -208,7 +208,6 @@ def _through_nodes(
     forward: Forward | None,
 ) -> torch.Tensor:
     """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
-    assert collectives.nodes is not None
     sent, rows, weights_KS = number_by_node(routing, cuts, collectives.nodes, order.ops)
     exchange = NodeExchange.begin(rows, collectives.block, collectives.nodes, cuts, name, forward)
     x_RM = order.arrange(x_SM, sent).reshape(sent.num_slots, x_SM.shape[-1])

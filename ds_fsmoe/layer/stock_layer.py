@@ -288,7 +288,6 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
                     f"{state.path}: another experts module was put in after the first forward, and the layer is run "
                     "in chunks: call engine.fsmoe.look_again() on every rank after such a change"
                 )
-        assert experts is not None
         group = state.capacity_group
         of_layer = state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local
         return LayerCall(*of_layer, in_rows)
