@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.halves.arguments import CannotSplitError, Rest, check_cache, check_output, halves_of
+from ds_fsmoe.halves.arguments import CannotSplitError, Pending, Rest, check_cache, check_output, halves_of, looked_at
 from ds_fsmoe.halves.blocks import Block, find_chains
-from ds_fsmoe.halves.pending import Pending, looked_at
 from ds_fsmoe.halves.run import HalvesRun, wants_blocks
 from ds_fsmoe.layer.replay import is_kept, runs_again
 from ds_fsmoe.log import log_on_rank_0
