@@ -73,38 +73,6 @@ def cut(capacity: int, degree: int) -> Cutting:
     return Cutting(chunk_bounds(capacity, degree))
 
 
-class ChunkedRows:
-    """Holds rows [E * C, M] chunk by chunk and reads and writes them by cuts of any kind."""
-
-    def __init__(self, rows: torch.Tensor, num_experts: int, cutting: Cutting) -> None:
-        self._rows = rows
-        self._num_experts = num_experts
-        self._cutting = cutting
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return [E, stop - start, M], contiguous: a view if this is one of the chunks, else a copy."""
-        parts = [view[:, low:high] for view, low, high, _ in self._overlaps(start, stop)]
-        if not parts:
-            return self._rows.new_empty(self._num_experts, 0, self._rows.shape[-1])
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def write(self, start: int, stop: int, values_EcM: torch.Tensor) -> None:
-        """Copy values [E, stop - start, M] to their places."""
-        for view, low, high, first in self._overlaps(start, stop):
-            view[:, low:high].copy_(values_EcM[:, first : first + high - low])
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Yield (a chunk [E, c, M], its first and last wanted slots, their position in the cut)."""
-        for first, last in self._cutting.chunks:
-            low, high = first if first > start else start, last if last < stop else stop
-            if low < high:
-                yield self._view(first, last), low - first, high - first, low - start
-
-    def _view(self, first: int, last: int) -> torch.Tensor:
-        rows = self._rows[self._num_experts * first : self._num_experts * last]
-        return rows.view(self._num_experts, last - first, self._rows.shape[-1])
-
-
 # ---- Chunks of slots: as many for every expert on every rank, whether a token is in them or not
 
 
@@ -160,15 +128,15 @@ class SlotChunks(Chunks):
         self._num_experts = num_experts
         self._layout = layout
         self._cuts = cutting.chunks
-        self._source = self._chunked(rows_RM.contiguous())
+        self._source_RM = rows_RM.contiguous()
         self._is_whole = len(self._cuts) == len(layout.chunks) == 1
 
-    def _chunked(self, rows_RM: torch.Tensor) -> ChunkedRows:
-        return ChunkedRows(rows_RM, self._num_experts, self._layout)
-
     def read(self, chunk: int) -> torch.Tensor:
-        """Return [E, c, M]."""
-        return self._source.read(*self._cuts[chunk])
+        """Return [E, c, M], contiguous: a view if this is one of the layout's chunks, else a copy."""
+        parts = [view[:, low:high] for view, low, high, _ in self._overlaps(self._source_RM, chunk)]
+        if not parts:
+            return self._source_RM.new_empty(self._num_experts, 0, self._shape[-1])
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def dispatch(self, x_EcM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the experts."""
@@ -222,5 +190,17 @@ class SlotChunks(Chunks):
             )
         if self._is_whole:
             self._result_RM = y_EcM.reshape(self._shape)
-        else:
-            self._chunked(self._result_RM).write(start, stop, y_EcM)
+            return
+        for view, low, high, first in self._overlaps(self._result_RM, chunk):
+            view[:, low:high].copy_(y_EcM[:, first : first + high - low])
+
+    def _overlaps(self, rows_RM: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """Yield (a chunk of the layout [E, c, M], its first and last slots that are in this one, their position in
+        it)."""
+        start, stop = self._cuts[chunk]
+        for first, last in self._layout.chunks:
+            low, high = first if first > start else start, last if last < stop else stop
+            if low < high:
+                rows = rows_RM[self._num_experts * first : self._num_experts * last]
+                view = rows.view(self._num_experts, last - first, self._shape[-1])
+                yield view, low - first, high - first, low - start
