@@ -481,7 +481,9 @@ class NodeExchange:
         in_node_nS = rows.is_in_nS.cumsum(1) - 1
         row_R = on_rank_GS[rows.rank_KS.reshape(-1)[choice_of_row_R], token_R]
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
-        packed_RW = torch.cat([words_R1, _as_words(weights_R)], dim=1)
+        # The memory of numbers as int32, one or two for each.
+        weights_RW = weights_R.contiguous().view(torch.int32).view(len(weights_R), weights_R.itemsize // 4)
+        packed_RW = torch.cat([words_R1, weights_RW], dim=1)
         with waiting("the exchange of records of", self.name):
             received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
@@ -498,11 +500,6 @@ class NodeExchange:
         choices_GeT = self.received_GX[:, 1 : 1 + shape[1] * shape[2]].reshape(shape)
         sizes = counts.sizes(rows.counts_nT, choices_GeT, relay_records.long(), received_RW[:, 0].long(), num_choices)
         return NodeCall(sizes, weights, self.block, *counts.choice_sizes)
-
-
-def _as_words(weights_R: torch.Tensor) -> torch.Tensor:
-    """Return the memory of numbers as int32, [R, 1] or [R, 2]."""
-    return weights_R.contiguous().view(torch.int32).view(len(weights_R), weights_R.itemsize // 4)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,9 @@ class Again:
         if self._has_run_again:
             raise RuntimeError("a checkpointed block has run again, and what is needed now was not saved by it")
         self._has_run_again = True
-        with torch.enable_grad(), _all_of(self._autocasts):
+        with torch.enable_grad(), ExitStack() as stack:
+            for autocast in self._autocasts:
+                stack.enter_context(autocast())
             fibers = []
             for half, given in enumerate(self._given):
                 x_BLM = given.detach().requires_grad_(given.requires_grad)
@@ -236,14 +238,6 @@ def _autocasts_now(device_type: str) -> list[Callable[[], Any]]:
         )
         for each in dict.fromkeys((device_type, "cpu"))
     ]
-
-
-@contextmanager
-def _all_of(makers: Sequence[Callable[[], Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for make in makers:
-            stack.enter_context(make())
-        yield
 
 
 # ---- Puts together what transformers collects of modules that were called for each half, such as routers' scores

@@ -22,11 +22,6 @@ from ds_fsmoe.ops import Ops
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
 
-def drops_nothing(gate: Any) -> bool:
-    """Whether a gate gives every choice a place, as its settings say now; a gate of one's own by ``drop_tokens``."""
-    return getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
-
-
 def sends_rows(dispatch: str, gate: Any, collectives: Collectives) -> bool:
     """Whether rows travel, instead of slots.
 
@@ -44,7 +39,8 @@ def takes_rows(dispatch: str, gate: Any) -> bool:
     """Whether rows travel as far as the gate is concerned; see :func:`sends_rows`."""
     if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
         return False
-    return dispatch == "rows" or drops_nothing(gate)
+    # Whether it gives every choice a place, as its settings say now; a gate of one's own says so by ``drop_tokens``.
+    return dispatch == "rows" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
 
 
 @dataclass(frozen=True)

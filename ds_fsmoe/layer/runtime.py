@@ -397,7 +397,14 @@ class LayerRuntime:
             for block, backward in ((plan.forward, False), (plan.backward, True))
         )
         wires = Wires(self.block.wires.dispatch, self.block.wires.combine)
-        collectives = replace(collectives, reduces=plan.reduces, block=block_of(groups), wires=wires)
+        collectives = replace(
+            collectives,
+            ep_group=groups.ep_group,
+            esp_group=groups.esp_group,
+            reduces=plan.reduces,
+            block=block_of(groups),
+            wires=wires,
+        )
         return LayerPipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 
     def at_step(self, number: int) -> None:
