@@ -467,8 +467,10 @@ class NodeCounts:
             self.relayed_npT, cuts, degree, "by_receiver", from_nr, by_node, relay_records, None, links.per_node
         )
         row_records = torch.div(choice_records, num_choices, rounding_mode="floor")
-        choices = choice_records % num_choices, num_choices
-        to_experts = _fan(self.choices_GeT, cuts, degree, "by_expert", arriving_Gr, by_relay, row_records, *choices)
+        copies = choice_records % num_choices
+        to_experts = _fan(
+            self.choices_GeT, cuts, degree, "by_expert", arriving_Gr, by_relay, row_records, copies, num_choices
+        )
         starts = (0, *np.cumsum(to_nr.sum(0)).tolist())
         ends = expert_ends(cuts, degree, choices_GeT)
         return NodePhase(tuple(chunks), starts, None, ends, to_ranks, to_experts)
