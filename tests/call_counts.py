@@ -24,9 +24,8 @@ from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.execution.counts_exchange import CountsExchange
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import ALONE
+from ds_fsmoe.execution.row_sizes import ALONE, TokenCuts
 from ds_fsmoe.execution.slot_chunks import SlotLayout
-from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.layer.moe_layer import token_path
 
 ON_A_GPU = {

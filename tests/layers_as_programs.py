@@ -18,12 +18,10 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import communicator_like
 from ds_fsmoe.execution.counts_exchange import NodeCall
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
-from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes
-from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes, TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.layer.node_levels import node_links
-from ds_fsmoe.layer.parts import exchange_in
+from ds_fsmoe.layer.parts import exchange_in, node_links
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
@@ -158,7 +156,7 @@ def sizes_of_rows(pipeline: LayerPipeline, num_experts: int) -> RowSizes:
     return RowSizes(degree * num_experts, phase, phase, None, None)
 
 
-def node_layout(pipeline: LayerPipeline, num_experts: int, degree: int) -> tuple[NodeLayout, torch.Tensor]:
+def node_layout(pipeline: LayerPipeline, num_experts: int, degree: int) -> tuple[RowLayout, torch.Tensor]:
     """As it is where every rank has a token in each chunk, which chooses all experts; with its choices' weights."""
     collectives = pipeline.collectives
     links = collectives.nodes
@@ -176,7 +174,7 @@ def node_layout(pipeline: LayerPipeline, num_experts: int, degree: int) -> tuple
     sizes = counts.sizes(*on_device, tokens.repeat(ranks), records, num_experts)
     weights_R = torch.ones(degree * num_experts, requires_grad=True)
     call = NodeCall(sizes, torch.ones(len(records)), collectives.block, *counts.choice_sizes)
-    return NodeLayout(call, num_experts, degree, num_experts, reference.restore), weights_R
+    return RowLayout(sizes, num_experts, degree, num_experts, call, reference.restore), weights_R
 
 
 class Slices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,8 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import RowSizes
-from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.halves.run import HalvesRun
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import exchange_in
@@ -106,12 +105,12 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[LayerPip
     exchange = exchange_in(groups, lookup("alltoall", case.layout.alltoall)())
     assert exchange.planned == case.layout.alltoall
     collectives = Collectives(
-        exchange.whole,
+        exchange.exchange,
         groups.ep_group,
         groups.esp_group,
         exchange.legs,
         ((0, "backend"),),
-        exchange.rows,
+        exchange.exchange_rows,
         exchange.row_legs,
         block_of(groups),
         exchange.passes_on,
@@ -208,19 +207,18 @@ def counts_come_back() -> Iterator[None]:
         received.copy_(sent)
         return _Arrived()
 
-    def sizes(counts: Any, *args: torch.Tensor) -> RowSizes:
-        if counts.pairs:
+    def sizes(counts: Any, own_ET: np.ndarray, host_NeT: np.ndarray, passed_XT: np.ndarray, *args: Any) -> RowSizes:
+        if counts.passes_on is not None and (pairs := counts_exchange._pairs(counts.passes_on)):
             # What any rank sends any other, where rows are passed on: as far as they are apart.
             ranks, own = counts.block.num_exchanging, counts.block.ep_index
-            own_GT = counts.own_ET.reshape(ranks, -1, counts.cuts.num_segments).sum(1)
-            passed = [own_GT[(source + to - own) % ranks] for source, to in counts.pairs]
-            counts = replace(counts, passed_XT=np.stack(passed))
-        return counted(counts, *args)
+            own_GT = own_ET.reshape(ranks, -1, counts.cuts.num_segments).sum(1)
+            passed_XT = np.stack([own_GT[(source + to - own) % ranks] for source, to in pairs])
+        return counted(counts, own_ET, host_NeT, passed_XT, *args)
 
-    counted = counts_exchange._Counts.sizes
+    counted = counts_exchange.CountsExchange.sizes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=exchange))
-        patch.setattr(counts_exchange._Counts, "sizes", sizes)
+        patch.setattr(counts_exchange.CountsExchange, "sizes", sizes)
         yield
 
 

@@ -187,7 +187,7 @@ def run_layer(
         PhasePlan(BlockPlan(case.backward, case.links), groups.planned, True, exchange.planned),
     )
     kind = SelfSplitWires if self_split else Collectives
-    collectives = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
+    collectives = kind(exchange.exchange, groups.ep_group, groups.esp_group, exchange.legs)
     pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     num_experts = EXPERTS_PER_RANK * layout.ep_size
     generator = torch.Generator().manual_seed(rank)

@@ -17,7 +17,7 @@ from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.distributed.topology import Topology
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.layer.parts import Exchange, exchange_in
+from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -170,16 +170,16 @@ SHAPES: dict[int, list[tuple[tuple[int, ...], int]]] = {
 class Routed(AllToAllBase):
     """An all-to-all as a layer runs it."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Collectives) -> None:
         self._exchange = exchange
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return self._exchange.whole(x, group)
+        return self._exchange.exchange(x, group)
 
 
-def laws_of_legs(exchange: Exchange, groups: FSMoEGroups, rank: int) -> dict[str, bool]:
+def laws_of_legs(exchange: Collectives, groups: FSMoEGroups, rank: int) -> dict[str, bool]:
     """What is run as two tasks is what is run as one."""
-    collectives = Collectives(exchange.whole, groups.ep_group, None, exchange.legs)
+    collectives = Collectives(exchange.exchange, groups.ep_group, None, exchange.legs)
     held = dict.fromkeys(("in two parts, both ways, it is the same", "a part can be repeated to be measured"), True)
     for dtype in DTYPES:
         for shape in ((3, 5, 7), (1, 0, 7), (0, 5, 7)):
@@ -214,7 +214,7 @@ def every_law_on_nodes(rank: int, world_size: int) -> dict[str, list[str]]:
             held["2dh has legs where there are two kinds of links"] = bool(exchange.legs) == (name == "2dh" and spans)
             x = tokens_of(rank, (ep_size * 5, 11), torch.bfloat16)
             flat = registry.lookup("alltoall", "flat")()(x, groups.ep_group)
-            held["equal to flat bit for bit"] = torch.equal(exchange.whole(x, groups.ep_group), flat)
+            held["equal to flat bit for bit"] = torch.equal(exchange.exchange(x, groups.ep_group), flat)
             broken[f"{name} on {nodes}, {ep_size} exchange"] = [law for law, holds in held.items() if not holds]
     return broken
 

@@ -25,9 +25,8 @@ from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.groups import communicator_like, make_groups, passing_communicators
 from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.counts_exchange import CountsExchange
-from ds_fsmoe.execution.token_cuts import TokenCuts
-from ds_fsmoe.layer.node_levels import node_links
-from ds_fsmoe.layer.parts import exchange_in
+from ds_fsmoe.execution.row_sizes import TokenCuts
+from ds_fsmoe.layer.parts import exchange_in, node_links
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.groups import Groups, num_held
 from tests.pretended_nccl import fake_ranks, pretend_nccl

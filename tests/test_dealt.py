@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.execution.row_sizes import TokenCuts
 from ds_fsmoe.layer.held_experts import HeldTable, dealt, rows_of_experts
 from ds_fsmoe.layer.row_routing import number_rows_of_layer
 from ds_fsmoe.ops import REFERENCE

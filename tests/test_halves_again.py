@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_fsmoe.execution.call import half_now
-from ds_fsmoe.layer.recomputed import is_kept, runs_again, tape_torchs_functions
+from ds_fsmoe.layer.replay import is_kept, runs_again, tape_torchs_functions
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_halves import BY_DEGREES, SAMPLES, SPLIT, TWO_NODES, trains_as_eager

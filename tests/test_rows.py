@@ -28,10 +28,9 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import FULL, Collectives, Wires
 from ds_fsmoe.execution.counts_exchange import RoutingError
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
+from ds_fsmoe.execution.row_sizes import TokenCuts
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
-from ds_fsmoe.execution.token_cuts import TokenCuts
-from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
@@ -155,11 +154,11 @@ def run_layer(
     )
     kind = SelfSplitWires if self_split else Collectives
     collectives = kind(
-        exchange.whole,
+        exchange.exchange,
         groups.ep_group,
         groups.esp_group,
         exchange.legs,
-        exchange_rows=exchange.rows,
+        exchange_rows=exchange.exchange_rows,
         row_legs=exchange.row_legs,
         block=block_of(groups),
         passes_on=exchange.passes_on,

@@ -18,7 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint  # noqa: E402
 from ds_fsmoe.distributed import fail_together, nccl  # noqa: E402
 from ds_fsmoe.engine import compat  # noqa: E402
 from ds_fsmoe.engine.compat import OPTIONAL, TORCH_NAMES  # noqa: E402
-from ds_fsmoe.layer import recomputed  # noqa: E402
+from ds_fsmoe.layer import replay  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*(ROOT / "ds_fsmoe").rglob("*.py"), *(ROOT / "op_builder").rglob("*.py")]
@@ -89,7 +89,7 @@ def untaped(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch_checkpoint, "_ds_fsmoe_tapes", False, raising=False)
     forward = torch_checkpoint.CheckpointFunction.forward
     monkeypatch.setattr(torch_checkpoint.CheckpointFunction, "forward", staticmethod(inspect.unwrap(forward)))
-    for name in recomputed._GENERATORS:
+    for name in replay._GENERATORS:
         if hasattr(torch_checkpoint, name):
             monkeypatch.setattr(torch_checkpoint, name, inspect.unwrap(getattr(torch_checkpoint, name)))
     return monkeypatch
@@ -99,24 +99,24 @@ def test_a_seam_that_is_there_and_that_torch_does_not_call_is_refused_by_name(un
     def shim(fn, preserve_rng_state=True, context_fn=torch_checkpoint.noop_context_fn):
         raise AssertionError("nobody calls it")
 
-    untaped.setattr(recomputed, "_GENERATORS", ("left_over",))
+    untaped.setattr(replay, "_GENERATORS", ("left_over",))
     untaped.setattr(torch_checkpoint, "left_over", shim, raising=False)
     with pytest.raises(RuntimeError, match=r"checkpoint\.left_over is not called by checkpoint\(use_reentrant=False\)"):
-        recomputed.tape_torchs_functions()
+        replay.tape_torchs_functions()
     assert not torch_checkpoint._ds_fsmoe_tapes
     assert torch_checkpoint.left_over is shim
 
 
 def test_a_seam_that_is_gone_is_refused_by_name(untaped: pytest.MonkeyPatch) -> None:
-    untaped.setattr(recomputed, "_GENERATORS", ("gone",))
+    untaped.setattr(replay, "_GENERATORS", ("gone",))
     with pytest.raises(RuntimeError, match=r"torch .*: torch\.utils\.checkpoint\.gone takes no context_fn"):
-        recomputed.tape_torchs_functions()
+        replay.tape_torchs_functions()
 
 
 def test_both_kinds_of_checkpointing_have_tapes_once_they_are_put_there(untaped: pytest.MonkeyPatch) -> None:
-    recomputed.tape_torchs_functions()
-    assert recomputed._has_tape(use_reentrant=True)
-    assert recomputed._has_tape(use_reentrant=False)
+    replay.tape_torchs_functions()
+    assert replay._has_tape(use_reentrant=True)
+    assert replay._has_tape(use_reentrant=False)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl-legacy", "nccl2", "nccl-lazy"])

@@ -20,7 +20,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.execution.pipeline import WholeExperts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 

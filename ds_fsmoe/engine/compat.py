@@ -25,7 +25,7 @@ from ds_fsmoe.versions import REASONS, RUN, SUPPORTED, VERSION
 # ---- Lists every private name of torch that the package uses
 #
 # ``compat.check_private_names`` checks them at start. Two names are checked by use where they are replaced: see
-# ``layer/recomputed.py``.
+# ``layer/replay.py``.
 
 
 TORCH_NAMES: dict[str, tuple[str, ...] | None] = {

@@ -19,9 +19,8 @@ from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, run_compiled
 from ds_fsmoe.engine.cut_experts import cut_parameter
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, HuggingFaceLayer, loaded_part
 from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.own_experts_marks import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")

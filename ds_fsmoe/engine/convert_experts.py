@@ -44,10 +44,16 @@ from ds_fsmoe.engine.cut_experts import (
 )
 from ds_fsmoe.engine.way_back import take_up
 from ds_fsmoe.execution.tensor_parallel import PLAIN
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer, own_class_of
+from ds_fsmoe.layer.experts_layer import (
+    FSMoEExperts,
+    HuggingFaceLayer,
+    loaded_part,
+    own_class_of,
+    replace_all,
+    unmark_loaded,
+)
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter
 from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.own_experts_marks import loaded_part, replace_all, unmark_loaded
 from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.replay import RouterWatch
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -401,9 +407,9 @@ def convert_experts(
         esp_size=running.block.esp_size,
         gate=gate,
     )
-    index = running.shard_index(ep_size)
+    index = running.index_in("esp", ep_size)
     state.contract = contract_of_shard(contract, index)
-    part = ExpertPart("stacked", num_experts, ep_size, running.ep_rank(ep_size))
+    part = ExpertPart("stacked", num_experts, ep_size, running.index_in("ep", ep_size))
     shards = shards_of(contract, state.esp_size, index)
     wanted = {name: replace(part, shard=shard) for name, shard in shards.items()}
     before = take_up(module, (wrappers or {}).values(), wanted)

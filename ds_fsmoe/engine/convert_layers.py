@@ -23,7 +23,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelUse, sum_gradients
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.state import LayerState, UnshardedExperts
+from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
 from ds_fsmoe.log import log_on_rank_0
 
@@ -201,8 +201,8 @@ def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter,
         return {}
     experts = layer.deepspeed_moe.experts.deepspeed_experts
     # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
-    layer.deepspeed_moe.fsmoe.unsharded = UnshardedExperts(list(experts))
-    index = running.shard_index(ep_size)
+    layer.deepspeed_moe.fsmoe.unsharded = list(experts)
+    index = running.index_in("esp", ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for i, expert in enumerate(experts):
         experts[i], new_to_old = shard_expert(expert, index, esp_size)

@@ -22,7 +22,7 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
 from ds_fsmoe.layer.expert_shard import joined_over_ranks
-from ds_fsmoe.layer.own_experts_marks import loaded_part
+from ds_fsmoe.layer.experts_layer import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times

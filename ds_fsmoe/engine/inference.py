@@ -23,7 +23,7 @@ from ds_fsmoe.engine.convert_adapters import adapters_of
 from ds_fsmoe.gradients.arriving import wait_for
 from ds_fsmoe.layer.expert_forms import ExpertForm, SetForm, StackedForm
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.held_experts import LateExperts, Room, Where, give_back_host_memory, held_experts
+from ds_fsmoe.layer.held_experts import Room, Where, give_back_host_memory, held_experts
 from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options, is_under_way
 from ds_fsmoe.layer.runtime import LayerRuntime, block_of
 from ds_fsmoe.layer.state import LayerState
@@ -291,7 +291,7 @@ class Coming:
         block = block_of(state.groups)
         with gathered(self.form.parameters if room.stacks else ()):
             held = held_experts(self.form, self.homes, block, room)
-        of_layer = state.label, self.homes, block, state.order.ops, held, LateExperts(held, state.path)
+        of_layer = state.label, self.homes, block, state.order.ops, held, state.path
         return InferenceLayer(*of_layer, options, profile, state.is_in_slots)
 
 

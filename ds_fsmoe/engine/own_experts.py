@@ -37,7 +37,7 @@ from ds_fsmoe.engine.convert_experts import check_experts_modules, ep_size_of, f
 from ds_fsmoe.engine.cut_experts import share_out_over_replicas, tag_as_experts, type_of_run
 from ds_fsmoe.engine.expert_tensors import read_own
 from ds_fsmoe.engine.set_up import wait_for_all_ranks
-from ds_fsmoe.layer.own_experts_marks import loaded_in, mark_loaded
+from ds_fsmoe.layer.experts_layer import loaded_in, mark_loaded
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
 

@@ -93,7 +93,7 @@ class RoutingData:
         self._agree(choices, problem)
 
     def _agree(self, choices: dict[str, ReplayedRouting | None] | None, problem: str | None) -> None:
-        of_ranks = on_every_rank((problem, choices is not None), self._replay.control_group())
+        of_ranks = on_every_rank((problem, choices is not None), self._replay.control_group)
         problems = {rank: text for rank, (text, _) in enumerate(of_ranks) if text is not None}
         if problems:
             self._replay.disarm()

@@ -31,7 +31,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelUse
 from ds_fsmoe.halves.splitter import Splitter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.recomputed import Taped
+from ds_fsmoe.layer.replay import Taped
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0, logger
@@ -333,7 +333,7 @@ def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) 
 
 # ---- Gives functions that DeepSpeed's activation checkpointing runs again a tape of how layers routed
 #
-# See :mod:`~ds_fsmoe.layer.recomputed`; DeepSpeed's own checkpointing is another one than torch's.
+# See :mod:`~ds_fsmoe.layer.replay`; DeepSpeed's own checkpointing is another one than torch's.
 
 
 def tape_deepspeeds_functions() -> None:

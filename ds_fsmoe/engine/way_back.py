@@ -19,8 +19,7 @@ from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_layers import check_left, restore_stock
 from ds_fsmoe.engine.cut_experts import join_parts
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, own_class_of
-from ds_fsmoe.layer.own_experts_marks import loaded_in, replace_all
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, loaded_in, own_class_of, replace_all
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE

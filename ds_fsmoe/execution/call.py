@@ -7,7 +7,7 @@ and end (results are there), and what another part of the batch has to compute r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ import torch
 
 from ds_fsmoe.execution.lanes import Body, LaneRun
 from ds_fsmoe.execution.phase import Direction, Hook, PhaseRun
-from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
+from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.slot_chunks import SlotLayout
-from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS
+from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS, Task
 
 if TYPE_CHECKING:
     from ds_fsmoe.execution.pipeline import LayerPipeline
@@ -67,6 +67,13 @@ def half_now() -> Half | None:
 class CallOfExperts(Protocol):
     """One call of this rank's experts; keeps what its backward needs."""
 
+    def forward(self, *place_and_rows: Any) -> torch.Tensor:
+        """Return the results of a chunk: ``(start, stop, x_NecM)``, cuts of the capacity, or ``(number, x_RM)``."""
+
+    def backward(self, *place_and_gradients: Any) -> torch.Tensor:
+        """Return the gradients of the rows of a chunk, as :meth:`forward`; of rows also ``(number, dy_RM, weights_R,
+        gradients_R)``, with the memory for the weights' gradients."""
+
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
     def release(self) -> list[torch.Tensor | None]: ...
@@ -76,66 +83,24 @@ class CallOfExperts(Protocol):
     def rows(self) -> list[torch.Tensor]: ...
 
 
-class CallOnSlots(CallOfExperts, Protocol):
-    """A call on slots. Cuts are [start, stop) of the capacity."""
-
-    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
-
-
-class CallOnRows(CallOfExperts, Protocol):
-    """A call on rows, with chunks by their number."""
-
-    def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(
-        self,
-        chunk: int,
-        dy_RM: torch.Tensor,
-        weights_R: torch.Tensor | None = None,
-        gradients_R: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-
-Layout = SlotLayout | RowLayout | NodeLayout
+Layout = SlotLayout | RowLayout
 """Says how the rows of a call lie, and how they are cut."""
 
 
-class SliceToReduce(Protocol):
-    """A slice of gradients."""
-
-    @property
-    def kind(self) -> str: ...
-
-
 class GradientWindow(Protocol):
-    """Other data that travels in a layer's backward: gradients that the backward has already finished."""
+    """Other data that travels in a layer's backward: gradients that the backward has already finished, slice by
+    slice."""
 
-    def open(self, label: str) -> Sequence[SliceToReduce]: ...
+    def open(self, label: str) -> Sequence[Any]: ...
 
-    def tasks(self, parcel: SliceToReduce) -> tuple[str, ...]: ...
+    def tasks(self, parcel: Any) -> tuple[str, ...]: ...
 
-    def send(self, parcel: SliceToReduce, task: str) -> None: ...
+    def send(self, parcel: Any, task: str) -> None: ...
 
     def close(self) -> None: ...
 
 
 _Gradients = tuple[torch.Tensor | None, ...]
-
-
-def at_once(
-    call: Call, x_RM: torch.Tensor, weights_R: torch.Tensor | None, parameters: Iterable[torch.Tensor]
-) -> torch.Tensor:
-    """Run a call and return its rows; its backward runs at once, too.
-
-    Args:
-        call: the call.
-        x_RM: the rows.
-        weights_R: the weights of choices, where results are added up on the way.
-        parameters: what stands for those of the experts in the graph.
-    """
-    return _Whole.apply(x_RM, weights_R, call, *parameters)
 
 
 def with_pauses(
@@ -146,11 +111,11 @@ def with_pauses(
     half: Half,
     needs_backward: bool,
 ) -> torch.Tensor:
-    """Run a call as :func:`at_once` does, and pause twice; its backward pauses where autograd has other work that is
+    """Run a call as :class:`AtOnce` does, and pause twice; its backward pauses where autograd has other work that is
     younger in the graph, which is that of the other part of the batch.
 
     Args:
-        call, x_RM, weights_R, parameters: see :func:`at_once`.
+        call, x_RM, weights_R, parameters: see :class:`AtOnce`.
         half: the part of the batch that is run.
         needs_backward: whether there will be a backward.
     """
@@ -173,8 +138,12 @@ def with_pauses(
         raise
 
 
-class _Whole(torch.autograd.Function):
-    """Takes the experts' parameters as inputs, so that each gets its gradient from here once per backward."""
+class AtOnce(torch.autograd.Function):
+    """Runs a call and returns its rows: ``apply(x_RM, weights_R, call, *parameters)``; its backward runs at once, too.
+
+    The weights of choices are given where results are added up on the way. The parameters are what stands for those of
+    the experts in the graph: inputs, so that each gets its gradient from here once per backward.
+    """
 
     @staticmethod
     def forward(
@@ -215,7 +184,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Computes what the experts do, and sends it back; takes their parameters as :class:`_Whole` does."""
+    """Computes what the experts do, and sends it back; takes their parameters as :class:`AtOnce` does."""
 
     @staticmethod
     def forward(ctx: Any, entered: torch.Tensor, call: Call, *parameters: torch.Tensor) -> torch.Tensor:
@@ -260,7 +229,7 @@ class Call:
     Args:
         pipeline: that runs it.
         layout: how its rows lie.
-        experts: the call of the experts.
+        experts: the call of the experts; ``None``: they are called beside the lanes.
         hook: the layer's hook.
         half: the part of the batch that it is for; ``None``: all, and nothing pauses.
     """
@@ -269,7 +238,7 @@ class Call:
         self,
         pipeline: LayerPipeline,
         layout: Layout,
-        experts: CallOnSlots | CallOnRows,
+        experts: CallOfExperts | None,
         hook: Hook | None,
         half: Half | None = None,
     ) -> None:
@@ -278,11 +247,12 @@ class Call:
         self.experts = experts
         self._hook = hook
         self._half = half
+        self._observer = pipeline.observer
         # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
         self._window = pipeline.window if half is None or half.is_last_in_backward else None
         self._phase: PhaseRun | None = None
         self._run: LaneRun | None = None
-        self._num_tasks = 0
+        self._tasks: Sequence[Task] = ()
         self._held: list[torch.Tensor] = []
 
     def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
@@ -292,13 +262,11 @@ class Call:
 
     def begin_forward(self, x_RM: torch.Tensor) -> None:
         """Send the rows to the experts, if the call pauses."""
-        phase = self._begin_phase("forward", x_RM.detach())
-        self._begin(phase, self._pipeline.forward, (), {EXPERT: phase.compute(self.experts.forward)})
+        self._begin("forward", x_RM.detach(), self._pipeline.forward, (), {})
 
     def go_on_forward(self) -> None:
         """Compute, and send results back."""
-        assert self._run is not None
-        self._run.go(self._num_tasks)
+        self._run.go(len(self._tasks))
 
     def end_forward(self) -> torch.Tensor:
         """Return as many rows as there were, when all is done."""
@@ -318,19 +286,17 @@ class Call:
 
     def begin_backward(self, dy_RM: torch.Tensor) -> None:
         """Send the gradients of results to the experts, if the call pauses."""
-        phase = self._begin_phase("backward", dy_RM)
         window = self._window
         parcels = () if window is None else window.open(self._pipeline.label)
-        bodies = {EXPERT: phase.compute(self.experts.backward)}
+        bodies: dict[str, Body] = {}
         for kind in GRADIENT_TASKS if parcels else ():
             bodies[kind] = lambda task: window.send(parcels[task.chunk], task.kind)
         slices = tuple(map(window.tasks, parcels)) if parcels else ()
-        self._begin(phase, self._pipeline.backward, slices, bodies)
+        self._begin("backward", dy_RM, self._pipeline.backward, slices, bodies)
 
     def go_on_backward(self) -> _Gradients:
         """Compute, send gradients of rows back, and return those of the experts' parameters."""
-        assert self._run is not None
-        self._run.go(self._num_tasks)
+        self._run.go(len(self._tasks))
         return self.experts.gradients()
 
     def end_backward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -351,27 +317,34 @@ class Call:
         self._held = []
         self.experts.release()
 
-    def _begin_phase(self, direction: Direction, rows_RM: torch.Tensor) -> PhaseRun:
-        chunks = self._layout.chunks(self._pipeline.collectives, direction, rows_RM)
-        return PhaseRun(chunks, self._hook, direction, self._pipeline.lanes.runs_behind)
-
     def _begin(
-        self, phase: PhaseRun, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
+        self,
+        direction: Direction,
+        rows_RM: torch.Tensor,
+        plan: PhasePlan,
+        slices: tuple[tuple[str, ...], ...],
+        bodies: dict[str, Body],
     ) -> None:
-        pipeline = self._pipeline
-        schedule, pause = plan.sending(slices), 0
-        if self._half is not None:
+        pipeline, pause = self._pipeline, 0
+        chunks = self._layout.chunks(pipeline.collectives, direction, rows_RM)
+        self._phase = phase = PhaseRun(chunks, self._hook, direction, pipeline.lanes.runs_behind)
+        if self._half is None:
+            schedule = plan.sending(slices)
+        else:
             # In the backward the halves come the other way round.
             schedule, pause = plan.paused(slices, is_second=self._half.is_last_in_backward == plan.backward)
-        self._phase, self._num_tasks = phase, len(schedule.tasks)
-        self._run = phase.begin(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
+        self._tasks = schedule.tasks
+        bodies |= phase.travel(schedule)
+        bodies[EXPERT] = self._expert_body(phase, direction)
+        self._run = pipeline.lanes.begin(schedule, bodies, f"{pipeline.label}/{direction}", self._observer)
         if self._half is not None:
             self._run.go(pause)
 
+    def _expert_body(self, phase: PhaseRun, direction: Direction) -> Body:
+        return phase.compute(getattr(self.experts, direction))
+
     def _end(self) -> PhaseRun:
         phase, run = self._phase, self._run
-        assert phase is not None
-        assert run is not None
         self._phase = self._run = None
         run.finish()
         return phase

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import ALONE, ChunkSizes, PassedOn, RowBlock
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
 # ---- What rows are on the wire: as they are, or bytes of 8-bit floating-point numbers with a scale for each
 # row
@@ -140,6 +141,15 @@ class Collectives:
     """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
     wires: Wires = FULL
     """The wires say in which format rows travel between the ranks of the EP group."""
+    why_flat: str = ""
+    """Why it is the flat all-to-all where something else was asked for."""
+
+    @property
+    def planned(self) -> AllToAll:
+        """The planner's name for the all-to-all."""
+        if self.nodes is not None:
+            return ONCE_PER_NODE
+        return "2dh" if self.legs else "flat"
 
     @property
     def num_exchanging(self) -> int:
@@ -205,7 +215,6 @@ class Collectives:
         """Exchange the rows of a chunk, contiguous, those for rank 0 first; on the way back with ``sizes.back``."""
         if self.ep_group is None:
             return x_RM
-        assert self.exchange_rows is not None
         return self.exchange_rows(x_RM, self.ep_group, sizes)
 
     def gather_rows(self, x_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:

@@ -2,7 +2,7 @@
 """Tells every rank that shares the experts of a layer how many rows the others send it.
 
 Each rank tells each other one, in one exchange ahead of the first chunk, how many of its rows go to that one's experts
-in each segment of the tokens (:mod:`~ds_fsmoe.execution.token_cuts`). With that a rank knows all sizes of both phases.
+in each segment of the tokens (:mod:`~ds_fsmoe.execution.row_sizes`). With that a rank knows all sizes of both phases.
 The host waits for these numbers once per call: what is received cannot be given memory otherwise.
 
 Letters: E experts of all ranks, e experts on this rank, T segments, r chunks, G ranks of an EP group, P of an ESP
@@ -15,28 +15,127 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed import waits
+from ds_fsmoe.distributed.agreement import DisagreementError, in_words
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.device_tables import TABLES, HostCopy
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import (
     ChunkSizes,
     NodeCounts,
-    NodePhase,
     PassedOn,
     PhaseSizes,
     RowBlock,
     RowSizes,
+    TokenCuts,
     expert_ends,
     moves,
     sizes_of_phases,
 )
-from ds_fsmoe.execution.same_forward import Forward, faults_of, headed
-from ds_fsmoe.execution.token_cuts import TokenCuts
+
+# ---- Lets ranks that share experts notice that they are in different forwards, before they compute with each other's
+# rows
+#
+# A rank that runs the model alone meets whatever forward the others run next: the exchange of counts pairs what comes
+# first. So the kind and the number of a forward travel with the counts.
+
+
+_FAULT_BITS, _KIND_BITS, _NUMBER_BITS, _NAME_BITS = 2, 2, 26, 32
+_KINDS = ("evaluation", "training", "evaluation, computed again", "training, computed again")
+_names: dict[int, str] = {}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a layer."""
+
+    name: int
+    """The checksum of the layer's name, which is the same on every rank."""
+    number: int
+    """The number of the layer's forwards up to this one."""
+    kind: int
+    """The place in :data:`_KINDS`."""
+
+    @property
+    def header(self) -> int:
+        """The number that travels, to which a fault of 0 to 3 is added."""
+        number = self.number % (1 << _NUMBER_BITS)
+        return ((self.name << _NUMBER_BITS | number) << _KIND_BITS | self.kind) << _FAULT_BITS
+
+    @classmethod
+    def of(cls, header: int) -> Forward:
+        """Return the forward of a header."""
+        rest, kind = divmod(header >> _FAULT_BITS, 1 << _KIND_BITS)
+        name, number = divmod(rest, 1 << _NUMBER_BITS)
+        return cls(name, number, kind)
+
+    def __str__(self) -> str:
+        return f"forward {self.number} ({_KINDS[self.kind]}) of {_names.get(self.name, 'another layer')}"
+
+
+def headed(fault: torch.Tensor, forward: Forward | None) -> torch.Tensor:
+    """Return the header that travels with a fault."""
+    return fault if forward is None else fault + forward.header
+
+
+class Forwards:
+    """Counts the forwards of one layer.
+
+    Args:
+        name: the name of the layer, the same on every rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._number = crc32(name.encode()), 0
+        _names[self._name] = name
+
+    def begin(self, is_training: bool, is_again: bool) -> Forward:
+        """Begin the next one.
+
+        Args:
+            is_training: the mode of the layer.
+            is_again: whether it is computed again within the backward, and so is none of its own.
+        """
+        self._number += not is_again
+        forward = Forward(self._name, self._number, is_training + 2 * is_again)
+        waits.forward_begins(forward)
+        return forward
+
+
+def faults_of(headers_N: np.ndarray, block: RowBlock) -> np.ndarray:
+    """Return the fault of each source, once all are known to be in the same forward.
+
+    Args:
+        headers_N: the header of each source.
+        block: the ranks that share the experts.
+
+    Raises:
+        DisagreementError: ranks are in different forwards; on every one of them, with the same message.
+    """
+    forwards_N = headers_N >> _FAULT_BITS
+    if (forwards_N != forwards_N[0]).any():
+        ranks_of: dict[str, list[int]] = {}
+        for source, header in enumerate(headers_N.tolist()):
+            index = block.sources[source]
+            rank = index if block.group is None else dist.get_global_rank(block.group, index)
+            ranks_of.setdefault(str(Forward.of(header)), []).append(rank)
+        parts = sorted(f"{in_words(sorted(ranks))}: {forward}" for forward, ranks in ranks_of.items())
+        raise DisagreementError(
+            f"ds_fsmoe: ranks that share experts are in different forwards: {'; '.join(parts)}. Every forward of a "
+            "model with experts on several ranks (an evaluation, generate, one more batch) has to run on all of them: "
+            "run it on every rank, or call engine.fsmoe_dummy_forward() on those without a batch"
+        )
+    return headers_N & ((1 << _FAULT_BITS) - 1)
+
+
+# ---- Tells every rank that shares the experts of a layer how many rows the others send it
+
 
 FAULTS = {
     1: "slots_KS must be in 0..num_experts * capacity, and is not everywhere",
@@ -133,7 +232,7 @@ class CountsExchange:
         work = dist.all_to_all_single(received, sent, *splits, group=block.group, async_op=True)
         return cls(block, cuts, counts_ET, received, passes_on, work, name)
 
-    def wait(self) -> RowSizes[PhaseSizes]:
+    def wait(self) -> RowSizes:
         """Return the sizes of the call. The host waits here for the device.
 
         Raises:
@@ -160,15 +259,62 @@ class CountsExchange:
         arrived_NeT = received[:num_here].view(-1, here)[:, 1:].reshape(shape)
         passed_XT = host[num_own + num_here :].reshape(-1, num_segments)
         own_ET = host[:num_own].reshape(self.own_ET.shape)
-        pairs = None if self.passes_on is None else _pairs(self.passes_on)
-        counts = _Counts(block, self.cuts, own_ET, host_NX[:, 1:].reshape(shape), passed_XT, pairs)
-        return counts.sizes(self.own_ET, arrived_NeT)
+        return self.sizes(own_ET, host_NX[:, 1:].reshape(shape), passed_XT, arrived_NeT)
+
+    def sizes(
+        self, own_ET: np.ndarray, host_NeT: np.ndarray, passed_XT: np.ndarray, arrived_NeT: torch.Tensor
+    ) -> RowSizes:
+        """Return the sizes of the call.
+
+        Args:
+            own_ET: the rows of this rank, on the host.
+            host_NeT: the rows that come here from each source, on the host.
+            passed_XT: the rows that rest here on their way, of each pair in each segment, on the host.
+            arrived_NeT: the rows that come here, on the device.
+        """
+        phase = partial(self._phase, own_ET, host_NeT, passed_XT, arrived_NeT)
+        return sizes_of_phases(self.cuts, int(own_ET.sum()), phase, self.own_ET, arrived_NeT)
+
+    def _phase(
+        self,
+        own_ET: np.ndarray,
+        host_NeT: np.ndarray,
+        passed_XT: np.ndarray,
+        arrived_NeT: torch.Tensor,
+        degree: int,
+    ) -> PhaseSizes:
+        ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
+        of_chunks = cuts.adder(degree)
+        to_Gr = of_chunks(own_ET.reshape(ranks, -1, cuts.num_segments).sum(1))
+        arrived_Ner = of_chunks(host_NeT)
+        from_Nr = arrived_Ner.sum(1)
+        own = slice(self.block.esp_index * ranks, (self.block.esp_index + 1) * ranks)
+        gathered_Pr = from_Nr.reshape(sharing, ranks, degree).sum(1)
+        between_r: list[Any] = [None] * degree
+        if self.passes_on is not None:
+            me = self.block.ep_index
+            pairs = [
+                *_pairs(self.passes_on),
+                *((me, each) for each in range(ranks)),
+                *((each, me) for each in range(ranks)),
+            ]
+            rows_Xr = np.concatenate([of_chunks(passed_XT), to_Gr, from_Nr[own]])
+            between_r = [dict(zip(pairs, rows, strict=True)) for rows in rows_Xr.T.tolist()]
+        parts = (to_Gr, from_Nr[own], gathered_Pr, arrived_Ner.sum(0))
+        chunks = zip(*(each.T.tolist() for each in parts), between_r, strict=True)
+        starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
+        order = None
+        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):
+            num_rows = int(from_Nr.sum())
+            places = (degree, "by_source"), (degree, "by_expert")
+            order = moves(arrived_NeT, cuts, *places, num_rows, of_chunk=True)
+        ends = expert_ends(cuts, degree, arrived_NeT)
+        return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, ends)
 
 
 def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: RowBlock, *others: Any) -> torch.Tensor:
     # A table is not to keep a process group.
-    made_of = replace(block, group=None), *others
-    return TABLES.get((make, *made_of), like, lambda device: torch.from_numpy(make(*made_of)).to(device))
+    return TABLES.from_host(like, make, replace(block, group=None), *others)
 
 
 def _passed(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
@@ -200,58 +346,6 @@ def _received(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn
 def _pairs(passes_on: PassedOn) -> tuple[tuple[int, int], ...]:
     """Return (source, destination) of the rows that rest here, in the order in which their counts come."""
     return tuple((source, each) for source, those in enumerate(passes_on.hears) for each in those)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """The counts of a call on the host, from which all sizes follow."""
-
-    block: RowBlock
-    cuts: TokenCuts
-    own_ET: np.ndarray
-    arrived_NeT: np.ndarray
-    passed_XT: np.ndarray
-    """The rows that rest here on their way, of each pair in each segment."""
-    pairs: tuple[tuple[int, int], ...] | None
-    """(source, destination) of these; ``None`` where no rows are passed on."""
-
-    def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes[PhaseSizes]:
-        """Return the sizes.
-
-        Args:
-            own_ET, arrived_NeT: the counts on the device.
-        """
-        phase = partial(self._phase, arrived_NeT)
-        return sizes_of_phases(self.cuts, int(self.own_ET.sum()), phase, own_ET, arrived_NeT)
-
-    def _phase(self, arrived_NeT: torch.Tensor, degree: int) -> PhaseSizes:
-        ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
-        first_of_chunks = [first for first, _ in cuts.chunks(degree)]
-
-        def of_chunks(counts: np.ndarray) -> np.ndarray:
-            return np.add.reduceat(counts, first_of_chunks, axis=-1)
-
-        to_Gr = of_chunks(self.own_ET.reshape(ranks, -1, self.cuts.num_segments).sum(1))
-        arrived_Ner = of_chunks(self.arrived_NeT)
-        from_Nr = arrived_Ner.sum(1)
-        own = slice(self.block.esp_index * ranks, (self.block.esp_index + 1) * ranks)
-        gathered_Pr = from_Nr.reshape(sharing, ranks, degree).sum(1)
-        between_r: list[Any] = [None] * degree
-        if self.pairs is not None:
-            me = self.block.ep_index
-            pairs = [*self.pairs, *((me, each) for each in range(ranks)), *((each, me) for each in range(ranks))]
-            rows_Xr = np.concatenate([of_chunks(self.passed_XT), to_Gr, from_Nr[own]])
-            between_r = [dict(zip(pairs, rows, strict=True)) for rows in rows_Xr.T.tolist()]
-        parts = (to_Gr, from_Nr[own], gathered_Pr, arrived_Ner.sum(0))
-        chunks = zip(*(each.T.tolist() for each in parts), between_r, strict=True)
-        starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
-        order = None
-        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):
-            num_rows = int(from_Nr.sum())
-            places = (degree, "by_source"), (degree, "by_expert")
-            order = moves(arrived_NeT, cuts, *places, num_rows, of_chunk=True)
-        ends = expert_ends(cuts, degree, arrived_NeT)
-        return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, ends)
 
 
 # ---- Tells every rank of an EP group what comes to it, where each token crosses to a node once
@@ -322,19 +416,19 @@ class NodeExchange:
             name: the layer's name, for messages.
             forward: the forward, which has to be that of all ranks; ``None``: not known.
         """
-        ranks, num_segments = len(rows.counts_GT), cuts.num_segments
+        ranks = len(rows.counts_GT)
         node_G = links.node_of_each(rows.counts_GT)
         of_ranks = rows.counts_GT[links.rank_of_each(rows.counts_GT)].view(links.num_nodes, -1)
         header = headed(rows.fault, forward)
         parts = header.expand(ranks, 1), rows.counts_ET.reshape(ranks, -1), rows.counts_nT[node_G], of_ranks[node_G]
         sent_GX = torch.cat(parts, dim=1)
         received_GX = torch.empty_like(sent_GX)
-        assert sent_GX.shape[1] == 1 + (len(rows.counts_ET) // ranks + 1 + links.per_node) * num_segments
         work = dist.all_to_all_single(received_GX, sent_GX, group=block.group, async_op=True)
         return cls(rows, block, links, cuts, received_GX, work, name)
 
-    def wait(self) -> int:
-        """Return the number of choices of this rank's tokens, R. The host waits here for the device.
+    def wait(self) -> torch.Tensor:
+        """Return [R] int64: ``choice * S + token`` of each choice of this rank's tokens that was not dropped. The host
+        waits here for the device.
 
         Raises:
             RoutingError: the decision of a rank contradicts itself.
@@ -367,17 +461,18 @@ class NodeExchange:
             copies_GpT[mates],
             copies_GpT[:, links.place],
         )
-        return int(own_ET.sum())
+        places = rows.row_of_choice_KS.reshape(-1)
+        found = places.new_empty(len(places) + 1)
+        return found.scatter_(0, places, torch.arange(len(places), device=places.device))[: int(own_ET.sum())]
 
     def records(self, choice_of_row_R: torch.Tensor, weights_R: torch.Tensor) -> NodeCall:
         """Send the records, after :meth:`wait`. Collective over the block; nothing waits for the device.
 
         Args:
-            choice_of_row_R: [R] int64, ``choice * S + token`` of each row.
+            choice_of_row_R: what :meth:`wait` has returned.
             weights_R: [R] float32 or float64, their weights.
         """
         counts, rows = self._counts, self.rows
-        assert counts is not None
         num_choices, num_tokens = rows.rank_KS.shape
         choice_R = torch.div(choice_of_row_R, max(1, num_tokens), rounding_mode="floor")
         token_R = choice_of_row_R % max(1, num_tokens)
@@ -386,7 +481,9 @@ class NodeExchange:
         in_node_nS = rows.is_in_nS.cumsum(1) - 1
         row_R = on_rank_GS[rows.rank_KS.reshape(-1)[choice_of_row_R], token_R]
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
-        packed_RW = torch.cat([words_R1, _as_words(weights_R)], dim=1)
+        # The memory of numbers as int32, one or two for each.
+        weights_RW = weights_R.contiguous().view(torch.int32).view(len(weights_R), weights_R.itemsize // 4)
+        packed_RW = torch.cat([words_R1, weights_RW], dim=1)
         with waiting("the exchange of records of", self.name):
             received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
@@ -405,16 +502,11 @@ class NodeExchange:
         return NodeCall(sizes, weights, self.block, *counts.choice_sizes)
 
 
-def _as_words(weights_R: torch.Tensor) -> torch.Tensor:
-    """Return the memory of numbers as int32, [R, 1] or [R, 2]."""
-    return weights_R.contiguous().view(torch.int32).view(len(weights_R), weights_R.itemsize // 4)
-
-
 @dataclass(frozen=True)
 class NodeCall:
     """Holds what a rank knows of one call."""
 
-    sizes: RowSizes[NodePhase]
+    sizes: RowSizes
     weights_R: torch.Tensor
     """The weights of the choices of experts here, in the order of records."""
     block: RowBlock

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import torch
 
 # ---- Rules for CUDA graph capture: what must not be done meanwhile, and how a thread may still query a device
@@ -129,6 +130,16 @@ class DeviceTables:
         if type(table) is torch.Tensor:
             self._keep(key, table)
         return table
+
+    def from_host(self, like: torch.Tensor, make: Callable[..., np.ndarray], *made_of: Hashable) -> torch.Tensor:
+        """Return ``make(*made_of)`` on the device of a tensor.
+
+        Args:
+            like: a tensor that is used together with the table.
+            make: makes the table on the host.
+            made_of: all that the table depends on.
+        """
+        return self.get((make, *made_of), like, lambda device: torch.from_numpy(make(*made_of)).to(device))
 
     def _keep(self, key: tuple[Hashable, ...], table: torch.Tensor) -> None:
         with self._lock:

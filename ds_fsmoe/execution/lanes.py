@@ -193,14 +193,18 @@ class LaneRun(ABC):
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
 
-    def go(self, stop: int) -> None:
+    def go(self, stop: int, joins: bool = False) -> None:
         """Hand out the tasks before index ``stop``: links begin them when they may, and those of COMPUTE are done, or
         on CUDA issued, on return.
+
+        Args:
+            stop: the index of the first task that is not handed out.
+            joins: whether to wait for those of the links as well, or let the compute stream wait.
 
         Raises:
             RuntimeError, BaseException: see :meth:`Lanes.run`; nothing may be asked of the run after that.
         """
-        self._lanes._let(self, stop, joins=False)
+        self._lanes._let(self, stop, joins)
 
     def finish(self) -> None:
         """Hand out the rest and wait for all of it, as :meth:`Lanes.run` does. Raises like :meth:`go`."""
@@ -212,7 +216,7 @@ class LaneRun(ABC):
 
     @abstractmethod
     def _join(self) -> None:
-        """Wait for all tasks, or let the compute stream wait for them."""
+        """Wait for all tasks that have been handed out, or let the compute stream wait for them."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -300,7 +304,7 @@ class Lanes(ABC):
             )
 
     def _let(self, run: LaneRun, stop: int | None, joins: bool) -> None:
-        """Let a run go on, and end if it is to be joined; see :meth:`LaneRun.go`."""
+        """Let a run go on, and wait for what has been handed out if it is to be joined; see :meth:`LaneRun.go`."""
         self._check_free()
         was_running = self._is_running
         try:

@@ -52,19 +52,11 @@ class NodeLinks:
 
     def node_of_each(self, like: torch.Tensor) -> torch.Tensor:
         """Return [G] int64: the node of each rank, on the device of a tensor."""
-        return TABLES.get(("nodes of ranks", self.ranks), like, lambda device: self._nodes.to(device))
+        return TABLES.from_host(like, _node_of_each, self.ranks)
 
     def rank_of_each(self, like: torch.Tensor) -> torch.Tensor:
         """Return [n * p] int64: the ranks node by node, on the device of a tensor."""
-        return TABLES.get(("ranks of nodes", self.ranks), like, lambda device: self._ranks.to(device))
-
-    @property
-    def _ranks(self) -> torch.Tensor:
-        return torch.tensor(self.ranks).reshape(-1)
-
-    @property
-    def _nodes(self) -> torch.Tensor:
-        return torch.from_numpy(np.argsort(self._ranks.numpy()) // self.per_node)
+        return TABLES.from_host(like, np.ravel, self.ranks)
 
     def exchange_between(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Send rows to the ranks of the same place, those for the first node first."""
@@ -73,6 +65,10 @@ class NodeLinks:
     def exchange_inside(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Send rows to the ranks of the node, those for the first place first."""
         return exchange_sized(x_RM, sends, receives, self.inside)
+
+
+def _node_of_each(ranks: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    return np.argsort(np.ravel(ranks)) // len(ranks[0])
 
 
 def exchange_sized(

@@ -6,12 +6,13 @@ Letters: N ranks that rows come from, e experts on this rank, C slots per expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 
-from ds_fsmoe.execution.lanes import Body, LaneRun, Lanes, Observer, dependencies_of
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Body, dependencies_of
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -25,13 +26,58 @@ from ds_fsmoe.planning.schedule import (
     Task,
 )
 
-if TYPE_CHECKING:
-    from ds_fsmoe.execution.row_chunks import RowChunks
-    from ds_fsmoe.execution.slot_chunks import SlotChunks
-
 Direction = Literal["forward", "backward"]
 Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
 """Maps ``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are the paper's hooks."""
+
+
+class Chunks:
+    """The chunks of a phase: where their rows lie, and how many they are on their way.
+
+    Each kind has, besides, what its rows need: ``read`` gives the rows that are sent; ``dispatch``, ``gather``,
+    ``reduce`` and ``combine`` send them, or ``leg`` by one of the two parts of an all-to-all; ``compute`` gives them to
+    the experts, and ``write`` puts what came back where its tokens are.
+
+    Args:
+        collectives: the collectives to the other ranks.
+        count: the number of chunks.
+        shape: the shape of the rows that the phase starts with.
+    """
+
+    def __init__(self, collectives: Collectives, count: int, shape: torch.Size) -> None:
+        self._collectives = collectives
+        self.count = count
+        self._shape = shape
+        self._result_RM: torch.Tensor | None = None
+
+    def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Refuse what a hook returns where it must not have another shape; it may, if it is whole again at the end."""
+
+    def dispatched(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what :meth:`dispatch` returns as :meth:`gather` takes it."""
+        return x
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows at the experts as experts are called as one module, [N, e, c, M]. Only where there is one
+        chunk."""
+        return x
+
+    def parted(self, y_NecM: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`whole` for the results."""
+        return y_NecM
+
+    def leaving(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the results as :meth:`combine` takes them."""
+        return y
+
+    def weight_gradients(self) -> torch.Tensor | None:
+        """Return the gradients of the weights of this rank's choices, after all tasks of a backward; ``None`` where
+        results are added up elsewhere. Collective."""
+        return None
+
+    def result(self) -> torch.Tensor:
+        """Return as many rows as were given."""
+        return self._result_RM
 
 
 class PhaseRun:
@@ -44,9 +90,7 @@ class PhaseRun:
         holds: whether to keep every tensor until the phase is over, for lanes that run behind the host.
     """
 
-    def __init__(
-        self, chunks: SlotChunks | RowChunks, hook: Hook | None, direction: Direction, holds: bool = False
-    ) -> None:
+    def __init__(self, chunks: Chunks, hook: Hook | None, direction: Direction, holds: bool = False) -> None:
         self._chunks = chunks
         self._hook = hook
         self._direction: Direction = direction
@@ -54,20 +98,6 @@ class PhaseRun:
         self._back: set[int] = set()
         # The memory of a tensor that another stream uses must not be given away before the join.
         self._held: list[torch.Tensor] | None = [] if holds else None
-
-    def begin(
-        self, lanes: Lanes, schedule: Schedule, compute: Mapping[str, Body], label: str, observer: Observer | None
-    ) -> LaneRun:
-        """Begin to run the schedule; when it has come to its end, :meth:`result` has the rows that came back.
-
-        Args:
-            lanes: the lanes to run on.
-            schedule: the schedule of this phase, with as many chunks as the phase cuts.
-            compute: kind -> body, for tasks that are not communication.
-            label: the layer's label.
-            observer: is told of the tasks.
-        """
-        return lanes.begin(schedule, self.travel(schedule) | dict(compute), f"{label}/{self._direction}", observer)
 
     def travel(self, schedule: Schedule) -> dict[str, Body]:
         """Return kind -> body for the communication tasks."""
@@ -182,7 +212,6 @@ class PhaseRun:
         self._held is None or self._held.append(tensor)
 
     def _hooked(self, point: str, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        assert self._hook is not None
         replaced = self._hook(point, tensor, self._direction, chunk)
         self._chunks.check_hooked(point, tensor, replaced)
         return replaced

@@ -16,10 +16,12 @@ import torch
 
 from ds_fsmoe.execution.collectives import Collectives, carry, narrowed, widened
 from ds_fsmoe.execution.counts_exchange import NodeCall
-from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.phase import Direction
+from ds_fsmoe.execution.phase import Chunks, Direction
 from ds_fsmoe.execution.row_sizes import NodePhase, PhaseSizes, RowSizes
 from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+
+AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Adds up rows: ``(y_RM, copies_JN, weights_JN) -> [N, M]``, see :attr:`ds_fsmoe.ops.Ops.restore`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class RowLayout:
     """The number of tokens that are cut into chunks, S."""
     num_choices: int = 0
     """The number of choices of a token, K; 0 where that is not known."""
+    node_call: NodeCall | None = None
+    """The call, where each token crosses to a node once."""
+    add_up: AddUp | None = None
+    """What adds up the results of such a call."""
 
     @property
     def same_cuts(self) -> bool:
@@ -45,43 +51,32 @@ class RowLayout:
 
     def chunks(self, collectives: Collectives, direction: Direction, rows_RM: torch.Tensor) -> RowChunks:
         """Return the chunks of a phase that starts with these rows, those that are sent first."""
-        sizes = self.sizes
-        order = sizes.source_order if direction == "backward" else None
-        return RowChunks(collectives, getattr(sizes, direction), sizes.num_rows, order, rows_RM, direction)
+        if self.node_call is None:
+            return RowChunks(collectives, self.sizes, direction, rows_RM)
+        return NodeChunks(collectives, self.node_call, self.add_up, direction, rows_RM)
 
 
-class RowChunks:
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.PhaseRun`.
+class RowChunks(Chunks):
+    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: the collectives to the other ranks.
-        sizes: the sizes of the phase.
-        num_rows: how many of the rows are sent.
-        order: for each row as the phase sends it, its place among those given; ``None``: they lie as they are sent.
-        rows_RM: the rows that the phase starts with. Those behind the ones that are sent come back as zeros.
+        sizes: the sizes of the call.
         direction: the phase.
+        rows_RM: the rows that the phase starts with. Those behind the ones that are sent come back as zeros.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        sizes: PhaseSizes,
-        num_rows: int,
-        order: torch.Tensor | None,
-        rows_RM: torch.Tensor,
-        direction: Direction,
-    ) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, sizes: RowSizes, direction: Direction, rows_RM: torch.Tensor) -> None:
+        phase: PhaseSizes = getattr(sizes, direction)
+        super().__init__(collectives, len(phase.chunks), rows_RM.shape)
         self._wire_in, self._wire_out = collectives.wires.of(direction)
         # Of the chunks that are between the two parts of an all-to-all: as they were before the first.
         self._between: dict[int, torch.Tensor] = {}
-        self._sizes = sizes
-        self._num_rows = num_rows
-        self._order = order
-        self.count = len(sizes.chunks)
-        self._shape = rows_RM.shape
+        self._sizes = phase
+        self._num_rows = sizes.num_rows
+        # For each row as the phase sends it, its place among those given; ``None``: they lie as they are sent.
+        self._order = order = sizes.source_order if direction == "backward" else None
         self._rows_RM = rows_RM.contiguous() if order is None else rows_RM.index_select(0, order)
-        self._result_RM: torch.Tensor | None = None
 
     def read(self, chunk: int) -> torch.Tensor:
         """Return the rows that are sent, those for the first expert first."""
@@ -115,10 +110,6 @@ class RowChunks:
             self._between[chunk] = x_RM[:0]
             return leg(narrowed(x_RM), sizes_now)
         return widened(leg(x_RM, sizes_now), self._between.pop(chunk))
-
-    def dispatched(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`dispatch` returns."""
-        return x_RM
 
     def gather(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Gather the rows of the ranks that share the experts."""
@@ -169,10 +160,6 @@ class RowChunks:
         """Sum the rows over the ranks that share the experts."""
         return self._collectives.reduce_rows(y_RM, self._sizes.chunks[chunk])
 
-    def leaving(self, y_RM: torch.Tensor) -> torch.Tensor:
-        """Return the results as :meth:`combine` takes them."""
-        return y_RM
-
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the tokens."""
         return carry(self._wire_out, y_RM, lambda y: self._collectives.send_rows(y, self._sizes.chunks[chunk].back))
@@ -201,14 +188,6 @@ class RowChunks:
         else:
             self._result_RM.index_copy_(0, self._order[start:stop], y_RM)
 
-    def weight_gradients(self) -> None:
-        """Return nothing: results are weighted where the tokens are."""
-
-    def result(self) -> torch.Tensor:
-        """Return as many rows as were given."""
-        assert self._result_RM is not None
-        return self._result_RM
-
 
 # ---- Chunks of rows of which each token sends one to each node that has one of its experts
 #
@@ -219,70 +198,32 @@ class RowChunks:
 # Letters: R rows or copies, M width, J the most copies of a row.
 
 
-AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Adds up rows: ``(y_RM, copies_JN, weights_JN) -> [N, M]``, see :attr:`ds_fsmoe.ops.Ops.restore`."""
-
-
-@dataclass(frozen=True)
-class NodeLayout:
-    """The chunks of one call; as :class:`~ds_fsmoe.execution.row_chunks.RowLayout`."""
-
-    call: NodeCall
-    num_experts: int
-    """The number of experts of all ranks, E."""
-    num_tokens: int
-    """The number of tokens that are cut into chunks, S."""
-    num_choices: int
-    """The number of choices of a token, K."""
-    add_up: AddUp
-
-    @property
-    def sizes(self) -> RowSizes[NodePhase]:
-        """The sizes of the call."""
-        return self.call.sizes
-
-    @property
-    def same_cuts(self) -> bool:
-        """Say whether the backward has the chunks of the forward."""
-        return self.sizes.forward is self.sizes.backward
-
-    def slots_per_expert(self, num_ranks: int, num_local: int) -> int:
-        """Return how many rows an expert here gets from a rank, as a mean, rounded up."""
-        return -(-self.sizes.num_arriving // (num_ranks * num_local))
-
-    def chunks(self, collectives: Collectives, direction: Direction, rows_RM: torch.Tensor) -> NodeChunks:
-        """Return the chunks of a phase that starts with these rows, those that are sent first."""
-        assert collectives.nodes is not None
-        return NodeChunks(collectives, collectives.nodes, self, direction, rows_RM)
-
-
 class NodeChunks(RowChunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.PhaseRun`.
+    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: those of the layer.
-        links: the two levels of its EP group.
-        layout: the call.
+        call: the call.
+        add_up: adds up the results of a row.
         direction: the phase.
         rows_RM: see :class:`RowChunks`.
     """
 
+    _sizes: NodePhase
+
     def __init__(
         self,
         collectives: Collectives,
-        links: NodeLinks,
-        layout: NodeLayout,
+        call: NodeCall,
+        add_up: AddUp,
         direction: Direction,
         rows_RM: torch.Tensor,
     ) -> None:
-        sizes = layout.sizes
-        self._phase: NodePhase = getattr(sizes, direction)
-        order = sizes.source_order if direction == "backward" else None
-        super().__init__(collectives, self._phase, sizes.num_rows, order, rows_RM, direction)
-        self._links = links
-        self._call = layout.call
-        self._add_up = layout.add_up
-        fan = self._phase.to_experts
+        super().__init__(collectives, call.sizes, direction, rows_RM)
+        self._links = collectives.nodes
+        self._call = call
+        self._add_up = add_up
+        fan = self._sizes.to_experts
         self._gradients_R: torch.Tensor | None = None
         self._weights_JN = None
         if direction == "forward":
@@ -293,32 +234,31 @@ class NodeChunks(RowChunks):
 
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the relays of its nodes."""
-        sizes = self._phase.chunks[chunk]
+        sizes = self._sizes.chunks[chunk]
         return carry(self._wire_in, x_RM, lambda x: self._links.exchange_between(x, sizes.sends, sizes.receives))
 
     def gather(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send copies of the rows that came to the ranks of this node."""
-        sizes = self._phase.chunks[chunk]
-        copies_RM = x_RM.index_select(0, self._phase.to_ranks.rows(chunk))
+        sizes = self._sizes.chunks[chunk]
+        copies_RM = x_RM.index_select(0, self._sizes.to_ranks.rows(chunk))
         # What was narrow between nodes loses nothing more: its scale is the same, or nearly.
-        return carry(self._wire_in, copies_RM, lambda x: self._links.exchange_inside(x, sizes.spreads, sizes.arrives))
+        return carry(self._wire_in, copies_RM, lambda x: self._links.exchange_inside(x, sizes.spreads, sizes.gathered))
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
         """Call ``body(chunk, rows)`` with a copy for each expert, expert by expert, and add up the results of a row; in
         the backward ``body(chunk, rows, weights, gradients)`` with the memory for the weights' gradients."""
-        fan = self._phase.to_experts
+        fan = self._sizes.to_experts
         copies_RM, copies_JN = x_RM.index_select(0, fan.rows(chunk)), fan.copies(chunk)
         if self._gradients_R is not None:
             own = fan.copies_of(chunk)
             y_RM = body(chunk, copies_RM, self._weights_R[own], self._gradients_R[own])
             return self._add_up(y_RM, copies_JN, None)
-        assert self._weights_JN is not None
         first, stop = fan.first_row[chunk : chunk + 2]
         return self._add_up(body(chunk, copies_RM), copies_JN, self._weights_JN[:, first:stop])
 
     def whole(self, x_RM: torch.Tensor) -> torch.Tensor:
         """See :meth:`RowChunks.whole`."""
-        copies_RM = x_RM.index_select(0, self._phase.to_experts.rows(0))
+        copies_RM = x_RM.index_select(0, self._sizes.to_experts.rows(0))
         if self._gradients_R is not None:
             y_RM = self._call.results[-1]
             dtype = self._gradients_R.dtype
@@ -332,22 +272,21 @@ class NodeChunks(RowChunks):
         if self._weights_JN is not None:
             # A module that is called as a whole tells no more of a result than itself.
             self._call.results.append(y_RM)
-        return self._add_up(y_RM, self._phase.to_experts.copies(0), self._weights_JN)
+        return self._add_up(y_RM, self._sizes.to_experts.copies(0), self._weights_JN)
 
     def reduce(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the sums back to the relays of their rows, and add those up."""
-        sizes = self._phase.chunks[chunk]
-        back_RM = carry(self._wire_out, y_RM, lambda y: self._links.exchange_inside(y, sizes.arrives, sizes.spreads))
-        return self._add_up(back_RM, self._phase.to_ranks.copies(chunk), None)
+        sizes = self._sizes.chunks[chunk]
+        back_RM = carry(self._wire_out, y_RM, lambda y: self._links.exchange_inside(y, sizes.gathered, sizes.spreads))
+        return self._add_up(back_RM, self._sizes.to_ranks.copies(chunk), None)
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the sums to the ranks that have the tokens."""
-        sizes = self._phase.chunks[chunk]
+        sizes = self._sizes.chunks[chunk]
         return carry(self._wire_out, y_RM, lambda y: self._links.exchange_between(y, sizes.receives, sizes.sends))
 
     def weight_gradients(self) -> torch.Tensor:
         """Return the gradients of the weights of this rank's choices, after all tasks of a backward. Collective."""
-        assert self._gradients_R is not None
         in_order = torch.empty_like(self._gradients_R)
-        in_order[self._phase.to_experts.record_of_copy] = self._gradients_R
+        in_order[self._sizes.to_experts.record_of_copy] = self._gradients_R
         return self._call.back(in_order)

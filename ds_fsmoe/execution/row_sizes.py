@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,70 @@ import torch.distributed as dist
 
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.token_cuts import TokenCuts
+
+# ---- The cuts of a rank's tokens into chunks, for the forward and the backward together
+#
+# Chunk i of r holds the tokens ``[floor(i * S / r), floor((i + 1) * S / r))`` of every rank, with all choices of each.
+# The cuts of both phases together part the tokens into *segments*, so a chunk of either phase is a run of segments. How
+# many segments there are follows from the two degrees alone; how many tokens are in one follows from each rank's S.
+#
+# Letters: S tokens on this rank, E experts of all ranks, T segments.
+
+
+@dataclass(frozen=True)
+class TokenCuts:
+    """The number of chunks in each phase, and the segments that follow from them."""
+
+    forward: int
+    backward: int
+
+    @cached_property
+    def _fractions(self) -> tuple[Fraction, ...]:
+        """The cut positions of both phases as shares of the tokens, rising from 0 to 1."""
+        found = {Fraction(i, degree) for degree in (self.forward, self.backward) for i in range(degree + 1)}
+        return tuple(sorted(found))
+
+    @cached_property
+    def num_segments(self) -> int:
+        """The number of segments, T."""
+        return len(self._fractions) - 1
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both phases have the same chunks."""
+        return self.forward == self.backward
+
+    def chunks(self, degree: int) -> tuple[tuple[int, int], ...]:
+        """Return [first, last) of the segments of every chunk, for one of the two degrees."""
+        return self._chunks[degree]
+
+    @cached_property
+    def _chunks(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        found = {}
+        for degree in (self.forward, self.backward):
+            places = [self._fractions.index(Fraction(i, degree)) for i in range(degree + 1)]
+            found[degree] = tuple(itertools.pairwise(places))
+        return found
+
+    def adder(self, degree: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Return what turns counts of segments, any shape with T last, into those of chunks."""
+        return partial(np.add.reduceat, indices=[first for first, _ in self.chunks(degree)], axis=-1)
+
+    def lengths(self, num_tokens: int) -> list[int]:
+        """Return how many tokens of a rank with S tokens are in each segment."""
+        bounds = [num_tokens * each.numerator // each.denominator for each in self._fractions]
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def chunk_of_segment(self, degree: int) -> np.ndarray:
+        """Return the chunk of each segment, [T] int64, for one of the two degrees."""
+        return np.repeat(np.arange(degree), [last - first for first, last in self.chunks(degree)])
+
+
+@lru_cache(maxsize=256)
+def token_cuts_of(forward: int, backward: int) -> TokenCuts:
+    """Return the cuts for these degrees, which are worked out once."""
+    return TokenCuts(forward, backward)
+
 
 # ---- The orders in which rows lie on their way, and how to get from one to another
 #
@@ -28,9 +92,10 @@ from ds_fsmoe.execution.token_cuts import TokenCuts
 # Letters: E experts of all ranks, e experts on this rank, N ranks that rows come from, T segments, X blocks.
 
 
-Order = Literal["by_source", "by_expert"]
+Order = Literal["by_source", "by_expert", "by_receiver"]
 """How the rows of a chunk lie at the experts: as they arrive, source by source, and for each expert by expert; or
-expert by expert, and for each segment by segment, so that any run of segments is one run of rows of an expert."""
+expert by expert, and for each segment by segment, so that any run of segments is one run of rows of an expert. By
+receiver they lie as a relay sends them: for each receiver, in the place of an expert, source by source."""
 
 
 @lru_cache(maxsize=256)
@@ -46,7 +111,11 @@ def block_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int, order
     source, expert, segment = (each.reshape(-1) for each in np.indices(shape))
     chunk = cuts.chunk_of_segment(degree)[segment]
     # The last key counts first.
-    keys = {"by_source": (segment, expert, source, chunk), "by_expert": (source, segment, expert, chunk)}
+    keys = {
+        "by_source": (segment, expert, source, chunk),
+        "by_expert": (source, segment, expert, chunk),
+        "by_receiver": (segment, source, expert, chunk),
+    }
     return np.lexsort(keys[order])
 
 
@@ -84,13 +153,8 @@ def moves(
         num_rows: their number.
         of_chunk: whether places count from the first row of the chunk; then both orders have the same chunks.
     """
-    shape = tuple(sizes_NeT.shape)
-    made_of = shape, cuts, before, after, of_chunk
-
-    def table(device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(_table(*made_of)).to(device)
-
-    blocks_before, blocks_after, position, first = TABLES.get(made_of, sizes_NeT, table).unbind()
+    table = TABLES.from_host(sizes_NeT, _table, tuple(sizes_NeT.shape), cuts, before, after, of_chunk)
+    blocks_before, blocks_after, position, first = table.unbind()
     sizes_X = sizes_NeT.reshape(-1)
     ends_before, ends_after = sizes_X[blocks_before].cumsum(0), sizes_X[blocks_after].cumsum(0)
     sizes_after = sizes_X[blocks_after]
@@ -161,16 +225,19 @@ class ChunkSizes:
     """The rows of one chunk that this rank moves."""
 
     sends: list[int]
-    """The rows to each of G ranks."""
+    """The rows to each of G ranks; where tokens cross to a node once, to each of n nodes."""
     receives: list[int]
-    """The rows from each of G ranks."""
+    """The rows from each of these."""
     gathered: list[int]
-    """The rows that each of P ranks brings to the experts."""
+    """The rows that each of P ranks brings to the experts; where tokens cross to a node once, the copies from each of p
+    ranks of the node."""
     of_experts: list[int]
     """The rows of each of e experts."""
-    between: dict[tuple[int, int], int] | None
+    between: dict[tuple[int, int], int] | None = None
     """The rows from one rank to another, of those that come by here, where an all-to-all passes rows on; else
     ``None``."""
+    spreads: Sequence[int] = ()
+    """The copies to each of p ranks of the node, where tokens cross to a node once."""
 
     @cached_property
     def back(self) -> ChunkSizes:
@@ -194,25 +261,22 @@ class PhaseSizes:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The first row of each chunk among those that arrive, and last their number."""
-        return (0, *itertools.accumulate(sum(each.gathered) for each in self.chunks))
+        """The first row of each chunk among those at the experts, and last their number."""
+        return (0, *itertools.accumulate(sum(each.of_experts) for each in self.chunks))
 
     def order_of(self, chunk: int) -> torch.Tensor | None:
         """Return the part of :attr:`order` for a chunk."""
         return None if self.order is None else self.order[self.places[chunk] : self.places[chunk + 1]]
 
 
-Phase = TypeVar("Phase", "PhaseSizes", "NodePhase")
-
-
 @dataclass(frozen=True)
-class RowSizes(Generic[Phase]):
+class RowSizes:
     """All sizes of a call."""
 
     num_rows: int
     """The number of rows that this rank sends."""
-    forward: Phase
-    backward: Phase
+    forward: PhaseSizes
+    backward: PhaseSizes
     source_order: torch.Tensor | None
     """[rows sent] int64: for each row in the order in which the backward sends it, its place in that of the forward;
     ``None`` where these are the same."""
@@ -226,8 +290,8 @@ class RowSizes(Generic[Phase]):
 
 
 def sizes_of_phases(
-    cuts: TokenCuts, num_rows: int, phase: Callable[[int], Phase], own_XT: torch.Tensor, arrived_NeT: torch.Tensor
-) -> RowSizes[Phase]:
+    cuts: TokenCuts, num_rows: int, phase: Callable[[int], PhaseSizes], own_XT: torch.Tensor, arrived_NeT: torch.Tensor
+) -> RowSizes:
     """Return all sizes of a call.
 
     Args:
@@ -261,11 +325,7 @@ def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torc
     of_experts_Te = arrived_NeT.sum(0).t()
     if degree == cuts.num_segments:
         return of_experts_Te.cumsum(1).to(torch.int32)
-    chunk_of_T = TABLES.get(
-        ("chunk of segment", cuts, degree),
-        of_experts_Te,
-        lambda device: torch.from_numpy(cuts.chunk_of_segment(degree)).to(device),
-    )
+    chunk_of_T = TABLES.from_host(of_experts_Te, TokenCuts.chunk_of_segment, cuts, degree)
     of_chunks_re = of_experts_Te.new_zeros(degree, of_experts_Te.shape[1]).index_add_(0, chunk_of_T, of_experts_Te)
     return of_chunks_re.cumsum(1).to(torch.int32)
 
@@ -317,39 +377,13 @@ class Fan:
 
 
 @dataclass(frozen=True)
-class NodeChunkSizes:
-    """The rows of one chunk that this rank moves."""
+class NodePhase(PhaseSizes):
+    """The chunks of one phase, and where copies go."""
 
-    sends: list[int]
-    """The rows to each of n nodes."""
-    receives: list[int]
-    """The rows from each of n nodes."""
-    spreads: list[int]
-    """The copies to each of p ranks of the node."""
-    arrives: list[int]
-    """The copies from each of p ranks."""
-    of_experts: list[int]
-    """The rows of each of e experts."""
-
-
-@dataclass(frozen=True)
-class NodePhase:
-    """The chunks of one phase."""
-
-    chunks: tuple[NodeChunkSizes, ...]
-    starts: tuple[int, ...]
-    """The first row of each chunk among those that this rank sends, and last their number."""
     to_ranks: Fan
     """The copies that this rank makes as a relay."""
     to_experts: Fan
     """The copies that it makes for its experts, which lie expert by expert."""
-    ends: torch.Tensor
-    """[r, e] int32: where the rows of each expert end in a chunk."""
-
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        """The first row of each chunk among those at the experts, and last their number."""
-        return (0, *itertools.accumulate(sum(each.of_experts) for each in self.chunks))
 
 
 @dataclass(frozen=True)
@@ -395,7 +429,7 @@ class NodeCounts:
         relay_records: torch.Tensor,
         choice_records: torch.Tensor,
         num_choices: int,
-    ) -> RowSizes[NodePhase]:
+    ) -> RowSizes:
         """Return all sizes. Nothing here waits for the device.
 
         Args:
@@ -418,11 +452,7 @@ class NodeCounts:
         degree: int,
     ) -> NodePhase:
         cuts, links = self.cuts, self.links
-        first_of_chunks = [first for first, _ in cuts.chunks(degree)]
-
-        def of_chunks(counts: np.ndarray) -> np.ndarray:
-            return np.add.reduceat(counts, first_of_chunks, axis=-1)
-
+        of_chunks = cuts.adder(degree)
         to_nr, from_nr = of_chunks(self.own_nT), of_chunks(self.relayed_nT)
         spreads_pr = of_chunks(self.relayed_npT).sum(0)
         # As they arrive: relay by relay, and of each node by node.
@@ -430,56 +460,29 @@ class NodeCounts:
         arriving_Gr = of_chunks(self.arriving_GT)
         arrives_pr = arriving_Gr[by_relay].reshape(links.per_node, links.num_nodes, degree).sum(1)
         of_experts_er = of_chunks(self.choices_GeT.sum(0))
-        parts = to_nr, from_nr, spreads_pr, arrives_pr, of_experts_er
+        parts = [each.T.tolist() for each in (to_nr, from_nr, arrives_pr, of_experts_er, spreads_pr)]
+        chunks = [ChunkSizes(*sizes, spreads=spreads) for *sizes, spreads in zip(*parts, strict=True)]
+        by_node = np.arange(links.num_nodes)
         to_ranks = _fan(
-            _Blocks(self.relayed_npT, relay_order(self.relayed_npT.shape, cuts, degree), cuts, degree),
-            from_nr,
-            np.arange(links.num_nodes),
-            relay_records,
-            None,
-            links.per_node,
+            self.relayed_npT, cuts, degree, "by_receiver", from_nr, by_node, relay_records, None, links.per_node
         )
+        row_records = torch.div(choice_records, num_choices, rounding_mode="floor")
+        copies = choice_records % num_choices
         to_experts = _fan(
-            _Blocks(self.choices_GeT, block_order(self.choices_GeT.shape, cuts, degree, "by_expert"), cuts, degree),
-            arriving_Gr,
-            by_relay,
-            torch.div(choice_records, num_choices, rounding_mode="floor"),
-            choice_records % num_choices,
-            num_choices,
+            self.choices_GeT, cuts, degree, "by_expert", arriving_Gr, by_relay, row_records, copies, num_choices
         )
-        return NodePhase(
-            tuple(NodeChunkSizes(*each) for each in zip(*(each.T.tolist() for each in parts), strict=True)),
-            (0, *np.cumsum(to_nr.sum(0)).tolist()),
-            to_ranks,
-            to_experts,
-            expert_ends(cuts, degree, choices_GeT),
-        )
-
-
-@lru_cache(maxsize=256)
-def relay_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int) -> np.ndarray:
-    """Return the blocks [n, p, T] in the order in which a relay sends them: chunk by chunk, rank by rank, and of each
-    node by node."""
-    node, rank, segment = (each.reshape(-1) for each in np.indices(shape))
-    return np.lexsort((segment, node, rank, cuts.chunk_of_segment(degree)[segment]))
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """Copies in blocks: those of one source for one receiver in one segment."""
-
-    sizes: np.ndarray
-    """[sources, receivers, T]; records lie in this order."""
-    order: np.ndarray
-    """The blocks in the order in which the copies lie."""
-    cuts: TokenCuts
-    degree: int
+        starts = (0, *np.cumsum(to_nr.sum(0)).tolist())
+        ends = expert_ends(cuts, degree, choices_GeT)
+        return NodePhase(tuple(chunks), starts, None, ends, to_ranks, to_experts)
 
 
 def _fan(
-    blocks: _Blocks,
+    sizes_NXT: np.ndarray,
+    cuts: TokenCuts,
+    degree: int,
+    order: Order,
     rows_Nr: np.ndarray,
-    source_order: Sequence[int] | np.ndarray,
+    source_order: np.ndarray,
     record_rows: torch.Tensor,
     record_copies: torch.Tensor | None,
     most_copies: int,
@@ -487,18 +490,22 @@ def _fan(
     """Return where copies go.
 
     Args:
-        blocks: the copies.
+        sizes_NXT: the copies of each source for each receiver in each segment; records lie in this order.
+        cuts: the cuts of the tokens.
+        degree: the number of chunks.
+        order: the order in which the copies of a chunk lie.
         rows_Nr: the rows of each source in each chunk.
         source_order: the sources in the order in which their rows lie in a chunk.
         record_rows: of each record the number of its row among those of its source.
         record_copies: of each record which copy of its row it is; ``None``: that of its receiver.
         most_copies: J.
     """
-    source_X, receiver_X, segment_X = np.unravel_index(blocks.order, blocks.sizes.shape)
-    chunk_X = blocks.cuts.chunk_of_segment(blocks.degree)[segment_X]
-    flat = blocks.sizes.reshape(-1)
-    sizes_X = flat[blocks.order]
-    first_copy = (0, *np.cumsum(np.bincount(chunk_X, sizes_X, blocks.degree).astype(np.int64)).tolist())
+    blocks = block_order(sizes_NXT.shape, cuts, degree, order)
+    source_X, receiver_X, segment_X = np.unravel_index(blocks, sizes_NXT.shape)
+    chunk_X = cuts.chunk_of_segment(degree)[segment_X]
+    flat = sizes_NXT.reshape(-1)
+    sizes_X = flat[blocks]
+    first_copy = (0, *np.cumsum(np.bincount(chunk_X, sizes_X, degree).astype(np.int64)).tolist())
     first_row = (0, *np.cumsum(rows_Nr.sum(0)).tolist())
     # The first row of each source in each chunk: among its own, and in the chunk.
     before_own_Nr = np.cumsum(rows_Nr, 1) - rows_Nr
@@ -506,7 +513,7 @@ def _fan(
     in_chunk_Nr = np.empty_like(rows_Nr)
     in_chunk_Nr[source_order] = np.cumsum(in_order_Nr, 0) - in_order_Nr
     starts_X = np.cumsum(sizes_X) - sizes_X
-    to_record_X = (np.cumsum(flat) - flat)[blocks.order] - starts_X
+    to_record_X = (np.cumsum(flat) - flat)[blocks] - starts_X
     to_row_X = (in_chunk_Nr - before_own_Nr)[source_X, chunk_X]
     to_column_X = np.array(first_row)[chunk_X]
     if record_copies is None:

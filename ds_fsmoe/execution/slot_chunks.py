@@ -16,7 +16,7 @@ import torch
 
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.device_tables import TABLES
-from ds_fsmoe.execution.phase import Direction
+from ds_fsmoe.execution.phase import Chunks, Direction
 from ds_fsmoe.planning.chunks import chunk_bounds
 from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT
 
@@ -73,38 +73,6 @@ def cut(capacity: int, degree: int) -> Cutting:
     return Cutting(chunk_bounds(capacity, degree))
 
 
-class ChunkedRows:
-    """Holds rows [E * C, M] chunk by chunk and reads and writes them by cuts of any kind."""
-
-    def __init__(self, rows: torch.Tensor, num_experts: int, cutting: Cutting) -> None:
-        self._rows = rows
-        self._num_experts = num_experts
-        self._cutting = cutting
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return [E, stop - start, M], contiguous: a view if this is one of the chunks, else a copy."""
-        parts = [view[:, low:high] for view, low, high, _ in self._overlaps(start, stop)]
-        if not parts:
-            return self._rows.new_empty(self._num_experts, 0, self._rows.shape[-1])
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def write(self, start: int, stop: int, values_EcM: torch.Tensor) -> None:
-        """Copy values [E, stop - start, M] to their places."""
-        for view, low, high, first in self._overlaps(start, stop):
-            view[:, low:high].copy_(values_EcM[:, first : first + high - low])
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Yield (a chunk [E, c, M], its first and last wanted slots, their position in the cut)."""
-        for first, last in self._cutting.chunks:
-            low, high = first if first > start else start, last if last < stop else stop
-            if low < high:
-                yield self._view(first, last), low - first, high - first, low - start
-
-    def _view(self, first: int, last: int) -> torch.Tensor:
-        rows = self._rows[self._num_experts * first : self._num_experts * last]
-        return rows.view(self._num_experts, last - first, self._rows.shape[-1])
-
-
 # ---- Chunks of slots: as many for every expert on every rank, whether a token is in them or not
 
 
@@ -142,8 +110,8 @@ class SlotLayout:
         return SlotChunks(collectives, self.num_experts, cuttings[0], cuttings[direction == "backward"], rows_RM)
 
 
-class SlotChunks:
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.PhaseRun`.
+class SlotChunks(Chunks):
+    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: the collectives to the other ranks.
@@ -156,43 +124,37 @@ class SlotChunks:
     def __init__(
         self, collectives: Collectives, num_experts: int, layout: Cutting, cutting: Cutting, rows_RM: torch.Tensor
     ) -> None:
-        self._wires = collectives
+        super().__init__(collectives, len(cutting.chunks), rows_RM.shape)
         self._num_experts = num_experts
         self._layout = layout
         self._cuts = cutting.chunks
-        self.count = len(cutting.chunks)
-        self._shape = rows_RM.shape
-        self._source = self._chunked(rows_RM.contiguous())
+        self._source_RM = rows_RM.contiguous()
         self._is_whole = len(self._cuts) == len(layout.chunks) == 1
-        self._result_RM: torch.Tensor | None = None
-
-    def _chunked(self, rows_RM: torch.Tensor) -> ChunkedRows:
-        return ChunkedRows(rows_RM, self._num_experts, self._layout)
 
     def read(self, chunk: int) -> torch.Tensor:
-        """Return [E, c, M]."""
-        return self._source.read(*self._cuts[chunk])
-
-    def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Do nothing: what a hook returns may have any shape that is whole again after the last."""
+        """Return [E, c, M], contiguous: a view if this is one of the layout's chunks, else a copy."""
+        parts = [view[:, low:high] for view, low, high, _ in self._overlaps(self._source_RM, chunk)]
+        if not parts:
+            return self._source_RM.new_empty(self._num_experts, 0, self._shape[-1])
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def dispatch(self, x_EcM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the experts."""
-        return self._wires.to_experts(x_EcM)
+        return self._collectives.to_experts(x_EcM)
 
     def leg(self, kind: str, x: torch.Tensor, chunk: int) -> torch.Tensor:
         """Do one of the two parts of :meth:`dispatch` or :meth:`combine`."""
         if kind in (A2A_IN_NODE, A2A_OUT):
-            return self._wires.legs[kind](self._wires.blocks(x))
-        return self._wires.legs[kind](x).flatten(0, 1)
+            return self._collectives.legs[kind](self._collectives.blocks(x))
+        return self._collectives.legs[kind](x).flatten(0, 1)
 
     def dispatched(self, x_EcM: torch.Tensor) -> torch.Tensor:
         """Return what :meth:`dispatch` returns as [G, e, c, M]."""
-        return self._wires.blocks(x_EcM)
+        return self._collectives.blocks(x_EcM)
 
     def gather(self, x_GecM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Gather the rows of the ranks that share the experts."""
-        return self._wires.gather(x_GecM)
+        return self._collectives.gather(x_GecM)
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_NecM: torch.Tensor) -> torch.Tensor:
         """Call ``body(start, stop, rows)``."""
@@ -202,17 +164,9 @@ class SlotChunks:
             self._result_RM = y_NecM.new_empty(self._shape)
         return y_NecM
 
-    def whole(self, x_NecM: torch.Tensor) -> torch.Tensor:
-        """Return the rows at the experts as experts are called as one module."""
-        return x_NecM
-
-    def parted(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`whole` for the results."""
-        return y_NecM
-
     def reduce(self, y_NecM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Sum the rows over the ranks that share the experts."""
-        return self._wires.reduce(y_NecM)
+        return self._collectives.reduce(y_NecM)
 
     def leaving(self, y_NecM: torch.Tensor) -> torch.Tensor:
         """Return the results as :meth:`combine` takes them, [E, c, M]."""
@@ -220,7 +174,7 @@ class SlotChunks:
 
     def combine(self, y_EcM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the tokens."""
-        return self._wires.to_experts(y_EcM)
+        return self._collectives.to_experts(y_EcM)
 
     def write(self, y_EcM: torch.Tensor, chunk: int) -> None:
         """Write the result where its tokens are.
@@ -236,13 +190,17 @@ class SlotChunks:
             )
         if self._is_whole:
             self._result_RM = y_EcM.reshape(self._shape)
-        else:
-            self._chunked(self._result_RM).write(start, stop, y_EcM)
+            return
+        for view, low, high, first in self._overlaps(self._result_RM, chunk):
+            view[:, low:high].copy_(y_EcM[:, first : first + high - low])
 
-    def weight_gradients(self) -> None:
-        """Return nothing: results are weighted where the tokens are."""
-
-    def result(self) -> torch.Tensor:
-        """Return [E * C, M]."""
-        assert self._result_RM is not None
-        return self._result_RM
+    def _overlaps(self, rows_RM: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """Yield (a chunk of the layout [E, c, M], its first and last slots that are in this one, their position in
+        it)."""
+        start, stop = self._cuts[chunk]
+        for first, last in self._layout.chunks:
+            low, high = first if first > start else start, last if last < stop else stop
+            if low < high:
+                rows = rows_RM[self._num_experts * first : self._num_experts * last]
+                view = rows.view(self._num_experts, last - first, self._shape[-1])
+                yield view, low - first, high - first, low - start

@@ -124,6 +124,10 @@ class _StreamRun(LaneRun):
 
     def _join(self) -> None:
         compute = torch.cuda.current_stream(self._lanes._device)
+        if self._left:
+            for lane in self._crossings.links:
+                compute.wait_stream(self._lanes._links[lane])
+            return
         for number in self._crossings.joins:
             compute.wait_event(self._crossed[number][1])
         self._ends_with(self._events.record(compute, None, self._number))

@@ -33,7 +33,7 @@ from ds_fsmoe.gradients.reducer import GradientReducer
 from ds_fsmoe.gradients.stage_0 import Stage0
 from ds_fsmoe.gradients.waiting_gradients import waiting_gradients
 from ds_fsmoe.gradients.zero_stages import Stages1And2, partitions_are_ours
-from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.layer.parts import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.stopwatch import Stopwatch

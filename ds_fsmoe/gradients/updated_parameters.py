@@ -34,7 +34,7 @@ from ds_fsmoe.gradients.beside import begin_gather, end_gathers
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.ways import Steps
 from ds_fsmoe.gradients.zero_stages import cut_by_owner
-from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.layer.parts import node_links
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
 
 FEWEST_NUMEL, MOST_MESSAGES = 1 << 16, 16

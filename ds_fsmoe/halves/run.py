@@ -1,19 +1,294 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of a chain of blocks by two halves of the batch."""
+"""One forward of a chain of blocks by two halves of the batch, and that of a checkpointed block once more."""
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 
-from ds_fsmoe.halves.again import Again
-from ds_fsmoe.halves.arguments import Rest, joined_halves, sizes_of_halves
-from ds_fsmoe.halves.collected import Collected
-from ds_fsmoe.halves.fibers import Fiber
+from ds_fsmoe.execution.call import Half
+from ds_fsmoe.halves.arguments import NUM_HALVES, Rest, joined_halves, sizes_of_halves
+from ds_fsmoe.layer.replay import Tape
+
+# ---- Runs the calls of one half of a batch, one after another, in a stack of their own that can be left and
+# entered again
+#
+# A call of a layer pauses deep inside of a block, in code that knows nothing of it. Both halves are run by one thread,
+# so they share what torch keeps per thread: modes, streams, and the numbers by which a backward knows what is younger.
+# What Python keeps in context variables each half has to itself.
+
+
+Call = Callable[[Any], Any]
+"""Maps what the call before returned to what the next one gets."""
+
+
+class Fiber:
+    """The calls of one half.
+
+    Args:
+        value: what the first call gets.
+        is_last_in_backward: see :class:`~ds_fsmoe.execution.call.Half`.
+        begin: called first of all, inside of the half's own context.
+    """
+
+    def __init__(self, value: Any, is_last_in_backward: bool, begin: Callable[[], None]) -> None:
+        self.value = value
+        """The value that the last call returned."""
+        self.is_paused = False
+        """True while a call pauses."""
+        self._calls: deque[Call] = deque()
+        self._half = Half(self._pause, is_last_in_backward)
+        self._begin = begin
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._stack = greenlet(self._run)
+        self._stack.gr_context = copy_context()
+
+    def add(self, call: Call) -> None:
+        """Let this be called after all that have been added before."""
+        self._calls.append(call)
+
+    def resume(self) -> None:
+        """Go on until a call pauses, or all have returned.
+
+        Raises:
+            BaseException: what a call has raised; there is nothing to go on with then.
+        """
+        self._stack.parent = getcurrent()
+        self._stack.switch()
+
+    def close(self) -> None:
+        """Leave the calls that have not returned, as if they had raised an error, and forget the rest."""
+        self._calls.clear()
+        if self._stack:
+            self._stack.throw()
+
+    def _run(self) -> None:
+        self._begin()
+        with self._half.running():
+            while True:
+                while self._calls:
+                    self.value = self._calls.popleft()(self.value)
+                self._stack.parent.switch()
+
+    @contextmanager
+    def saving(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+        """Let autograd save tensors by these functions meanwhile, in this half alone: torch keeps them per thread.
+
+        Args:
+            pack, unpack: see :class:`torch.autograd.graph.saved_tensors_hooks`.
+        """
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        try:
+            with self._hooks:
+                yield
+        finally:
+            self._hooks = None
+
+    def _pause(self) -> None:
+        self.is_paused = True
+        hooks = self._hooks
+        if hooks is not None:
+            hooks.__exit__()
+        try:
+            self._stack.parent.switch()
+        finally:
+            self.is_paused = False
+            if hooks is not None:
+                hooks.__enter__()
+
+
+def run_in_turns(fibers: Sequence[Fiber]) -> None:
+    """Run all calls of fibers to their ends, each until it pauses, and close them.
+
+    Raises:
+        BaseException: what a call has raised; the others are given up.
+    """
+    try:
+        for fiber in fibers:
+            fiber.resume()
+        while any(fiber.is_paused for fiber in fibers):
+            for fiber in fibers:
+                if fiber.is_paused:
+                    fiber.resume()
+    finally:
+        for fiber in fibers:
+            fiber.close()
+
+
+# ---- Activation checkpointing of a block that is run by halves: in the backward both halves run again, in turns
+#
+# What autograd would save of a block is not kept. When the backward first needs any of it, the block's forward runs
+# once more for both halves, so that the tokens of one travel while the other computes, and what it saves then is used.
+# Layers route as they did the first time. The forward is run to its end on every rank: a rank that stopped when all
+# was there could leave out a collective that others wait in.
+
+
+class Again:
+    """One block's forward of both halves, which may run once more.
+
+    Args:
+        forward: the block's.
+        rests: for each half, its arguments but the first.
+    """
+
+    def __init__(self, forward: Callable[..., Any], rests: Sequence[Rest]) -> None:
+        self._forward = forward
+        self._rests = rests
+        self._given: list[torch.Tensor] = []
+        self._tapes = [Tape() for _ in range(NUM_HALVES)]
+        self._saved: list[list[weakref.ref[_Saved]]] = [[] for _ in range(NUM_HALVES)]
+        self._num_again = [0] * NUM_HALVES
+        self._autocasts: list[Callable[[], Any]] = []
+        self._has_run_again = False
+
+    def run(self, half: int, fiber: Fiber, x_BLM: torch.Tensor) -> Any:
+        """Run the forward of a half and return what it returns. The first half comes first.
+
+        Args:
+            half: its number.
+            fiber: in which it runs.
+            x_BLM: the first argument.
+        """
+        self._given.append(x_BLM)
+        self._autocasts = self._autocasts or _autocasts_now(x_BLM.device.type)
+        args, kwargs = self._rests[half]
+        with self._tapes[half].recording(), fiber.saving(partial(self._leave_out, half), _Saved.read):
+            return self._forward(x_BLM, *args, **kwargs)
+
+    def run_again(self) -> None:
+        """Run the forward of both halves in turns, and fill in what was left out. Collective as the forward is.
+
+        Raises:
+            RuntimeError: it saved other tensors than the first time.
+        """
+        if self._has_run_again:
+            raise RuntimeError("a checkpointed block has run again, and what is needed now was not saved by it")
+        self._has_run_again = True
+        with torch.enable_grad(), ExitStack() as stack:
+            for autocast in self._autocasts:
+                stack.enter_context(autocast())
+            fibers = []
+            for half, given in enumerate(self._given):
+                x_BLM = given.detach().requires_grad_(given.requires_grad)
+                fibers.append(Fiber(x_BLM, is_last_in_backward=half == 0, begin=lambda: None))
+                fibers[half].add(partial(self._once_more, half, fibers[half]))
+            run_in_turns(fibers)
+        counts = [len(each) for each in self._saved]
+        if counts != self._num_again:
+            raise RuntimeError(
+                f"a checkpointed block saved {counts} tensors of its halves, and {self._num_again} when it ran again: "
+                "its forward has to do the same each time"
+            )
+        self._given, self._saved, self._rests = [], [], ()
+
+    def _once_more(self, half: int, fiber: Fiber, x_BLM: torch.Tensor) -> None:
+        args, kwargs = self._rests[half]
+        with self._tapes[half].replaying(), fiber.saving(partial(self._fill_in, half), _no_backward):
+            self._forward(x_BLM, *args, **kwargs)
+
+    def _leave_out(self, half: int, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(self)
+        self._saved[half].append(weakref.ref(saved))
+        return saved
+
+    def _fill_in(self, half: int, tensor: torch.Tensor) -> None:
+        place = self._num_again[half]
+        self._num_again[half] += 1
+        saved = self._saved[half][place]() if place < len(self._saved[half]) else None
+        if saved is not None:
+            saved.tensor = tensor.detach()
+
+
+class _Saved:
+    """Stands for a tensor that autograd saved; it goes, with the tensor, when autograd needs it no longer."""
+
+    def __init__(self, of: Again) -> None:
+        self._of = of
+        self.tensor: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, computed again if need be."""
+        if self.tensor is None:
+            self._of.run_again()
+        return self.tensor
+
+
+def _no_backward(_: object) -> torch.Tensor:
+    raise RuntimeError("a forward that runs again has no backward of its own")
+
+
+def _autocasts_now(device_type: str) -> list[Callable[[], Any]]:
+    """Return makers of contexts in which autocasting is as it is now, on the device and on the CPU."""
+    return [
+        partial(
+            torch.autocast,
+            each,
+            dtype=torch.get_autocast_dtype(each),
+            enabled=torch.is_autocast_enabled(each),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for each in dict.fromkeys((device_type, "cpu"))
+    ]
+
+
+# ---- Puts together what transformers collects of modules that were called for each half, such as routers' scores
+#
+# It collects into lists that a context variable holds, one entry for each call. Each half has its own context, so each
+# is given lists of its own, and at the end the entries of both are made one.
+
+
+_MODULE, _NAME = "transformers.utils.output_capturing", "_active_collector"
+
+
+def _collector() -> Any:
+    """Return the variable, with ``get`` and ``set``; ``None`` without transformers."""
+    return getattr(sys.modules.get(_MODULE), _NAME, None)
+
+
+def wants_blocks() -> bool:
+    """Return whether what blocks return is collected in the forward under way."""
+    variable = _collector()
+    lists = None if variable is None else variable.get()
+    return isinstance(lists, dict) and "hidden_states" in lists
+
+
+class Collected:
+    """Collects for one forward by halves."""
+
+    def __init__(self) -> None:
+        variable = _collector()
+        self._whole: Any = None if variable is None else variable.get()
+        self._of_halves: list[dict[str, Any]] = [{}, {}]
+        if isinstance(self._whole, dict):
+            self._of_halves = [{key: [] for key in self._whole} for _ in range(2)]
+
+    def begin(self, half: int) -> None:
+        """Collect apart from here on, in the context of a half."""
+        variable = _collector()
+        if variable is not None and isinstance(self._whole, dict):
+            variable.set(self._of_halves[half])
+
+    def end(self) -> None:
+        """Add what both halves have collected to the forward's own lists."""
+        if not isinstance(self._whole, dict):
+            return
+        for key, entries in self._whole.items():
+            if isinstance(entries, list):
+                pairs = zip(*(each[key] for each in self._of_halves), strict=True)
+                entries += [joined_halves(first, second) for first, second in pairs]
+
+
+# ---- One forward of a chain of blocks by two halves of the batch
+
 
 Forward = Callable[..., Any]
 

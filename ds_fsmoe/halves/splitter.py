@@ -20,12 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.halves.arguments import CannotSplitError, Rest, check_cache, check_output, halves_of
+from ds_fsmoe.halves.arguments import CannotSplitError, Pending, Rest, check_cache, check_output, halves_of, looked_at
 from ds_fsmoe.halves.blocks import Block, find_chains
-from ds_fsmoe.halves.collected import wants_blocks
-from ds_fsmoe.halves.pending import Pending, looked_at
-from ds_fsmoe.halves.run import HalvesRun
-from ds_fsmoe.layer.recomputed import is_kept, runs_again
+from ds_fsmoe.halves.run import HalvesRun, wants_blocks
+from ds_fsmoe.layer.replay import is_kept, runs_again
 from ds_fsmoe.log import log_on_rank_0
 
 _AT_RANDOM = ("p", "attention_dropout", "jitter_noise", "router_jitter_noise")
@@ -174,7 +172,6 @@ class Splitter:
 
     def _go_on(self, block: Block, rests: Sequence[Rest]) -> Any:
         run = self._run
-        assert run is not None
         run.add((block.forward_alone() if block.runs_again else None) or block.forward, rests, block.runs_again)
         if block.layers:
             run.advance()
@@ -189,7 +186,6 @@ class Splitter:
 
     def _complete(self) -> Any:
         run, self._run, self._pending = self._run, None, None
-        assert run is not None
         return run.complete()
 
     def _say(self, sentence: str) -> None:

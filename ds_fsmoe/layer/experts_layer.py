@@ -7,7 +7,7 @@ parameters' names, its own class as a base, and the experts of this rank; see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,34 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import part_of
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
 from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.routing import BareRouting, Routing
-from ds_fsmoe.layer.expert_shard import TRUSTED, asking
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking, tensors_in
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter, ShortWay, adapters_now
 from ds_fsmoe.layer.moe_layer import path_of_tokens
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
-from ds_fsmoe.layer.parts import LayerError, refuse_copy
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.observing.instruments import LayerCall
 
 Route = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing]
 
 
-class FSMoEExperts(OpaqueModule):
+class FSMoEExperts(ConvertedLayer):
     """Goes before the class of a module of experts, and replaces its forward. Made by conversion, never constructed."""
 
     fsmoe: ExpertsState
     num_experts: int
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled by a script, alone or with the model around.
-
-        Raises:
-            LayerError: a script asks.
-        """
-        return super().__reduce_ex__(protocol) if asking() in TRUSTED else refuse_copy(self.fsmoe.path)
 
     def train(self, mode: bool = True) -> FSMoEExperts:
         """Change the mode, once nothing is wrong with what was chosen in the other.
@@ -55,16 +48,6 @@ class FSMoEExperts(OpaqueModule):
         if running is not None and not running.is_over:
             running.late_faults.look()
         return super().train(mode)
-
-    @property
-    def label(self) -> str:
-        """The label of the layer, in traces."""
-        return self.fsmoe.label
-
-    @property
-    def pipeline(self) -> Any:
-        """The pipeline that runs the layer; changed by its state alone."""
-        return self.fsmoe.pipeline
 
     @property
     def gate(self) -> GivenRouter:
@@ -122,12 +105,7 @@ class FSMoEExperts(OpaqueModule):
                 "must be one for each choice; a later transformers has this right"
             )
         chosen_KS = state.settle_choice(choice, index_SK)
-        state.last_shape = x_SM.shape
-        forward = state.begin_forward(self.training)
-        if state.pipeline is None:
-            state.run_alone(None)
-        for check in state.checks:
-            check(self, x_SM)
+        forward = state.begin_call(self, x_SM)
 
         def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
             return routing_of_choices(index_SK, weights_SK, state.total_experts, chosen_KS)
@@ -356,5 +334,83 @@ class FSMoEParamWrapper(OpaqueModule):
         """Return what an adapter adds to this rank's part of the weight; within ``deepspeed.zero.GatheredParameters``,
         as has to be at ZeRO 3, to the whole weight."""
         weight, contract = self.get_param(), self.experts_beneath.fsmoe.contract
-        assert contract is not None
         return self.adapter(adapter_name).delta(contract.is_transposed).to(weight.device, weight.dtype)
+
+
+# ---- Marks modules of experts that were loaded with this rank's experts only and have no engine yet
+
+
+_PART, _HANDLE = "fsmoe_loaded_part", "fsmoe_loaded_handle"
+
+
+def mark_loaded(module: nn.Module, part: ExpertPart) -> None:
+    """Let a module of experts know which part of all experts it has, and refuse to run until it has an engine."""
+    setattr(module, _PART, part)
+    setattr(module, _HANDLE, module.register_forward_pre_hook(_refuse))
+
+
+def loaded_part(module: nn.Module) -> ExpertPart | None:
+    """Return the part that a module was loaded with, ``None`` for one that has all experts or an engine."""
+    return getattr(module, _PART, None)
+
+
+def loaded_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertPart]]:
+    """Return (name, module, part) of every marked module of a model."""
+    for name, module in model.named_modules():
+        if (part := loaded_part(module)) is not None:
+            yield name, module, part
+
+
+def unmark_loaded(module: nn.Module) -> None:
+    """Let a marked module run: it has an engine."""
+    if loaded_part(module) is not None:
+        getattr(module, _HANDLE).remove()
+        delattr(module, _PART)
+        delattr(module, _HANDLE)
+
+
+def _refuse(module: nn.Module, inputs: Any) -> None:
+    part = loaded_part(module)
+    if part is not None:
+        raise LayerError(
+            f"{type(module).__name__} has {part.num_local} of {part.num_experts} experts, those of rank {part.ep_rank} "
+            f"of {part.ep_size}, and no engine: give the model to ds_fsmoe.initialize before it runs, or load it whole "
+            'within ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
+        )
+
+
+# ---- Makes the use of a parameter an error that a model had before its experts were spread, or put together
+# again
+
+
+class ReplacedParameter(nn.Parameter):
+    """Stands for a parameter that a model had, and that is no parameter of it any more."""
+
+    fsmoe_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if asking() in TRUSTED or func.__name__ in ("__hash__", "__repr__"):
+                return func(*args, **(kwargs or {}))
+        found = next(each for each in tensors_in((*args, kwargs or {})) if isinstance(each, ReplacedParameter))
+        raise LayerError(
+            f"{found.fsmoe_name}: this parameter was looked up before ds_fsmoe.initialize() or ds_fsmoe.make_whole(), "
+            "which has put a new one in its place: look it up in the model again"
+        )
+
+
+def replace_all(replaced: Mapping[nn.Parameter, nn.Parameter], path: str, module: nn.Module) -> None:
+    """Let the use of parameters that a model no longer has be an error, and give their memory back.
+
+    Args:
+        replaced: new parameter -> the one that it replaces.
+        path: the path of a module that has the new ones.
+        module: that module.
+    """
+    for name, new in module.named_parameters():
+        if (old := replaced.get(new)) is not None:
+            old.data, old.grad = old.data.new_empty(0), None
+            old.fsmoe_name, old.__class__ = f"{path}.{name}", ReplacedParameter

@@ -30,8 +30,7 @@ from ds_fsmoe.execution.call import half_now
 from ds_fsmoe.execution.collectives import FULL
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
-from ds_fsmoe.layer.replay import ReplayError, RouterChoice, RouterWatch
+from ds_fsmoe.layer.replay import ReplayError, RouterChoice, RouterWatch, is_kept, keep, runs_again
 from ds_fsmoe.layer.runtime import refuse
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.ops import Ops
@@ -114,11 +113,6 @@ class ExpertsState(LayerState):
         present = [each for each in weights if each is not None]
         before, self.lent = self.lent, tuple(map(weakref.ref, present))
         return len(before) == len(present) and all(map(operator.is_, (each() for each in before), present))
-
-    @property
-    def shares_faults(self) -> bool:
-        """Whether ranks tell each other of choices out of range at their step."""
-        return self.running is not None and self.running.late_faults.are_shared
 
     def settle_fault(self, fault: torch.Tensor, in_training: bool) -> None:
         """Refuse choices that are out of range: now, or on a device, where that would wait, with the engine's step.
@@ -208,6 +202,8 @@ def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedEx
     weights = [getattr(experts.module, each) for each in (contract.up, contract.down)]
     widths = [size for each in weights for size in (shape_of(each) or ())[1:]]
     is_found_late = weights[0].device.type != "cpu"
+    # A choice out of range is found behind the forward, and ranks have to refuse it together.
+    shares_faults = state.running is not None and state.running.late_faults.are_shared
     reasons = {
         "several ranks share the experts": collectives.num_exchanging * collectives.num_sharing > 1,
         "several chunks": pipeline.is_cut,
@@ -222,8 +218,7 @@ def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedEx
         "biases": contract.has_bias,
         "a norm of results": contract.has_post_expert_norm,
         "parameters are shared out": any(hasattr(each, "ds_id") for each in experts.parameters),
-        # A choice out of range is found behind the forward, and ranks have to refuse it together.
-        "ranks have no step in common": is_found_late and world_size_now() > 1 and not state.shares_faults,
+        "ranks have no step in common": is_found_late and world_size_now() > 1 and not shares_faults,
         "no grouped product": not products.takes_grouped(widths, {each.dtype for each in weights}, weights[0].device),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

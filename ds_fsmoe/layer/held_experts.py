@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.components.routing import Routing
@@ -396,31 +395,3 @@ def give_back_host_memory() -> None:
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
-
-
-class LateExperts:
-    """Takes the place of a layer's experts in a call; which they are is known only when the rows are.
-
-    Args:
-        held: the experts of the call.
-        path: of the layer in the model, for messages.
-    """
-
-    experts: tuple[nn.Module, ...] = ()
-    parameters: tuple[nn.Parameter, ...] = ()
-    keep_expert_dim = False
-
-    def __init__(self, held: HeldExperts, path: str) -> None:
-        self._held, self.path = held, path
-
-    def call_rows(
-        self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> RowCall:
-        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`.
-
-        Raises:
-            RuntimeError: there is to be a backward.
-        """
-        if needs_backward:
-            raise RuntimeError(f"{self.path}: a backward within ds_fsmoe.inference, which is for torch.no_grad()")
-        return self._held.call_rows(rows, x_RM)

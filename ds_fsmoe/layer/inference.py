@@ -15,17 +15,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.collectives import FULL
 from ds_fsmoe.execution.row_sizes import RowBlock
-from ds_fsmoe.layer.held_experts import HeldExperts, HeldTable, LateExperts, dealt, rows_of_experts
+from ds_fsmoe.layer.held_experts import HeldExperts, HeldTable, dealt, rows_of_experts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.ops import Ops
@@ -78,7 +80,12 @@ class Options:
 
 @dataclass(eq=False)
 class InferenceLayer:
-    """One layer with experts that come and go. It is what its calls are ``placed`` by."""
+    """One layer with experts that come and go. It is what its calls are ``placed`` by, and takes the place of the
+    layer's experts in a call: which they are is known only when the rows are."""
+
+    experts: ClassVar[tuple[nn.Module, ...]] = ()
+    parameters: ClassVar[tuple[nn.Parameter, ...]] = ()
+    keep_expert_dim: ClassVar[bool] = False
 
     label: str
     homes: tuple[tuple[int, ...], ...]
@@ -86,7 +93,8 @@ class InferenceLayer:
     block: RowBlock
     ops: Ops
     held: HeldExperts
-    experts: LateExperts
+    path: str
+    """The path of the layer in the model, for messages."""
     options: Options
     profile: PathProfile | None = None
     """What is known of paths; ``None``: nothing is estimated."""
@@ -133,13 +141,24 @@ class InferenceLayer:
             # A rank without a batch may know no k of its own, so it is agreed on with the counts.
             *actual, ks = self.summed(torch.cat([rows_E, rows_E.new_full((1,), self.k)])).tolist()
             self._correct(np.array(actual), -(-ks // len(self.block.places)))
-        assert self._table is not None
         self.record.copies += int(self._table.copies_E.sum())
         result = dealt(routing, rows_E, self._table, self.block.ep_index, self.ops)
         self._estimate_E = None
         if self.owner is not None:
             self.owner.routed(self.label, routing)
         return result
+
+    def call_rows(
+        self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
+    ) -> RowCall:
+        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`.
+
+        Raises:
+            RuntimeError: there is to be a backward.
+        """
+        if needs_backward:
+            raise RuntimeError(f"{self.path}: a backward within ds_fsmoe.inference, which is for torch.no_grad()")
+        return self.held.call_rows(rows, x_RM)
 
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return counts summed over the block, on which all ranks wait."""
@@ -164,7 +183,6 @@ class InferenceLayer:
         if self._table is None or is_off:
             record.second_phases += 1
             self._hold(actual_E)
-        assert self._table is not None
         if total := actual_E.sum():
             mean = total / len(self.homes)
             record.counted += 1
@@ -222,7 +240,7 @@ class InferenceRun:
         expected, self._expected = self._expected, None
         if layer is not None:
             layer.begin(expected is layer)
-            call.experts = layer.experts  # type: ignore[assignment]
+            call.experts = layer  # type: ignore[assignment]
             if layer.is_in_slots:
                 call.pipeline = replace(call.pipeline, collectives=replace(call.pipeline.collectives, wires=FULL))
             return

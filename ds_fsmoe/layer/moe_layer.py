@@ -26,17 +26,15 @@ from ds_fsmoe.components.gate import GateBase, in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.counts_exchange import CountsExchange, NodeExchange
+from ds_fsmoe.execution.counts_exchange import CountsExchange, Forward, Forwards, NodeExchange
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.row_chunks import NodeLayout, RowLayout
-from ds_fsmoe.execution.same_forward import Forward, Forwards
+from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import TokenCuts, token_cuts_of
 from ds_fsmoe.execution.slot_chunks import SlotLayout, cut
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
-from ds_fsmoe.execution.token_cuts import TokenCuts, token_cuts_of
-from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial, check_width, naming_widths
-from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
+from ds_fsmoe.layer.replay import remembering, take, tape_torchs_functions
 from ds_fsmoe.layer.row_routing import Placed, number_by_node, number_rows_of_layer, sends_rows
 from ds_fsmoe.layer.runtime import pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0
@@ -210,16 +208,15 @@ def _through_nodes(
     forward: Forward | None,
 ) -> torch.Tensor:
     """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
-    assert collectives.nodes is not None
-    numbered = number_by_node(routing, cuts, collectives.nodes, order.ops)
-    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name, forward)
-    x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
-    choice_of_row_R = numbered.choice_of_row(exchange.wait())
-    weights_R = numbered.weights_of(choice_of_row_R)
+    sent, rows, weights_KS = number_by_node(routing, cuts, collectives.nodes, order.ops)
+    exchange = NodeExchange.begin(rows, collectives.block, collectives.nodes, cuts, name, forward)
+    x_RM = order.arrange(x_SM, sent).reshape(sent.num_slots, x_SM.shape[-1])
+    choice_of_row_R = exchange.wait()
+    weights_R = weights_KS.reshape(-1).index_select(0, choice_of_row_R)
     call = exchange.records(choice_of_row_R, weights_R.detach())
-    layout = NodeLayout(call, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], order.ops.restore)
+    layout = RowLayout(call.sizes, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], call, order.ops.restore)
     y_RM = run(x_RM, layout, weights_R=weights_R)
-    return order.restore(y_RM.unsqueeze(0), numbered.routing)
+    return order.restore(y_RM.unsqueeze(0), sent)
 
 
 def _in_chunks(

@@ -90,7 +90,6 @@ class OpaqueModule(nn.Module):
         Returns:
             The result, in the shape and type of ``x``, and what the module leaves behind.
         """
-        assert self.opaque is not None
         handle, kind, has_grad = self.opaque.tensor, x.device.type, torch.is_grad_enabled()
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         needs_x = has_grad and x.requires_grad

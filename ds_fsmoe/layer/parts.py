@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from ds_fsmoe import registry
@@ -20,14 +19,13 @@ from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.config.blocks import Dispatch, FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import FSMoEGroups, make
-from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
+from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.row_sizes import PassedOn
-from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
 from ds_fsmoe.ops import Ops, load_ops
-from ds_fsmoe.planning.groups import Communicators, Ranks
+from ds_fsmoe.planning.groups import Communicators, Ranks, in_levels, levels_of
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
 
 class LayerError(ValueError):
@@ -161,35 +159,8 @@ def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
 # ---- Runs an all-to-all in the groups of a layer: in one task or in two, and on which communicators
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Holds an all-to-all that is ready to be run."""
-
-    whole: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
-    """The whole all-to-all at once: see :meth:`AllToAllBase.exchange`."""
-    legs: Mapping[str, Leg] = field(default_factory=dict)
-    """The steps of the all-to-all, see :attr:`Collectives.legs`."""
-    rows: RowExchange | None = None
-    """The whole all-to-all for rows: see :meth:`AllToAllBase.exchange_rows`; ``None``: it is for slots only."""
-    row_legs: Mapping[str, RowLeg] = field(default_factory=dict)
-    """The steps of the all-to-all for rows."""
-    passes_on: PassedOn | None = None
-    """Of which rows that rest on other ranks on their way those have to know how many they are."""
-    nodes: NodeLinks | None = None
-    """The two levels of the EP group, where each token crosses to a node once."""
-    why_flat: str = ""
-    """Why it is the flat all-to-all where something else was asked for."""
-
-    @property
-    def planned(self) -> AllToAll:
-        """The planner's name for what is run."""
-        if self.nodes is not None:
-            return ONCE_PER_NODE
-        return "2dh" if self.legs else "flat"
-
-
-def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
-    """Prepare an all-to-all in the EP groups of a layer. Collective: it may make communicators.
+def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
+    """Prepare an all-to-all in the groups of a layer. Collective: it may make communicators.
 
     Whether it is in steps follows from the nodes of all EP groups, not of this rank's, because the schedule has to be
     the same on every rank. On one kind of link steps gain nothing, and the flat way is used.
@@ -197,10 +168,14 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     Raises:
         ValueError: a hierarchical all-to-all contradicts itself, on every rank.
     """
+    of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Collectives
+    flat = of_kind(alltoall.exchange, groups.ep_group, groups.esp_group)
+    if alltoall.takes_rows:
+        flat = replace(flat, exchange_rows=alltoall.exchange_rows)
     if isinstance(alltoall, CrossesOnce):
-        return _crossing_once(groups, alltoall)
+        return _crossing_once(groups, flat)
     if not isinstance(alltoall, HierarchicalAllToAll) or len(groups.planned.placements["ep"].lanes) < 2:
-        return Exchange(alltoall.exchange, rows=alltoall.exchange_rows if alltoall.takes_rows else None)
+        return flat
     all_ranks = groups.layout.ep
     nodes_of = {ranks: Nodes.of(groups.topology.node_of_rank[rank] for rank in ranks) for ranks in all_ranks}
     relays_of = {nodes: Relays(alltoall, nodes) for nodes in dict.fromkeys(nodes_of.values())}
@@ -218,8 +193,9 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
 
     way_in = route(relays_of[own], communicators)
     passes_on = PassedOn(*relays_of[own].told(me))
+    whole = replace(flat, exchange=way_in.exchange, exchange_rows=way_in.exchange_rows, passes_on=passes_on)
     if alltoall.links != ("intra", "inter"):
-        return Exchange(way_in.exchange, rows=way_in.exchange_rows, passes_on=passes_on)
+        return whole
     way_out = route(Relays(alltoall, own, back=True), communicators[::-1])
     legs = {
         A2A_IN_NODE: lambda blocks: way_in.step(0, blocks),
@@ -233,7 +209,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         A2A_OUT: lambda y_RM, sizes: way_out.step_sized(0, y_RM, sizes.between),
         A2A_OUT_NODE: lambda y_RM, sizes: way_out.step_sized(1, y_RM, sizes.between),
     }
-    return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=passes_on)
+    return replace(whole, legs=legs, row_legs=row_legs)
 
 
 def _parts(
@@ -246,12 +222,33 @@ def _parts(
     return tuple(sorted(parts))
 
 
-def _crossing_once(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
+def _crossing_once(groups: FSMoEGroups, flat: Collectives) -> Collectives:
     """Prepare the two levels, or say why it is the flat way. Collective."""
-    flat = Exchange(alltoall.exchange, rows=alltoall.exchange_rows)
     if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
         return replace(flat, why_flat="each expert is split over several ranks")
     nodes = node_links(groups, "ep", "a2a")
     if nodes is None:
         return replace(flat, why_flat="the ranks that share experts are not equally many, at least 2, in several nodes")
     return replace(flat, nodes=nodes)
+
+
+# ---- Makes the communicators of groups whose ranks are addressed in two levels: inside a node, and between nodes
+
+
+def node_links(groups: FSMoEGroups, kind: str, purpose: str) -> NodeLinks | None:
+    """Return the two levels of this rank's group of a kind. Collective: it may make communicators.
+
+    Args:
+        groups: the groups of a layer.
+        kind: "ep", "dp" or "edp".
+        purpose: "a2a" or "gradients"; the two have separate communicators.
+
+    Returns:
+        ``None`` where the ranks of any group of that kind, on whichever rank, are not equally many in several nodes.
+    """
+    ranks, node_of = getattr(groups.layout, kind), groups.topology.node_of_rank
+    levels = levels_of(ranks, node_of)
+    if not levels:
+        return None
+    of_links = [make(each, groups.max_ctas) for each in in_levels(purpose, ranks, node_of)]
+    return NodeLinks(levels[groups.ranks_of(kind)], groups.index_in(kind), *of_links)

@@ -17,14 +17,9 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.counts_exchange import NodeRows
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.execution.row_sizes import TokenCuts
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-
-
-def drops_nothing(gate: Any) -> bool:
-    """Whether a gate gives every choice a place, as its settings say now; a gate of one's own by ``drop_tokens``."""
-    return getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
 
 
 def sends_rows(dispatch: str, gate: Any, collectives: Collectives) -> bool:
@@ -44,7 +39,8 @@ def takes_rows(dispatch: str, gate: Any) -> bool:
     """Whether rows travel as far as the gate is concerned; see :func:`sends_rows`."""
     if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
         return False
-    return dispatch == "rows" or drops_nothing(gate)
+    # Whether it gives every choice a place, as its settings say now; a gate of one's own says so by ``drop_tokens``.
+    return dispatch == "rows" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
 
 
 @dataclass(frozen=True)
@@ -70,37 +66,28 @@ def number_rows_of_layer(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trus
     """
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_choices, num_tokens = slots_KS.shape
-    segments = segments_with_queues(cuts, num_experts, num_tokens, slots_KS)
+    segments = None
+    if cuts.num_segments > 1:
+        segments = TABLES.from_host(slots_KS, segments_with_queues, cuts, num_experts, num_tokens)
     limits_E = None if is_trusted else routing.limits_E
     found = ops.number_rows(slots_KS, num_experts, routing.capacity, segments, limits_E)
     if segments is None:
         counts_ET = found.counts_V.view(num_experts, 1)
     else:
-        counts_ET = found.counts_V[_places(cuts, num_experts, slots_KS)]
+        counts_ET = found.counts_V[TABLES.from_host(slots_KS, _places, cuts, num_experts)]
     as_one = BareRouting.of(found.rows_KS, routing.weights_KS, 1, num_choices * num_tokens)
     return RowRouting(as_one, counts_ET, found.fault)
 
 
-def segments_with_queues(cuts: TokenCuts, num_experts: int, num_tokens: int, like: torch.Tensor) -> torch.Tensor | None:
+def segments_with_queues(cuts: TokenCuts, num_experts: int, num_tokens: int) -> np.ndarray:
     """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next."""
-    if cuts.num_segments == 1:
-        return None
-
-    def make(device: torch.device) -> torch.Tensor:
-        ends_T = np.cumsum(cuts.lengths(num_tokens))
-        return torch.from_numpy(np.stack([ends_T, *_queues(cuts, num_experts)])).to(device)
-
-    return TABLES.get(("segments of tokens and their queues", cuts, num_experts, num_tokens), like, make)
+    return np.stack([np.cumsum(cuts.lengths(num_tokens)), *_queues(cuts, num_experts)])
 
 
-def _places(cuts: TokenCuts, num_experts: int, like: torch.Tensor) -> torch.Tensor:
+def _places(cuts: TokenCuts, num_experts: int) -> np.ndarray:
     """Return [E, T]: the queue of each expert in each segment."""
-
-    def make(device: torch.device) -> torch.Tensor:
-        first_T, step_T = _queues(cuts, num_experts)
-        return torch.from_numpy(np.arange(num_experts)[:, None] * step_T + first_T).to(device)
-
-    return TABLES.get(("queues of experts", cuts, num_experts), like, make)
+    first_T, step_T = _queues(cuts, num_experts)
+    return np.arange(num_experts)[:, None] * step_T + first_T
 
 
 def _queues(cuts: TokenCuts, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,29 +106,9 @@ def _queues(cuts: TokenCuts, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
 # segments of the tokens.
 
 
-@dataclass(frozen=True)
-class NodeRouting:
-    """A decision as rows to nodes."""
-
-    routing: Routing
-    """The rows to nodes, as the slots of one expert: what an order needs to put them in order."""
-    rows: NodeRows
-    """These are the counts and places that the other ranks are told of."""
-    weights_KS: torch.Tensor
-    """[K, S] float32 or float64."""
-
-    def choice_of_row(self, num_rows: int) -> torch.Tensor:
-        """Return [R] int64: ``choice * S + token`` of each choice that was not dropped."""
-        places = self.rows.row_of_choice_KS.reshape(-1)
-        found = places.new_empty(len(places) + 1)
-        return found.scatter_(0, places, torch.arange(len(places), device=places.device))[:num_rows]
-
-    def weights_of(self, choice_of_row_R: torch.Tensor) -> torch.Tensor:
-        """Return [R]: the weights of these choices, differentiable."""
-        return self.weights_KS.reshape(-1).index_select(0, choice_of_row_R)
-
-
-def number_by_node(routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops) -> NodeRouting:
+def number_by_node(
+    routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops
+) -> tuple[Routing, NodeRows, torch.Tensor]:
     """Number the rows of a decision; nothing waits for the device.
 
     Args:
@@ -149,14 +116,18 @@ def number_by_node(routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops
         cuts: the cuts of the tokens.
         links: the levels of the EP group.
         ops: the operators to use.
+
+    Returns:
+        The rows to nodes, as the slots of one expert: what an order needs to put them in order; the counts and places
+        that the other ranks are told of; and the weights of choices, [K, S] float32 or float64.
     """
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_tokens = slots_KS.shape[1]
     segments, ranks = cuts.num_segments, links.num_nodes * links.per_node
-    table_3T = _queues_by_expert(cuts, num_tokens, slots_KS)
+    table_3T = TABLES.from_host(slots_KS, _queues_by_expert, cuts, num_tokens)
     of_choices = ops.number_rows(slots_KS, num_experts, routing.capacity, table_3T, routing.limits_E)
     counts_ET = of_choices.counts_V.view(num_experts, segments)
-    segment_S = _segments(cuts, num_tokens, slots_KS)
+    segment_S = TABLES.from_host(slots_KS, _segments, cuts, num_tokens)
     is_row_KS = (slots_KS >= 0) & (slots_KS < routing.num_slots)
     per_rank = num_experts // ranks * max(1, routing.capacity)
     rank_KS = torch.where(is_row_KS, slots_KS.div(per_rank, rounding_mode="floor"), ranks)
@@ -175,28 +146,20 @@ def number_by_node(routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops
     numbered = number_rows_of_layer(to_nodes, cuts, ops, is_trusted=True)
     counts = counts_ET, in_segments(is_on_GS), numbered.counts_ET
     rows = NodeRows(*counts, of_choices.rows_KS, rank_KS, is_on_GS, is_in_nS, of_choices.fault)
-    return NodeRouting(numbered.routing, rows, routing.weights_KS.to(dtype))
+    return numbered.routing, rows, routing.weights_KS.to(dtype)
 
 
-def _queues_by_expert(cuts: TokenCuts, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
+def _queues_by_expert(cuts: TokenCuts, num_tokens: int) -> np.ndarray:
     """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next. Queues
     are numbered expert by expert, segment by segment."""
-
-    def make(device: torch.device) -> torch.Tensor:
-        numbers_T = np.arange(cuts.num_segments)
-        steps_T = np.full(cuts.num_segments, cuts.num_segments)
-        return torch.from_numpy(np.stack([np.cumsum(cuts.lengths(num_tokens)), numbers_T, steps_T])).to(device)
-
-    return TABLES.get(("segments of tokens and their queues by expert", cuts, num_tokens), like, make)
+    numbers_T = np.arange(cuts.num_segments)
+    steps_T = np.full(cuts.num_segments, cuts.num_segments)
+    return np.stack([np.cumsum(cuts.lengths(num_tokens)), numbers_T, steps_T])
 
 
-def _segments(cuts: TokenCuts, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
+def _segments(cuts: TokenCuts, num_tokens: int) -> np.ndarray:
     """Return [S]: the segment of each token."""
-
-    def make(device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.arange(cuts.num_segments), cuts.lengths(num_tokens))).to(device)
-
-    return TABLES.get(("segments of tokens", cuts, num_tokens), like, make)
+    return np.repeat(np.arange(cuts.num_segments), cuts.lengths(num_tokens))
 
 
 # ---- Sends rows to where experts have been placed: a router's decision about experts becomes one about places
@@ -242,8 +205,8 @@ class Placed:
 
     def _table(self, like: torch.Tensor) -> torch.Tensor:
         """Return [E + 1]: the place of each expert, and last E for none; on the device of a tensor."""
-        return TABLES.get(("places", self.placement), like, self._made)
+        return TABLES.from_host(like, _places_of_experts, self.placement)
 
-    def _made(self, device: torch.device) -> torch.Tensor:
-        places = *self.placement.home_of_expert, self.placement.num_experts
-        return torch.tensor(places, dtype=torch.int64, device=device)
+
+def _places_of_experts(placement: ExpertPlacement) -> np.ndarray:
+    return np.array((*placement.home_of_expert, placement.num_experts))

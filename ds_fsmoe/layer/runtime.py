@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,9 @@ from ds_fsmoe.execution.device_tables import HostCopy, is_capturing
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.row_sizes import ALONE, RowBlock
-from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
-from ds_fsmoe.layer.parts import Exchange, exchange_in
-from ds_fsmoe.layer.recomputed import tape_torchs_functions
-from ds_fsmoe.layer.replay import Replay
+from ds_fsmoe.execution.tensor_parallel import PLAIN, TensorParallelUse
+from ds_fsmoe.layer.parts import exchange_in
+from ds_fsmoe.layer.replay import Replay, tape_torchs_functions
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.instruments import Check, Instrument
@@ -336,15 +336,15 @@ class LayerRuntime:
         sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
         return layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
 
-    def shard_index(self, ep_size: int) -> int:
-        """Return which part of each of its experts this rank has. No group is made for it."""
-        rank = dist.get_rank() if world_size_now() > 1 else 0
-        return self._layout(ep_size, self.block.esp_size).group_of("esp", rank).index(rank)
+    def index_in(self, kind: str, ep_size: int) -> int:
+        """Return this rank's place in its group of a kind; no group is made for it.
 
-    def ep_rank(self, ep_size: int) -> int:
-        """Return which of the ranks that share the experts this one is. No group is made for it."""
+        Args:
+            kind: "ep": which of the ranks that share the experts it is; "esp": which part of each expert it has.
+            ep_size: the ranks over which the experts are spread.
+        """
         rank = dist.get_rank() if world_size_now() > 1 else 0
-        return self._layout(ep_size, self.block.esp_size).group_of("ep", rank).index(rank)
+        return self._layout(ep_size, self.block.esp_size).group_of(kind, rank).index(rank)
 
     def experts_by_rule(self, ep_size: int) -> list[int]:
         """Return, for each rank of this rank's block, the EP rank whose experts a script gives it, by DeepSpeed's rule.
@@ -352,7 +352,7 @@ class LayerRuntime:
         cut, whole = (self._layout(ep_size, esp_size) for esp_size in (self.block.esp_size, 1))
         return [whole.group_of("ep", rank).index(rank) for rank in cut.group_of("blocks", dist.get_rank())]
 
-    def exchange(self, groups: FSMoEGroups, alltoall: str) -> Exchange:
+    def exchange(self, groups: FSMoEGroups, alltoall: str) -> Collectives:
         """Make an all-to-all in the groups of a layer. Collective: communicators may be made.
 
         Args:
@@ -383,32 +383,27 @@ class LayerRuntime:
                 logging.WARNING,
             )
 
-    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> LayerPipeline:
+    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, collectives: Collectives) -> LayerPipeline:
         """Return the pipeline that runs one layer by a plan.
 
         Args:
             label: the label of the layer.
             groups: the groups of the layer.
             plan: the plan of the layer.
-            exchange: the all-to-all of the plan, in these groups.
+            collectives: those of the plan's all-to-all, in these groups.
         """
         phases = (
-            PhasePlan(block, groups.planned, backward, exchange.planned, plan.in_halves)
+            PhasePlan(block, groups.planned, backward, collectives.planned, plan.in_halves)
             for block, backward in ((plan.forward, False), (plan.backward, True))
         )
-        of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Collectives
-        collectives = of_kind(
-            exchange.whole,
-            groups.ep_group,
-            groups.esp_group,
-            exchange.legs,
-            plan.reduces,
-            exchange.rows,
-            exchange.row_legs,
-            block_of(groups),
-            exchange.passes_on,
-            exchange.nodes,
-            Wires(self.block.wires.dispatch, self.block.wires.combine),
+        wires = Wires(self.block.wires.dispatch, self.block.wires.combine)
+        collectives = replace(
+            collectives,
+            ep_group=groups.ep_group,
+            esp_group=groups.esp_group,
+            reduces=plan.reduces,
+            block=block_of(groups),
+            wires=wires,
         )
         return LayerPipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 

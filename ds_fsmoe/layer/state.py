@@ -24,13 +24,15 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.call import GradientWindow
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.counts_exchange import Forward, Forwards
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
-from ds_fsmoe.layer.opaque import Handle
-from ds_fsmoe.layer.parts import Exchange, Parts
-from ds_fsmoe.layer.recomputed import runs_again, take
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking
+from ds_fsmoe.layer.opaque import Handle, OpaqueModule
+from ds_fsmoe.layer.parts import Parts, refuse_copy
+from ds_fsmoe.layer.replay import runs_again, take
 from ds_fsmoe.layer.row_routing import Placed, sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0
@@ -51,76 +53,79 @@ _SAMPLES = 1024
 """The elements of a tensor by which experts are told apart, for a warning only."""
 
 
-class UnshardedExperts:
-    """Keeps the experts of one layer as the script has filled them, until their shards have been handed out.
+@torch.no_grad()
+def hand_out(
+    experts: Sequence[nn.Module],
+    shards: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    rules: Sequence[int],
+    esp: int,
+    path: str,
+) -> None:
+    """Fill this rank's shards from the experts of the ranks that decide on them. Collective over the block.
 
     Args:
-        experts: the whole experts of this rank.
+        experts: the whole experts of this rank, as the script has filled them.
+        shards: the shards of this rank, as many as its whole experts; in their final types and on their device.
+        group: the block: rank i of it holds shard ``i % esp`` of the experts of EP rank ``i // esp``.
+        rules: for each rank of the block, the EP rank whose experts it has by DeepSpeed's rule.
+        esp: the number of shards of an expert.
+        path: the path of the layer, for messages.
     """
-
-    def __init__(self, experts: Sequence[nn.Module]) -> None:
-        self._experts = experts
-
-    @torch.no_grad()
-    def hand_out(
-        self, shards: Sequence[nn.Module], group: dist.ProcessGroup, rules: Sequence[int], esp: int, path: str
-    ) -> None:
-        """Fill this rank's shards from the experts of the ranks that decide on them. Collective over the block.
-
-        Args:
-            shards: the shards of this rank, as many as its whole experts; in their final types and on their device.
-            group: the block: rank i of it holds shard ``i % esp`` of the experts of EP rank ``i // esp``.
-            rules: for each rank of the block, the EP rank whose experts it has by DeepSpeed's rule.
-            esp: the number of shards of an expert.
-            path: the path of the layer, for messages.
-        """
-        own, ep = dist.get_rank(group), len(rules) // esp
-        deciding = [rules.index(ep_rank) for ep_rank in range(ep)]
-        self._warn_if_filled_otherwise(group, rules, deciding, esp, path)
-        receivers = range(rules[own] * esp, (rules[own] + 1) * esp) if deciding[rules[own]] == own else ()
-        for whole, shard in zip(self._experts, shards, strict=True):
-            cuts, targets = cuts_of(whole), dict(_tensors(shard))
-            sent = [_bytes_of_shard(whole, targets, cuts, index, esp) for index in range(esp)] if receivers else []
-            sizes = [target.nbytes for target in targets.values()]
-            device = next(shard.parameters()).device
-            received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            with waiting("the shards of experts of", path):
-                dist.all_to_all_single(
-                    received,
-                    torch.cat(sent) if sent else received.new_empty(0),
-                    [sum(sizes) if rank == deciding[own // esp] else 0 for rank in range(len(rules))],
-                    [sum(sizes) if rank in receivers else 0 for rank in range(len(rules))],
-                    group=group,
-                )
-            for target, values in zip(targets.values(), received.split(sizes), strict=True):
-                # A copy, as a part of a larger buffer need not begin where an element of its type may.
-                target.copy_(values.clone().view(target.dtype).view(target.shape))
-
-    def _warn_if_filled_otherwise(
-        self, group: dist.ProcessGroup, rules: Sequence[int], deciding: Sequence[int], esp: int, path: str
-    ) -> None:
-        """Warn if ranks have equal experts where shards share one, but not where DeepSpeed's rule makes them equal."""
-        digests = on_every_rank(self._digest(), group)
-        by_rule = all(digests[rank] == digests[deciding[rule]] for rank, rule in enumerate(rules))
-        by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
-        if by_shards and not by_rule:
-            log_on_rank_0(
-                f"{path}: runs of {esp} neighbouring ranks have the same experts, and ranks that should have the "
-                "same ones by DeepSpeed's rule have not. With fsmoe.expert_tensor_parallel_size = "
-                f"{esp}, too, rank r has to be filled with the experts of EP rank r % ep_size before "
-                "initialize(), and what ranks have by another rule is lost: if these are pretrained weights, "
-                "fill them by that rule",
-                logging.WARNING,
+    own, ep = dist.get_rank(group), len(rules) // esp
+    deciding = [rules.index(ep_rank) for ep_rank in range(ep)]
+    _warn_if_filled_otherwise(experts, group, rules, deciding, esp, path)
+    receivers = range(rules[own] * esp, (rules[own] + 1) * esp) if deciding[rules[own]] == own else ()
+    for whole, shard in zip(experts, shards, strict=True):
+        cuts, targets = cuts_of(whole), dict(_tensors(shard))
+        sent = [_bytes_of_shard(whole, targets, cuts, index, esp) for index in range(esp)] if receivers else []
+        sizes = [target.nbytes for target in targets.values()]
+        device = next(shard.parameters()).device
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        with waiting("the shards of experts of", path):
+            dist.all_to_all_single(
+                received,
+                torch.cat(sent) if sent else received.new_empty(0),
+                [sum(sizes) if rank == deciding[own // esp] else 0 for rank in range(len(rules))],
+                [sum(sizes) if rank in receivers else 0 for rank in range(len(rules))],
+                group=group,
             )
+        for target, values in zip(targets.values(), received.split(sizes), strict=True):
+            # A copy, as a part of a larger buffer need not begin where an element of its type may.
+            target.copy_(values.clone().view(target.dtype).view(target.shape))
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for expert in self._experts:
-            for _, tensor in _tensors(expert):
-                flat = tensor.detach().reshape(-1)
-                sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
-                digest.update(_as_bytes(sample).numpy().tobytes())
-        return digest.hexdigest()
+
+def _warn_if_filled_otherwise(
+    experts: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    rules: Sequence[int],
+    deciding: Sequence[int],
+    esp: int,
+    path: str,
+) -> None:
+    """Warn if ranks have equal experts where shards share one, but not where DeepSpeed's rule makes them equal."""
+    digests = on_every_rank(_digest(experts), group)
+    by_rule = all(digests[rank] == digests[deciding[rule]] for rank, rule in enumerate(rules))
+    by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
+    if by_shards and not by_rule:
+        log_on_rank_0(
+            f"{path}: runs of {esp} neighbouring ranks have the same experts, and ranks that should have the "
+            "same ones by DeepSpeed's rule have not. With fsmoe.expert_tensor_parallel_size = "
+            f"{esp}, too, rank r has to be filled with the experts of EP rank r % ep_size before "
+            "initialize(), and what ranks have by another rule is lost: if these are pretrained weights, "
+            "fill them by that rule",
+            logging.WARNING,
+        )
+
+
+def _digest(experts: Sequence[nn.Module]) -> str:
+    digest = hashlib.sha256()
+    for expert in experts:
+        for _, tensor in _tensors(expert):
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
+            digest.update(_as_bytes(sample).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _bytes_of_shard(
@@ -190,8 +195,8 @@ class LayerState:
     """The tensor-parallel ranks that have the same tokens, if there are any."""
     last_shape: torch.Size | None = None
     """The shape of the last input."""
-    unsharded: UnshardedExperts | None = None
-    """The experts of this rank, where they will be sharded and the groups are not there yet."""
+    unsharded: Sequence[nn.Module] | None = None
+    """The whole experts of this rank, where they will be sharded and the groups are not there yet."""
     known_experts: tuple[list, ExpertSet] | None = None
     """The modules and parameters of the experts, and the set that was made of them."""
     is_in_slots: bool = False
@@ -204,7 +209,7 @@ class LayerState:
     """The checks of a layer outside of an engine of ours."""
     opaque: Handle | None = None
     """What stands for the layer in compiled code."""
-    _exchanges: dict[str, Exchange] = field(default_factory=dict)
+    _exchanges: dict[str, Collectives] = field(default_factory=dict)
 
     @property
     def instruments(self) -> Sequence[Instrument]:
@@ -245,11 +250,22 @@ class LayerState:
         """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.mp_group
 
-    def begin_forward(self, is_training: bool) -> Forward:
-        """Return the forward that begins, as ranks that share the experts compare it."""
+    def begin_call(self, layer: ConvertedLayer, x: torch.Tensor) -> Forward:
+        """Begin a call of the layer, and return its forward, as ranks that share the experts compare it.
+
+        Args:
+            layer: the layer.
+            x: its input.
+        """
+        self.last_shape = x.shape
         if self.forwards is None:
             self.forwards = Forwards(self.path or self.label)
-        return self.forwards.begin(is_training, in_backward())
+        forward = self.forwards.begin(layer.training, in_backward())
+        if self.pipeline is None:
+            layer.run_alone()
+        for check in self.checks:
+            check(layer, x)
+        return forward
 
     def next_given(self) -> ReplayedRouting | None:
         """Return the choice by which the call that begins is to go: of its forward, if it runs again; or replayed."""
@@ -355,3 +371,33 @@ class LayerState:
         """
         assert self.pipeline is not None
         self.pipeline = replace(self.pipeline, window=window, observer=observer)
+
+
+class ConvertedLayer(OpaqueModule):
+    """Goes before the class of a module in a model, and replaces its forward. Made by conversion, never constructed."""
+
+    fsmoe: LayerState
+    """All of our state; without it the module is what it was."""
+
+    @property
+    def label(self) -> str:
+        """The label of the layer, in traces."""
+        return self.fsmoe.label
+
+    @property
+    def pipeline(self) -> LayerPipeline | None:
+        """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
+        return self.fsmoe.pipeline
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the layer, alone or with the model around, unless it has an engine and a script asks.
+
+        Raises:
+            LayerError: it has one.
+        """
+        may_be_copied = self.fsmoe.running is None or asking() in TRUSTED
+        return super().__reduce_ex__(protocol) if may_be_copied else refuse_copy(self.fsmoe.path)
+
+    def run_alone(self) -> None:
+        """Run the layer without an engine of ours, and without other ranks."""
+        self.fsmoe.run_alone(None)

@@ -41,14 +41,11 @@ from ds_fsmoe.components.routing import (
     stock_routes,
 )
 from ds_fsmoe.distributed.groups import sizes_of_mpu
-from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.unchunked import WholeExperts
-from ds_fsmoe.layer.expert_shard import TRUSTED, asking
+from ds_fsmoe.execution.pipeline import WholeExperts
 from ds_fsmoe.layer.moe_layer import token_path
-from ds_fsmoe.layer.opaque import OpaqueModule
-from ds_fsmoe.layer.parts import LayerError, refuse_copy
-from ds_fsmoe.layer.recomputed import remembering
-from ds_fsmoe.layer.state import LayerState
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.replay import remembering
+from ds_fsmoe.layer.state import ConvertedLayer, hand_out
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.ops import REFERENCE, Ops
@@ -196,7 +193,7 @@ def gate_settings(gate: StockTopKGate) -> TopKSettings:
     )
 
 
-class FSMoELayer(OpaqueModule, StockMOELayer):
+class FSMoELayer(ConvertedLayer, StockMOELayer):
     """Runs tokens our way in DeepSpeed's inner MoE layer, ``moe.deepspeed_moe``. Made by conversion, never constructed.
 
     It has the parameters, the names in a state dict and the results of DeepSpeed's ``MOELayer``: its forward maps
@@ -209,28 +206,6 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
         >>> isinstance(inner, ds_fsmoe.FSMoELayer), inner(torch.randn(6, 8)).shape, inner.exp_counts.sum()
         (True, torch.Size([6, 8]), tensor(12))
     """
-
-    fsmoe: LayerState
-    """All of our state; without it a layer is stock's again."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the layer, unless it has an engine and a script asks.
-
-        Raises:
-            LayerError: it has one.
-        """
-        may_be_copied = self.fsmoe.running is None or asking() in TRUSTED
-        return super().__reduce_ex__(protocol) if may_be_copied else refuse_copy(self.fsmoe.path)
-
-    @property
-    def label(self) -> str:
-        """The label of the layer, in traces."""
-        return self.fsmoe.label
-
-    @property
-    def pipeline(self) -> LayerPipeline | None:
-        """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
-        return self.fsmoe.pipeline
 
     def fits_operator(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether a call can go through the operator: what types other gates and autocast give is not known."""
@@ -255,12 +230,7 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
             RuntimeError: the experts are spread over ranks, and the process group was not made.
         """
         state = self.fsmoe
-        state.last_shape = hidden_states.shape
-        forward = state.begin_forward(self.training)
-        if state.pipeline is None:
-            self._run_alone()
-        for check in state.checks:
-            check(self, hidden_states)
+        forward = state.begin_call(self, hidden_states)
         in_rows = state.sends_rows(self.gate)
         if isinstance(self.gate, (FSMoEGate, GateBase)):
             self.gate.needs_capacity = not in_rows
@@ -293,7 +263,12 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
             self.l_aux = self.l_aux / state.mp_group.size()
         return result.output
 
-    def _run_alone(self) -> None:
+    def run_alone(self) -> None:
+        """Run the layer without an engine of ours, among the ranks of its group.
+
+        Raises:
+            RuntimeError: it has other ranks, and no group yet.
+        """
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(
                 f"this MoE layer spreads its experts over ep_size = {self.ep_size} ranks and has no process group yet: "
@@ -313,7 +288,6 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
                     f"{state.path}: another experts module was put in after the first forward, and the layer is run "
                     "in chunks: call engine.fsmoe.look_again() on every rank after such a change"
                 )
-        assert experts is not None
         group = state.capacity_group
         of_layer = state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local
         return LayerCall(*of_layer, in_rows)
@@ -357,7 +331,8 @@ class FSMoELayer(OpaqueModule, StockMOELayer):
             if state.unsharded is not None and groups.block_group is not None:
                 rules = state.running.experts_by_rule(self.ep_size)
                 esp_size, path = state.running.block.esp_size, state.path or state.label
-                state.unsharded.hand_out(self.experts.deepspeed_experts, groups.block_group, rules, esp_size, path)
+                shards = self.experts.deepspeed_experts
+                hand_out(state.unsharded, shards, groups.block_group, rules, esp_size, path)
             state.unsharded = None
         elif sizes_of_mpu(stock_groups.mpu)[0] > 1:
             raise LayerError(

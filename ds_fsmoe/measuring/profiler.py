@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.distributed.fail_together import MeasuringError
-from ds_fsmoe.execution.call import CallOnSlots
+from ds_fsmoe.execution.call import CallOfExperts
 from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
@@ -327,7 +327,7 @@ def slowdowns_of(
 
 
 _Work = Callable[[], object]
-_Body = Callable[[CallOnSlots, int, torch.Tensor], _Work]
+_Body = Callable[[CallOfExperts, int, torch.Tensor], _Work]
 """A function from a finished forward call, its slots and a gradient of its results to the work to time."""
 
 
@@ -358,7 +358,7 @@ class _Computations:
         shape = ranks, self._subject.num_local_experts, slots, sizes.width
         return torch.randn(*shape, device=self._device).to(sizes.dtype)
 
-    def _call(self, same_cuts: bool = True) -> CallOnSlots:
+    def _call(self, same_cuts: bool = True) -> CallOfExperts:
         with self._subject.surroundings():
             return self._subject.experts.call(True, same_cuts=same_cuts, recompute=self._subject.recompute)
 

@@ -19,11 +19,9 @@ import torch.distributed as dist
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.execution.call import SliceToReduce
 from ds_fsmoe.execution.lanes import Observer, Together
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
-from ds_fsmoe.execution.pipeline import LayerExperts, LayerPipeline
-from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.execution.pipeline import LayerExperts, LayerPipeline, WholeExperts
 from ds_fsmoe.files.runs import TRACE
 from ds_fsmoe.observing.instruments import Instrument, LayerCall
 from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor, Predictors
@@ -138,7 +136,7 @@ class _MeasuredWindow:
         self.tasks, self.send, self.close = window.tasks, window.send, window.close
         self.slices_bytes: tuple[int, ...] = ()
 
-    def open(self, label: str) -> Sequence[SliceToReduce]:
+    def open(self, label: str) -> Sequence[Any]:
         parcels = self._window.open(label)
         flats = self._window.flats
         self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)

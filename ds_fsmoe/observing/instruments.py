@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.routing import RoutingBase
-from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 
 Gate = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase]
 """``(x_SM, used_token_S, group) -> routing``."""

@@ -116,7 +116,7 @@ class LayerKind:
             if exchange.why_flat or (exchange.nodes is not None and self.layer.fsmoe.is_in_slots):
                 continue
             nodes = exchange.nodes
-            collectives = replace(self.subject.collectives, exchange=exchange.whole, legs=exchange.legs, nodes=nodes)
+            collectives = replace(self.subject.collectives, exchange=exchange.exchange, legs=exchange.legs, nodes=nodes)
             subject = replace(self.subject, collectives=collectives, alltoall=name)
             self.ways[name] = self._way(subject, exchange.planned, group)
 
