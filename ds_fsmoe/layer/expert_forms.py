@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.contract import shape_of
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, SizedCall
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, sizes_of_call
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 
@@ -173,4 +173,4 @@ def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> Cal
             sizes[expert] = size
         chunks.append(sizes)
     ends = torch.tensor(chunks).cumsum(1).to(torch.int32)
-    return SizedCall.of(chunks, ends.to(rows.forward.ends.device))
+    return sizes_of_call(chunks, ends.to(rows.forward.ends.device))
