@@ -133,7 +133,7 @@ class SlotsCall:
 
     def __init__(self, experts: StackedExperts, needs_backward: bool, recompute: bool) -> None:
         self._experts, self._needs_backward, self._recompute = experts, needs_backward, recompute
-        self._call: RowCall | None = None
+        self._call: RowCall
 
     def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor:
         """[N, e, c, M] to the same."""
@@ -146,20 +146,11 @@ class SlotsCall:
 
     def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor:
         """The gradient of the results to that of the slots."""
-        return _as_slots(self._made().backward(0, _as_rows(dy_NecM)), dy_NecM.shape)
+        return _as_slots(self._call.backward(0, _as_rows(dy_NecM)), dy_NecM.shape)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """See :meth:`RowCall.gradients`."""
-        return self._made().gradients()
-
-    def release(self) -> list[torch.Tensor | None]:
-        """See :meth:`RowCall.release`."""
-        return self._made().release()
-
-    def _made(self) -> RowCall:
-        if self._call is None:
-            raise RuntimeError("nothing has come through the forward yet")
-        return self._call
+        return self._call.gradients()
 
 
 def _as_rows(x_NecM: torch.Tensor) -> torch.Tensor:
