@@ -147,10 +147,12 @@ class GradientSums:
             add_to: adds the gradient to a tensor, or returns ``False``.
         """
         total = self._total_of(parameters)
-        if total is not None and total.own_recent is not None and add_to(total.own_recent):
+        if total is None:
+            self.add(parameters, make())
+        elif total.own_recent is not None and add_to(total.own_recent):
             total.close_row()
         else:
-            self.add(parameters, make(), is_own=True)
+            total.add(make(), is_own=True)
 
     def add_product(
         self, parameters: nn.Parameter | Sequence[nn.Parameter], left_OR: torch.Tensor, right_RI: torch.Tensor

@@ -83,7 +83,8 @@ class TogetherCall(WrittenCall):
         recompute: bool,
     ) -> None:
         self._experts, self._first = tuple(experts), experts[0]
-        self._layers = [*zip(*(each.up for each in experts), strict=True), tuple(each.down for each in experts)]
+        self._layers = [[each.up[i] for each in experts] for i in range(len(self._first.up))]
+        self._layers.append([each.down for each in experts])
         linears = [*itertools.chain(*self._layers)]
         weights = [each.weight for each in linears]
         self._parameters = weights + [each.bias for each in linears if each.bias is not None]
