@@ -222,7 +222,7 @@ MOST_FILES = 20
 # and the loop that is the oracle).
 INTERFACE = (
     *("add_arguments", "main", "run"),
-    *("add_rows", "arrange", "gated", "gated_backward", "gather_rows", "number_rows", "register_formulas", "restore"),
+    *("add_rows", "arrange", "gated", "gated_backward", "gather_rows", "number_rows", "restore"),
     *("restore_backward", "take_slots", "top_k_slots"),
 )
 

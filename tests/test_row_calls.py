@@ -11,7 +11,7 @@ import torch
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
-from ds_fsmoe.components.expert_compute.row_call import SizedCall
+from ds_fsmoe.components.expert_compute.row_call import sizes_of_call
 from ds_fsmoe.components.expert_compute.saved import SavedRows
 from tests.expert_cases import make_experts, rows
 from tests.live_memory import LiveMemory
@@ -41,7 +41,7 @@ def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chun
         assert kind == "bottleneck" or lay_side_by_side(made)
         experts += made
     sizes = torch.tensor(SIZES)
-    call_rows = SizedCall.of(SIZES, sizes.cumsum(1).to(torch.int32))
+    call_rows = sizes_of_call(SIZES, sizes.cumsum(1).to(torch.int32))
     x, dy = (rows(int(sizes.sum()), M, seed=seed, dtype=torch.float32) for seed in (1, 2))
     call = ExpertSet(experts).call_rows(True, call_rows, x, recompute=way == "recomputed")
     chunks = list(itertools.pairwise([0, *sizes.sum(1).cumsum(0).tolist()]))
@@ -68,7 +68,7 @@ def test_what_was_kept_goes_when_the_last_chunk_that_needs_it_has_read_it(order:
     saved, left = SavedRows(order, (0, 3, 5)), []
     with LiveMemory() as memory:
         for chunk, size in enumerate((3, 2)):
-            saved.put(chunk, (torch.ones(1, size, M), None))
+            saved.put(chunk, (torch.ones(size, M), None))
         saved.restore(iter(saved.release()))
         for chunk in range(2):
             left.append(memory.live)

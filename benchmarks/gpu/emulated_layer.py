@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.row_call import SizedCall
+from ds_fsmoe.components.expert_compute.row_call import sizes_of_call
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.ops import Ops
@@ -204,7 +204,7 @@ class Computation:
         """All experts as a layer computes them, so many rows each."""
         experts, width = ExpertSet(self._modules), self.shape.M
         ends_e = torch.arange(1, self._local_e + 1, dtype=torch.int32, device=self.device) * num_rows
-        rows = SizedCall.of([[num_rows] * self._local_e], ends_e.unsqueeze(0))
+        rows = sizes_of_call([[num_rows] * self._local_e], ends_e.unsqueeze(0))
         x_RM = self._randn(self._local_e * num_rows, width)
         if not is_backward:
             return lambda: experts.call_rows(False, rows, x_RM).forward(0, x_RM)

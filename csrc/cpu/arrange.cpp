@@ -384,7 +384,7 @@ std::tuple<at::Tensor, at::Tensor> restore_backward(const at::Tensor& d_out, con
 
 }  // namespace
 
-// The schemas are in ds_fsmoe/ops/schemas.py: libraries of several device types share them.
+// The schemas are in ds_fsmoe/ops/compiled.py: libraries of several device types share them.
 TORCH_LIBRARY_IMPL(fsmoe, CPU, library) {
   library.impl("arrange", TORCH_FN(arrange));
   library.impl("restore", TORCH_FN(restore));

@@ -160,7 +160,7 @@ std::tuple<at::Tensor, at::Tensor> gated_backward(const at::Tensor& x, const at:
 
 }  // namespace
 
-// The schemas are in ds_fsmoe/ops/schemas.py: libraries of several device types share them.
+// The schemas are in ds_fsmoe/ops/compiled.py: libraries of several device types share them.
 TORCH_LIBRARY_IMPL(fsmoe, CPU, library) {
   library.impl("gated", TORCH_FN(gated));
   library.impl("gated_backward", TORCH_FN(gated_backward));

@@ -125,5 +125,5 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> number_rows(const at:
 
 }  // namespace
 
-// The schema is in ds_fsmoe/ops/schemas.py: libraries of several device types share it.
+// The schema is in ds_fsmoe/ops/compiled.py: libraries of several device types share it.
 TORCH_LIBRARY_IMPL(fsmoe, CPU, library) { library.impl("number_rows", TORCH_FN(number_rows)); }

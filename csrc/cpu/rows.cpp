@@ -106,7 +106,7 @@ at::Tensor gather_rows_backward(const at::Tensor& dy, const at::Tensor& index, i
 
 }  // namespace
 
-// The schemas are in ds_fsmoe/ops/schemas.py: libraries of several device types share them.
+// The schemas are in ds_fsmoe/ops/compiled.py: libraries of several device types share them.
 TORCH_LIBRARY_IMPL(fsmoe, CPU, library) {
   library.impl("gather_rows", TORCH_FN(gather_rows));
   library.impl("gather_rows_backward", TORCH_FN(gather_rows_backward));

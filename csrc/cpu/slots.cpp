@@ -270,7 +270,7 @@ std::tuple<at::Tensor, at::Tensor> take_slots(const at::Tensor& experts, int64_t
 
 }  // namespace
 
-// The schemas are in ds_fsmoe/ops/schemas.py: libraries of several device types share them.
+// The schemas are in ds_fsmoe/ops/compiled.py: libraries of several device types share them.
 TORCH_LIBRARY_IMPL(fsmoe, CPU, library) {
   library.impl("top_k_slots", TORCH_FN(top_k_slots));
   library.impl("take_slots", TORCH_FN(take_slots));

@@ -314,7 +314,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> number_rows(const at:
 
 }  // namespace
 
-// The schemas are in ds_fsmoe/ops/schemas.py: libraries of several device types share them.
+// The schemas are in ds_fsmoe/ops/compiled.py: libraries of several device types share them.
 TORCH_LIBRARY_IMPL(fsmoe, CUDA, library) {
   library.impl("arrange", TORCH_FN(arrange));
   library.impl("restore", TORCH_FN(restore));

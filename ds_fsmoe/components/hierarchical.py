@@ -112,35 +112,25 @@ class Hop:
     received_pairs: tuple[tuple[int, int], ...] = ()
     """(source, destination) of each block that it receives, in the order of arrival."""
 
-    def go(self, blocks: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def go(
+        self, blocks: torch.Tensor, group: dist.ProcessGroup | None, between: SizesOfPairs | None = None
+    ) -> torch.Tensor:
         """[blocks that it has, ...] to [blocks that it has afterwards, ...]; no autograd.
 
         Args:
-            blocks: contiguous.
+            blocks: contiguous; with ``between`` the rows of blocks that are not equally large, one after another.
             group: of its part; ``None`` where that is this rank alone.
-        """
-        packed = _in_order(blocks, self.pack)
-        if group is None:
-            return _in_order(packed, self.unpack)
-        received = packed.new_empty(sum(self.receives), *packed.shape[1:])
-        dist.all_to_all_single(received, packed, list(self.receives), list(self.sends), group=group)
-        return _in_order(received, self.unpack)
-
-    def go_sized(self, x_RM: torch.Tensor, group: dist.ProcessGroup | None, between: SizesOfPairs) -> torch.Tensor:
-        """As :meth:`go` for blocks of rows, not equally many.
-
-        Args:
-            x_RM: the blocks one after another, contiguous.
-            group: see :meth:`go`.
             between: the rows of each (source, destination).
         """
-        sizes = [between[pair] for pair in self.pairs]
-        packed = _in_order(x_RM, self.pack, sizes)
-        received_sizes = [between[pair] for pair in self.received_pairs]
-        if group is None:
-            return _in_order(packed, self.unpack, received_sizes)
-        sends = _sums_of_runs([sizes[block] for block in self.pack], self.sends)
-        received = exchange_flat(packed, sends, _sums_of_runs(received_sizes, self.receives), group)
+        sizes = received_sizes = None
+        sends, receives = self.sends, self.receives
+        if between is not None:
+            sizes = [between[pair] for pair in self.pairs]
+            received_sizes = [between[pair] for pair in self.received_pairs]
+            sends = _sums_of_runs([sizes[block] for block in self.pack], self.sends)
+            receives = _sums_of_runs(received_sizes, self.receives)
+        packed = _in_order(blocks, self.pack, sizes)
+        received = packed if group is None else exchange_flat(packed, sends, receives, group)
         return _in_order(received, self.unpack, received_sizes)
 
 
@@ -233,7 +223,7 @@ class Relays:
         """What a rank does in a step."""
         (part,) = (each for each in self.parts(step) if rank in each)
         before = self._sent_to(step - 1, rank) if step else [(rank, d) for d in range(self.nodes.size)]
-        sent = sorted((pair for pair in before), key=lambda pair: self._sending_order(step, pair))
+        sent = sorted(before, key=lambda pair: self._sending_order(step, pair))
         received = self._sent_to(step, rank)
         is_last = step == len(self.links) - 1
         after = sorted(received) if is_last else received
@@ -283,25 +273,22 @@ class Route:
     groups: tuple[dist.ProcessGroup | None, ...]
     """Of this rank's part in each step; ``None`` where it is alone."""
 
-    def step(self, number: int, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, ...], contiguous, to [blocks, ...]: at first one for each rank, and at the end one from each."""
-        return self.hops[number].go(blocks, self.groups[number])
-
-    def step_sized(self, number: int, x_RM: torch.Tensor, between: SizesOfPairs) -> torch.Tensor:
-        """As :meth:`step` for rows, see :meth:`Hop.go_sized`."""
-        return self.hops[number].go_sized(x_RM, self.groups[number], between)
+    def step(self, number: int, blocks: torch.Tensor, between: SizesOfPairs | None = None) -> torch.Tensor:
+        """[blocks, ...], contiguous, to [blocks, ...]: at first one for each rank, and at the end one from each. With
+        ``between`` rows, see :meth:`Hop.go`."""
+        return self.hops[number].go(blocks, self.groups[number], between)
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
         """All steps: see :meth:`AllToAllBase.exchange_rows`."""
         assert sizes.between is not None
-        for number in range(len(self.hops)):
-            x_RM = self.step_sized(number, x_RM, sizes.between)
-        return x_RM
+        return self._all_steps(x_RM, sizes.between)
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """All steps: see :meth:`AllToAllBase.exchange`."""
         size = group.size()
-        blocks = x.view(size, x.shape[0] // size, *x.shape[1:])
+        return self._all_steps(x.view(size, x.shape[0] // size, *x.shape[1:])).view(x.shape)
+
+    def _all_steps(self, blocks: torch.Tensor, between: SizesOfPairs | None = None) -> torch.Tensor:
         for number in range(len(self.hops)):
-            blocks = self.step(number, blocks)
-        return blocks.view(x.shape)
+            blocks = self.step(number, blocks, between)
+        return blocks

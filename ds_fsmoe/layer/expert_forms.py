@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.contract import shape_of
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, SizedCall
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, sizes_of_call
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 
@@ -46,9 +46,9 @@ class ExpertForm(ABC):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight of one expert, also where it is shared out."""
 
-    @abstractmethod
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type of a weight."""
+        return self.parameters[self.names.index(name)].dtype
 
     @abstractmethod
     def own(self, name: str, index: int) -> torch.Tensor:
@@ -77,10 +77,6 @@ class StackedForm(ExpertForm):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight of one expert, also where it is shared out."""
         return (shape_of(getattr(self._module, name)) or ())[1:]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of a weight."""
-        return getattr(self._module, name).dtype
 
     def own(self, name: str, index: int) -> torch.Tensor:
         """Return a weight of one of the experts here, which must be whole."""
@@ -121,10 +117,6 @@ class SetForm(ExpertForm):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight of one expert."""
         return tuple(self._weights[0][name].shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of a weight."""
-        return self._weights[0][name].dtype
 
     def own(self, name: str, index: int) -> torch.Tensor:
         """Return a weight of one of the experts here."""
@@ -173,4 +165,4 @@ def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> Cal
             sizes[expert] = size
         chunks.append(sizes)
     ends = torch.tensor(chunks).cumsum(1).to(torch.int32)
-    return SizedCall.of(chunks, ends.to(rows.forward.ends.device))
+    return sizes_of_call(chunks, ends.to(rows.forward.ends.device))

@@ -204,10 +204,10 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
         A2A_OUT_NODE: lambda blocks: way_out.step(1, blocks),
     }
     row_legs = {
-        A2A_IN_NODE: lambda x_RM, sizes: way_in.step_sized(0, x_RM, sizes.between),
-        A2A_IN: lambda x_RM, sizes: way_in.step_sized(1, x_RM, sizes.between),
-        A2A_OUT: lambda y_RM, sizes: way_out.step_sized(0, y_RM, sizes.between),
-        A2A_OUT_NODE: lambda y_RM, sizes: way_out.step_sized(1, y_RM, sizes.between),
+        A2A_IN_NODE: lambda x_RM, sizes: way_in.step(0, x_RM, sizes.between),
+        A2A_IN: lambda x_RM, sizes: way_in.step(1, x_RM, sizes.between),
+        A2A_OUT: lambda y_RM, sizes: way_out.step(0, y_RM, sizes.between),
+        A2A_OUT_NODE: lambda y_RM, sizes: way_out.step(1, y_RM, sizes.between),
     }
     return replace(whole, legs=legs, row_legs=row_legs)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_fsmoe.ops import arrange, gated, plain, reference, rows, schemas, slots
+from ds_fsmoe.ops import compiled, plain, reference
 from ds_fsmoe.ops import deterministic as in_order
 
 MODES = ("auto", "plain", "reference", "required")
@@ -88,20 +88,19 @@ PLAIN = replace(
     arrange=plain.arrange,
     restore=plain.restore,
     restore_backward=plain.restore_backward,
-    gated=plain.gated,
     gated_backward=plain.gated_backward,
 )
 _ON_CPU = Ops(
     "compiled",
-    slots.top_k_slots,
-    slots.take_slots,
-    slots.number_rows,
-    arrange.arrange,
-    arrange.restore,
-    arrange.restore_backward,
-    gated.gated,
-    gated.gated_backward,
-    rows.gather_rows,
+    compiled.top_k_slots,
+    compiled.take_slots,
+    compiled.number_rows,
+    compiled.arrange,
+    compiled.restore,
+    compiled.restore_backward,
+    compiled.gated,
+    compiled.gated_backward,
+    compiled.gather_rows,
 )
 
 
@@ -121,14 +120,14 @@ COMPILED = {
     "cpu": _ON_CPU,
     "cuda": Ops(
         "compiled",
-        _unless_double(slots.top_k_slots, reference.top_k_slots),
-        _unless_double(slots.take_slots, reference.take_slots),
-        slots.number_rows,
-        _unless_double(arrange.arrange, reference.arrange),
-        _unless_double(arrange.restore, reference.restore),
-        _unless_double(arrange.restore_backward, reference.restore_backward),
-        _unless_double(gated.gated, reference.gated),
-        _unless_double(gated.gated_backward, reference.gated_backward),
+        _unless_double(compiled.top_k_slots, reference.top_k_slots),
+        _unless_double(compiled.take_slots, reference.take_slots),
+        compiled.number_rows,
+        _unless_double(compiled.arrange, reference.arrange),
+        _unless_double(compiled.restore, reference.restore),
+        _unless_double(compiled.restore_backward, reference.restore_backward),
+        _unless_double(compiled.gated, reference.gated),
+        _unless_double(compiled.gated_backward, reference.gated_backward),
         reference.gather_rows,
     ),
 }
@@ -148,8 +147,8 @@ _REFERENCE_IN_ORDER = replace(REFERENCE, **_OF_REFERENCE, **_IN_ORDER)
 _PLAIN_IN_ORDER = replace(PLAIN, **_IN_ORDER)
 _CUDA_IN_ORDER = replace(
     COMPILED["cuda"],
-    arrange=_unless_double(arrange.arrange, _OF_REFERENCE["arrange"]),
-    restore=_unless_double(arrange.restore, _OF_REFERENCE["restore"]),
+    arrange=_unless_double(compiled.arrange, _OF_REFERENCE["arrange"]),
+    restore=_unless_double(compiled.restore, _OF_REFERENCE["restore"]),
     **_IN_ORDER,
 )
 
@@ -282,9 +281,7 @@ def _load_on_every_rank(device_type: str) -> RuntimeError | None:
         failure = _agree_after(partial(_try_to_load, device_type) if my_turn else None)
         if failure is not None:
             return failure
-    schemas.define()
-    for operators in (rows, arrange, gated, slots):
-        operators.register_formulas()
+    compiled.define()
     return None
 
 

@@ -147,11 +147,6 @@ def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_K
     return dy_NM, d_weights_KS.to(weights_KS.dtype)
 
 
-def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-    """As :func:`ds_fsmoe.ops.reference.gated`."""
-    return reference.gated(x_RF, form, interleaved, limit, alpha)
-
-
 def gated_backward(
     x_RF: Tensor, dh_RH: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0
 ) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,8 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 # ---- One expert in one forward call of a layer, where autograd differentiates it
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what it is given: for hooks on what autograd keeps that do nothing."""
     return tensor
 
 
@@ -246,7 +247,7 @@ class GraphCall:
         """Return the recorded call and the result."""
         # Whoever drops or moves what autograd keeps (checkpointing, offloading) does so with the rows: this graph is
         # walked inside a backward, where checkpointing would run the whole forward once more for it.
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
             leaf = x_NcM.detach().requires_grad_()
             # Not the leaf itself: autocast remembers the casts of leaves, as if they were weights.
             y_NcM = self._call(leaf.view_as(leaf))

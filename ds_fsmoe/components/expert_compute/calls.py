@@ -7,8 +7,7 @@ Letters: N ranks the rows came from, e experts on this rank, C slots per expert,
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_call import (
-    ExpertRun,
     GroupedCall,
     GroupedExperts,
     GroupedRowsCall,
@@ -26,8 +24,14 @@ from ds_fsmoe.components.expert_compute.grouped_call import (
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, modules_of
 from ds_fsmoe.components.expert_compute.plan import ExpertPlan, PlannedExpert
-from ds_fsmoe.components.expert_compute.row_call import CallRows, KeptCall, RowCall, RowRun, joined_parts
-from ds_fsmoe.components.expert_compute.saved import SavedRows
+from ds_fsmoe.components.expert_compute.row_call import (
+    CallRows,
+    ExpertRun,
+    KeptCall,
+    RowCall,
+    joined_parts,
+    saved_rows,
+)
 
 
 class ExpertCall(KeptCall):
@@ -61,9 +65,7 @@ class ExpertCall(KeptCall):
             ValueError: rows of another shape, slots given before, or an expert that returns another shape.
         """
         self._check("rows", start, stop, x_NeCM)
-        x_NeCM = x_NeCM.detach()
-        with self._autocast.restored():
-            result_NeCM = self._through(x_NeCM, lambda call, part: call.forward(start, stop, part))
+        result_NeCM = self._through("forward", start, stop, x_NeCM.detach())
         self._slots_forward += stop - start
         return result_NeCM
 
@@ -75,9 +77,12 @@ class ExpertCall(KeptCall):
             ValueError: gradients of another shape, or slots that came back before or never went through the forward.
             RuntimeError: made without ``needs_backward``, or a weight was changed in place since.
         """
-        self._check_backward(start, stop, dy_NeCM)
-        with self._autocast.restored():
-            result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward(start, stop, part))
+        self._check_is_kept()
+        self._check("gradients", start, stop, dy_NeCM)
+        for first, last in self._returned:
+            if max(first, start) < min(last, stop):
+                raise ValueError(f"slots [{start}, {stop}) came back twice: [{first}, {last}) came before")
+        result_NeCM = self._through("backward", start, stop, dy_NeCM)
         self._returned.append((start, stop))
         return result_NeCM
 
@@ -105,18 +110,21 @@ class ExpertCall(KeptCall):
                 f"{stop - start} slots, M]"
             )
 
-    def _check_backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> None:
-        self._check_is_kept()
-        self._check("gradients", start, stop, dy_NeCM)
-        for first, last in self._returned:
-            if max(first, start) < min(last, stop):
-                raise ValueError(f"slots [{start}, {stop}) came back twice: [{first}, {last}) came before")
+    def _through(self, way: str, start: int, stop: int, tensor_NeCM: torch.Tensor) -> torch.Tensor:
+        """[N, e, c, M] to the same in new memory, through the calls' method ``way``."""
+        parts = (_of_run(run, way, start, stop, tensor_NeCM) for run in self._runs)
+        with self._autocast.restored():
+            if len(self._runs) == 1 and not isinstance(self._runs[0].call, GraphCall):  # written out: new memory
+                return next(parts).contiguous()
+            return joined_parts(parts, self._num_experts)
 
-    def _through(self, tensor_NeCM: torch.Tensor, way: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
-        if len(self._runs) == 1 and not isinstance(self._runs[0].call, GraphCall):  # written out, and so new memory
-            return self._runs[0].through(tensor_NeCM, way).contiguous()
-        return joined_parts((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
+
+def _of_run(run: ExpertRun, way: str, start: int, stop: int, tensor_NeCM: torch.Tensor) -> torch.Tensor:
+    """The results of a run's part of [N, e, c, M]; [N, k, c, M]."""
+    do = getattr(run.call, way)
+    if run.is_single:
+        return do(start, stop, tensor_NeCM[:, run.first]).unsqueeze(1)
+    return do(start, stop, tensor_NeCM[:, run.first : run.last])
 
 
 class ExpertSet:
@@ -167,8 +175,8 @@ class ExpertSet:
 
     def written_now(self) -> tuple[ManualExpert | None, ...]:
         """Of each expert the written-out form by which a call made now would compute it, if it would."""
-        plan = self._plan_now()
-        return (None,) * len(self.experts) if self._is_cast(plan) else plan.written
+        planned, _, _ = self._now()
+        return tuple(None if each is None else each.form for each in planned)
 
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall:
         """One forward call of the layer, under the autocast that holds now.
@@ -186,31 +194,18 @@ class ExpertSet:
         Raises:
             RuntimeError: the experts' parameters are not those that this set was made with.
         """
-        plan = self._plan_now()
-        sums = GradientSums(self.parameters, plan.wanted)
-        if self._is_cast(plan):
-            planned: Sequence[PlannedExpert | None] = (None,) * len(self.experts)
-            places = runs_of(planned, self.together)
-        else:
-            planned = plan.planned
-            places = self._runs(planned)
+        planned, places, sums = self._now()
+        options = {"needs_backward": needs_backward, "recompute": recompute}
         # In an unchunked layer the rows of an only expert are contiguous, those of several are not. It matters: torch
         # adds a bias within the matrix product or after it, with one rounding or two.
-        options = {"needs_backward": needs_backward, "contiguous": len(self.experts) == 1}
-        keeps_graph = needs_backward and same_cuts and not recompute
+        contiguous = len(self.experts) == 1
         runs = []
         for first, last in places:
-            expert = planned[first]
             if last - first > 1:
-                always = self.together == "always"
-                call = GroupedCall(
-                    planned[first:last], sums, needs_backward=needs_backward, recompute=recompute, always=always
-                )
-            elif expert is not None:
-                call = ManualCall(expert, sums, recompute=recompute, **options)
+                call = GroupedCall(planned[first:last], sums, always=self.together == "always", **options)
+                runs.append(ExpertRun(first, last, call, is_single=False))
             else:
-                call = self._graph_call(first, sums, keeps_graph=keeps_graph, **options)
-            runs.append(ExpertRun(first, last, call))
+                runs.append(self._alone(first, planned, sums, same_cuts, contiguous=contiguous, **options))
         return ExpertCall(runs, sums, AutocastState.now(self._device_types()), needs_backward)
 
     def call_rows(
@@ -227,43 +222,61 @@ class ExpertSet:
         Raises:
             RuntimeError: the experts' parameters are not those that this set was made with.
         """
-        plan = self._plan_now()
-        sums = GradientSums(self.parameters, plan.wanted)
-        is_cast = self._is_cast(plan)
-        planned: Sequence[PlannedExpert | None] = (None,) * len(self.experts) if is_cast else plan.planned
+        planned, places, sums = self._now()
+        options = {"needs_backward": needs_backward, "recompute": recompute}
         is_same = rows.forward is rows.backward
-        alone = {"needs_backward": needs_backward, "contiguous": False}
         runs = []
-        for first, last in runs_of(planned, self.together) if is_cast else self._runs(planned):
-            expert = planned[first]
+        for first, last in places:
             # Rows of some of the experts can be picked from other chunks only one by one.
-            grouped = None
-            if last - first > 1 and (is_same or last - first == len(self.experts)) and can_be_grouped(expert, x_RM):
-                bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
-                saved = SavedRows(rows.expert_order, bounds)
-                grouped = GroupedRowsCall.of(
-                    planned[first:last], sums, needs_backward=needs_backward, recompute=recompute, saved=saved
-                )
-            if grouped is not None:
-                runs.append(RowRun(first, last, grouped, is_single=False))
-                continue
-            for index in range(first, last):
-                if planned[index] is not None:
-                    call = ManualCall(planned[index], sums, recompute=recompute, **alone)
-                else:
-                    keeps_graph = needs_backward and is_same and not recompute
-                    call = self._graph_call(index, sums, keeps_graph=keeps_graph, keeps_results=True, **alone)
-                runs.append(RowRun(index, index + 1, call, is_single=True))
+            are_picked = is_same or last - first == len(self.experts)
+            if last - first > 1 and are_picked and can_be_grouped(planned[first], x_RM):
+                call = GroupedRowsCall(planned[first:last], sums, saved_rows(rows), **options)
+                if call.lie_side_by_side():
+                    runs.append(ExpertRun(first, last, call, is_single=False))
+                    continue
+            alone = {**options, "contiguous": False, "keeps_results": True}
+            runs += [self._alone(each, planned, sums, is_same, **alone) for each in range(first, last)]
         return RowCall(runs, sums, AutocastState.now(self._device_types()), needs_backward, rows)
 
-    def _runs(self, planned: Sequence[PlannedExpert | None]) -> list[tuple[int, int]]:
+    def _now(self) -> tuple[Sequence[PlannedExpert | None], list[tuple[int, int]], GradientSums]:
+        """The experts as a call made now computes them, which of them go together, and where gradients go."""
+        plan = self._plan_now()
+        sums = GradientSums(self.parameters, plan.wanted)
+        # Where autocast holds where they are, none is computed by its written-out form.
+        if any(map(torch.is_autocast_enabled, plan.device_types)):
+            planned = (None,) * len(self.experts)
+            return planned, runs_of(planned, self.together), sums
         if self._places is None:
-            self._places = runs_of(planned, self.together)
-        return self._places
+            self._places = runs_of(plan.planned, self.together)
+        return plan.planned, self._places, sums
 
-    def _graph_call(self, index: int, sums: GradientSums, **options: bool) -> GraphCall:
-        where = f"{self.path}: expert {index}: " if self.path else ""
-        return GraphCall(self.experts[index], sums, keep_expert_dim=self.keep_expert_dim, where=where, **options)
+    def _alone(
+        self,
+        index: int,
+        planned: Sequence[PlannedExpert | None],
+        sums: GradientSums,
+        same_cuts: bool,
+        *,
+        needs_backward: bool,
+        recompute: bool,
+        contiguous: bool,
+        keeps_results: bool = False,
+    ) -> ExpertRun:
+        """The call of one expert: by its written-out form, or through autograd."""
+        options = {"needs_backward": needs_backward, "contiguous": contiguous}
+        expert = planned[index]
+        if expert is not None:
+            return ExpertRun(index, index + 1, ManualCall(expert, sums, recompute=recompute, **options), is_single=True)
+        call = GraphCall(
+            self.experts[index],
+            sums,
+            keep_expert_dim=self.keep_expert_dim,
+            where=f"{self.path}: expert {index}: " if self.path else "",
+            keeps_graph=needs_backward and same_cuts and not recompute,
+            keeps_results=keeps_results,
+            **options,
+        )
+        return ExpertRun(index, index + 1, call, is_single=True)
 
     def _plan_now(self) -> ExpertPlan:
         if not self._plan.still_holds():
@@ -271,10 +284,6 @@ class ExpertSet:
                 raise RuntimeError("the experts' parameters were replaced after ExpertSet(...): call it again")
             self._plan, self._places = ExpertPlan(self.experts, self.parameters), None
         return self._plan
-
-    def _is_cast(self, plan: ExpertPlan) -> bool:
-        """Whether autocast holds where they are: then none is computed by its written-out form."""
-        return any(map(torch.is_autocast_enabled, plan.device_types))
 
     def _present_ids(self) -> list[int]:
         modules = (module for expert in self.experts for module in modules_of(expert))

@@ -11,8 +11,7 @@ Letters: R rows, H width of an expert, F = 2 * H where experts are gated, else H
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_fsmoe.components.expert_compute.autograd_call import as_it_is
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.ops.reference import FORMS
 
@@ -36,33 +36,6 @@ _found: dict[Hashable, tuple[Any, ...] | None] = {}
 ``None`` where no form fits. It keeps no modules."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """Remembers a module as it was when its form was looked up."""
-
-    function: Any
-    act: Any
-    names: tuple[str, ...]
-    settings: tuple[Any, ...]
-    act_names: tuple[str, ...]
-    act_settings: tuple[Any, ...]
-    sizes: tuple[int, int]
-    """The numbers of attributes of the module and of its activation."""
-    dtype: torch.dtype
-    form: tuple[Any, ...] | None
-
-    def is_still(self, function: Any, act: Any, own: dict[str, Any], of_act: dict[str, Any], dtype: Any) -> bool:
-        """Return whether all that the function may read is as it was."""
-        return (
-            self.function is function
-            and self.act is act
-            and self.dtype is dtype
-            and self.sizes == (len(own), len(of_act))
-            and self.settings == tuple(map(own.get, self.names))
-            and self.act_settings == tuple(map(of_act.get, self.act_names))
-        )
-
-
 class Gate:
     """Computes what lies between the two products of the experts of one module.
 
@@ -74,7 +47,11 @@ class Gate:
 
     def __init__(self, module: nn.Module, has_gate: bool, ops: Ops | None) -> None:
         self._module, self._has_gate, self._ops = module, has_gate, ops
-        self._seen: _Seen | None = None
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        """The settings of the module and of its activation when the form was looked up."""
+        self._seen: tuple[Any, ...] | None = None
+        """All that the function might read, as it was then."""
+        self._form: tuple[Any, ...] | None = None
 
     def forward(self, up_RF: torch.Tensor) -> torch.Tensor:
         """[R, F] to [R, H]."""
@@ -93,11 +70,8 @@ class Gate:
         form = self.form(up_RF)
         if form is not None:
             return self._ops.gated_backward(up_RF, dh_RH, *form)
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            leaf_RF = up_RF.detach().requires_grad_()
-            h_RH = self.forward(leaf_RF)
-        (dup_RF,) = torch.autograd.grad(h_RH, leaf_RF, dh_RH.to(h_RH.dtype))
-        return dup_RF, h_RH.detach().to(up_RF.dtype)
+        dup_RF, h_RH = _differentiated(self.forward, up_RF, dh_RH)
+        return dup_RF, h_RH.to(up_RF.dtype)
 
     def form(self, up_RF: torch.Tensor) -> tuple[Any, ...] | None:
         """Return the arguments of the operator that computes what the module does now; ``None``: there is none.
@@ -110,28 +84,38 @@ class Gate:
         own = self._module.__dict__
         function = own.get("_apply_gate") or type(self._module)._apply_gate
         act = self._module._modules.get("act_fn") or own.get("act_fn")
-        of_act, seen, dtype = getattr(act, "__dict__", _NOTHING), self._seen, up_RF.dtype
-        if seen is None or not seen.is_still(function, act, own, of_act, dtype):
-            seen = self._seen = self._look_up(function, act, up_RF)
-        if seen.form is None or any(_GLOBAL_HOOKS) or any(map(of_act.get, _HOOKS)):
+        of_act = getattr(act, "__dict__", _NOTHING)
+        if self._seen != self._as_now(function, act, own, of_act, up_RF.dtype):
+            self._names = _settings(own), _settings(of_act)
+            self._seen = self._as_now(function, act, own, of_act, up_RF.dtype)
+            self._form = self._look_up(function, act, own, of_act, up_RF)
+        if self._form is None or any(_GLOBAL_HOOKS) or any(map(of_act.get, _HOOKS)):
             return None
-        return seen.form
+        return self._form
 
-    def _look_up(self, function: Any, act: Any, up_RF: torch.Tensor) -> _Seen:
-        own, of_act = self._module.__dict__, getattr(act, "__dict__", _NOTHING)
-        names, act_names = _settings(own), _settings(of_act)
-        settings, act_settings = tuple(map(own.get, names)), tuple(map(of_act.get, act_names))
-        form = None
-        if _is_known(function, "transformers") and _is_simple(act) and _has_one_child(self._module):
-            key = function, names, settings, type(act), act_names, act_settings
-            key = *key, None if isinstance(act, nn.Module) else act, up_RF.dtype, up_RF.device.type, self._ops.gated
-            if key not in _found:
-                # Without gradients, too, since a backward may come later.
-                with torch.inference_mode(False), torch.device("cpu"):
-                    _found[key] = _search(self._module, up_RF, self._ops)
-            form = _found[key]
-        sizes = len(own), len(of_act)
-        return _Seen(function, act, names, settings, act_names, act_settings, sizes, up_RF.dtype, form)
+    def _as_now(self, function: Any, act: Any, own: dict[str, Any], of_act: dict[str, Any], dtype: Any) -> Any:
+        names, act_names = self._names
+        return function, act, dtype, len(own), len(of_act), *map(own.get, names), *map(of_act.get, act_names)
+
+    def _look_up(
+        self, function: Any, act: Any, own: dict[str, Any], of_act: dict[str, Any], up_RF: torch.Tensor
+    ) -> tuple[Any, ...] | None:
+        if not (_is_known(function, "transformers") and _is_simple(act) and _has_one_child(self._module)):
+            return None
+        names, act_names = self._names
+        key = function, names, tuple(map(own.get, names)), type(act), act_names, tuple(map(of_act.get, act_names))
+        key = (
+            *key,
+            None if isinstance(act, nn.Module) else act,
+            up_RF.dtype,
+            up_RF.device.type,
+            self._ops.gated_backward,
+        )
+        if key not in _found:
+            # Without gradients, too, since a backward may come later.
+            with torch.inference_mode(False), torch.device("cpu"):
+                _found[key] = _search(self._module, up_RF, self._ops)
+        return _found[key]
 
 
 _NOTHING: dict[str, Any] = {}
@@ -141,10 +125,6 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_backward_hooks,
     torch.nn.modules.module._global_backward_pre_hooks,
 )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _settings(attributes: dict[str, Any]) -> tuple[str, ...]:
@@ -183,7 +163,7 @@ def _search(module: nn.Module, like: torch.Tensor, ops: Ops) -> tuple[Any, ...] 
     )
     x_RF, dh_RH = _rows(limit, like)
     try:
-        own = _own(module, x_RF, dh_RH)
+        own = _differentiated(module._apply_gate, x_RF.clone(), dh_RH)
     except Exception:  # of whatever the function asks of its rows: then it stays
         return None
     for form in FORMS:
@@ -198,10 +178,13 @@ def _search(module: nn.Module, like: torch.Tensor, ops: Ops) -> tuple[Any, ...] 
     return None
 
 
-def _own(module: nn.Module, x_RF: torch.Tensor, dh_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        leaf_RF = x_RF.clone().requires_grad_()
-        h_RH = module._apply_gate(leaf_RF)
+def _differentiated(
+    function: Callable[[torch.Tensor], torch.Tensor], x_RF: torch.Tensor, dh_RH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of a function's rows, by autograd, and its result."""
+    with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
+        leaf_RF = x_RF.detach().requires_grad_()
+        h_RH = function(leaf_RF)
     (dx_RF,) = torch.autograd.grad(h_RH, leaf_RF, dh_RH.to(h_RH.dtype))
     return dx_RF, h_RH.detach()
 

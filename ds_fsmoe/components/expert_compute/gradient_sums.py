@@ -116,30 +116,22 @@ class GradientSums:
         """Whether anybody will ask for its gradient."""
         return id(parameter) in self._wanted
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor, is_own: bool = False) -> None:
+    def add(
+        self, parameters: nn.Parameter | Sequence[nn.Parameter], gradient: torch.Tensor, is_own: bool = False
+    ) -> None:
         """Add a gradient.
 
         Args:
-            parameter: the parameter.
-            gradient: its gradient.
+            parameters: one, or k different ones of one shape and type, whose gradients are then one tensor [k, ...].
+            gradient: the gradient.
             is_own: whether nobody else has this memory, so that it may be added to in place.
         """
-        self._sum_of(parameter).add(gradient, is_own)
-
-    def add_each(self, parameters: Sequence[nn.Parameter], gradient_kX: torch.Tensor, is_own: bool = False) -> None:
-        """:meth:`add` for k parameters at once.
-
-        Args:
-            parameters: k different ones, of one shape and type.
-            gradient_kX: of each a gradient.
-            is_own: whether nobody else has this memory, so that it may be added to in place.
-        """
-        group = self._group_of(parameters)
-        if group is not None:
-            group.sum.add(gradient_kX, is_own)
+        total = self._total_of(parameters)
+        if total is not None:
+            total.add(gradient, is_own)
             return
-        for parameter, gradient_X in zip(parameters, gradient_kX.unbind(), strict=True):
-            self.add(parameter, gradient_X)
+        for parameter, part in zip(parameters, gradient.unbind(), strict=True):
+            self.sum_of(parameter).add(part)
 
     def add_made(
         self,
@@ -150,48 +142,33 @@ class GradientSums:
         """Add a gradient, in place where there is a sum already and that pays.
 
         Args:
-            parameters: one, or k different ones of one shape and type, whose gradients are then one tensor.
+            parameters: one or k, see :meth:`add`.
             make: returns the gradient in memory of its own.
             add_to: adds the gradient to a tensor, or returns ``False``.
         """
-        if isinstance(parameters, torch.Tensor):
-            total = self._sum_of(parameters)
-        elif (group := self._group_of(parameters)) is not None:
-            total = group.sum
-        else:
-            self.add_each(parameters, make(), is_own=True)
-            return
-        if total.own_recent is not None and add_to(total.own_recent):
+        total = self._total_of(parameters)
+        if total is None:
+            self.add(parameters, make())
+        elif total.own_recent is not None and add_to(total.own_recent):
             total.close_row()
         else:
             total.add(make(), is_own=True)
 
-    def add_product(self, parameter: nn.Parameter, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
-        """Add ``left @ right`` [O, I], from the second on within the matrix product and in place."""
-        self._sum_of(parameter).add_product(left_OR, right_RI)
-
-    def add_products(self, parameters: Sequence[nn.Parameter], left_kOR: torch.Tensor, right_kRI: torch.Tensor) -> None:
-        """:meth:`add_product` for k parameters at once, whose gradients then lie side by side in one memory.
+    def add_product(
+        self, parameters: nn.Parameter | Sequence[nn.Parameter], left_OR: torch.Tensor, right_RI: torch.Tensor
+    ) -> None:
+        """Add ``left @ right`` [O, I], from the second on within the matrix product and in place.
 
         Args:
-            parameters: k different ones, of one shape and type.
-            left_kOR, right_kRI: of each a matrix.
+            parameters: one or k, see :meth:`add`.
+            left_OR, right_RI: a matrix, or of each of k a matrix.
         """
-        group = self._group_of(parameters)
-        if group is not None:
-            group.sum.add_product(left_kOR, right_kRI)
+        total = self._total_of(parameters)
+        if total is not None:
+            total.add_product(left_OR, right_RI)
             return
-        sums = [self._sum_of(each) for each in parameters]
-        if not any(each.has_recent for each in sums):
-            for each, product_OI in zip(sums, torch.bmm(left_kOR, right_kRI).unbind(), strict=True):
-                each.begin_with_own(product_OI)
-        elif (recent_kOI := _recent_of(sums)) is not None:
-            recent_kOI.baddbmm_(left_kOR, right_kRI)
-            for each in sums:
-                each.close_row()
-        else:
-            for each, left_OR, right_RI in zip(sums, left_kOR, right_kRI, strict=True):
-                each.add_product(left_OR, right_RI)
+        for parameter, *factors in zip(parameters, left_OR, right_RI, strict=True):
+            self.sum_of(parameter).add_product(*factors)
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
         """The sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
@@ -201,19 +178,23 @@ class GradientSums:
         self._sums, self._groups = {}, {}
         return tuple(map(found.get, map(id, self._parameters)))
 
-    def _group_of(self, parameters: Sequence[nn.Parameter]) -> _Group | None:
-        """Their sum in one tensor; ``None`` where something has been added to some of them in another company."""
+    def _total_of(self, parameters: nn.Parameter | Sequence[nn.Parameter]) -> _Sum | None:
+        """The sum of one, or of k in one tensor; ``None`` where something has been added to some of them in another
+        company."""
+        if isinstance(parameters, torch.Tensor):
+            return self.sum_of(parameters)
         ids = tuple(map(id, parameters))
         group = self._groups.get(ids[0])
         if group is not None and group.ids == ids:
-            return group
+            return group.sum
         if not self._sums.keys().isdisjoint(ids) or not self._groups.keys().isdisjoint(ids):
             return None
         group = _Group(ids, _Sum(dims_before=1))
         self._groups.update(dict.fromkeys(ids, group))
-        return group
+        return group.sum
 
-    def _sum_of(self, parameter: nn.Parameter) -> _Sum:
+    def sum_of(self, parameter: nn.Parameter) -> _Sum:
+        """The sum of one parameter, to be added to by itself."""
         key = id(parameter)
         if key in self._groups:
             group = self._groups[key]
@@ -223,12 +204,6 @@ class GradientSums:
         if key not in self._sums:
             self._sums[key] = _Sum()
         return self._sums[key]
-
-
-def _recent_of(sums: Sequence[_Sum]) -> torch.Tensor | None:
-    """What may be added to in place in all of them at once, if that lies side by side."""
-    terms = [each.own_recent for each in sums]
-    return None if any(each is None for each in terms) else stacked(terms)
 
 
 @dataclass(frozen=True)
@@ -261,7 +236,7 @@ class _Sum:
 
     def add(self, term: torch.Tensor, is_own: bool = False) -> None:
         if self._recent is None:
-            self._start(term, is_own)
+            self._recent, self._is_own, self._num_terms, self._dtype = term, is_own, 1, term.dtype
             return
         if term.dim() - self._dims_before < 2 and self._recent.dtype.itemsize < 4:
             self._recent, self._is_own = self._recent.float(), True
@@ -272,13 +247,11 @@ class _Sum:
         self.close_row()
 
     def add_product(self, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
-        if self._recent is None:
-            self.begin_with_own(left_OR @ right_RI)
-        elif self._is_own:
+        if self._recent is not None and self._is_own:
             (self._recent.baddbmm_ if self._dims_before else self._recent.addmm_)(left_OR, right_RI)
             self.close_row()
         else:
-            self.add(left_OR @ right_RI)
+            self.add(left_OR @ right_RI, is_own=True)
 
     def value(self) -> torch.Tensor:
         if self._earlier is None:
@@ -297,21 +270,9 @@ class _Sum:
         return found
 
     @property
-    def has_recent(self) -> bool:
-        """Whether a next product would be added in place."""
-        return self._recent is not None
-
-    @property
     def own_recent(self) -> torch.Tensor | None:
         """What may be added to in place, before :meth:`close_row`."""
         return self._recent if self._is_own else None
-
-    def begin_with_own(self, term: torch.Tensor) -> None:
-        """The first term, or the first of a row, in memory that nobody else has."""
-        self._start(term, is_own=True)
-
-    def _start(self, term: torch.Tensor, is_own: bool) -> None:
-        self._recent, self._is_own, self._num_terms, self._dtype = term, is_own, 1, term.dtype
 
     def close_row(self) -> None:
         """A term has been added in place."""

@@ -6,34 +6,17 @@ Letters: k of the experts on this rank, N ranks the rows came from, c slots, R =
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 
-from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import RowGroups, takes_grouped
-from ds_fsmoe.components.expert_compute.linears import (
-    GroupedLinear,
-    RowWeights,
-    StackedLinear,
-    add_grouped_gradients,
-    add_stacked_gradients,
-    apply_linear,
-)
-from ds_fsmoe.components.expert_compute.manual_call import (
-    ManualCall,
-    back_to_rows,
-    check_unchanged,
-    flat_rows,
-    versions_of,
-)
+from ds_fsmoe.components.expert_compute.linears import GroupedLinear, RowWeights, StackedLinear
+from ds_fsmoe.components.expert_compute.manual_call import ManualCall, WrittenCall, flat_rows
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
 from ds_fsmoe.components.expert_compute.row_call import joined_parts
@@ -75,192 +58,125 @@ def most_together(planned: PlannedExpert, together: GroupedExperts) -> int:
     return max(1, _LARGEST_ON_CPU_BYTES // largest_bytes)
 
 
-class GroupedCall:
-    """Computes what calls of its experts would compute, all at once where that pays and nothing is copied for it.
+class TogetherCall(WrittenCall):
+    """Calls of k experts of one structure, whose weights are one tensor of each kind.
 
-    That is where the experts' weights lie side by side in memory
-    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`): copying them costs more than it gives. Of a
-    cut that went at once one tensor of each kind is kept for all experts; should the backward need them one by
-    one, each expert has its part of it.
+    That costs nothing where they lie side by side in memory
+    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`). Whoever makes such a call asks for it first
+    (:meth:`lie_side_by_side`); should somebody move a weight between the forward and its backward, it is copied.
 
     Args:
         experts: k that have one structure, in their order.
         sums: where weight gradients go.
+        saved: where to keep what the backward needs.
         needs_backward: whether to keep anything.
         recompute: whether to keep the rows alone.
-        always: do so wherever it can be done, whether it pays or not.
     """
 
     def __init__(
         self,
         experts: Sequence[PlannedExpert],
         sums: GradientSums,
+        saved: SavedActivations | SavedRows,
         *,
         needs_backward: bool,
         recompute: bool,
-        always: bool,
     ) -> None:
-        self._experts = tuple(experts)
-        first = self._experts[0]
-        self._first = first
-        self._sums = sums
-        self._needs_backward = needs_backward
-        self._recompute = recompute
-        self._always = always
-        self._calls: tuple[ManualCall, ...] = ()
-        """Of each expert alone, once they are needed."""
-        self._up = [[each.form.up[i] for each in self._experts] for i in range(len(first.form.up))]
-        self._down = [each.form.down for each in self._experts]
-        linears = [*itertools.chain.from_iterable(self._up), *self._down]
-        self._parameters = [each.weight for each in linears] + [each.bias for each in linears if each.bias is not None]
-        self._weights = self._parameters[: len(linears)]
-        self._versions = versions_of(self._weights) if needs_backward else []
-        self._cuts = SavedActivations(dim=2)
-        """Of what went at once."""
-        self._cuts_at_once: list[tuple[int, int]] = []
-        """Of the forward."""
-        self._form: ManualExpert | None = None
-        self._form_of: tuple[int, list[int]] | None = None
-
-    @property
-    def stores(self) -> tuple[SavedActivations, ...]:
-        """Return the stores of what is kept for the backward."""
-        return (self._cuts, *(call.cuts for call in self._calls))
+        self._experts, self._first = tuple(experts), experts[0]
+        self._layers = [[each.up[i] for each in experts] for i in range(len(self._first.up))]
+        self._layers.append([each.down for each in experts])
+        linears = [*itertools.chain(*self._layers)]
+        weights = [each.weight for each in linears]
+        self._parameters = weights + [each.bias for each in linears if each.bias is not None]
+        self._stacks: list[StackedLinear] = []
+        self._stacks_of: list[object] = []
+        self._form_of_slots: ManualExpert | None = None
+        wanted = self._first.wants_up, self._first.wants_any
+        super().__init__(weights, *wanted, sums, saved, needs_backward, recompute)
 
     def forget(self) -> None:
         """Hold the weights' memory no longer, which somebody may want to move."""
-        self._form = self._form_of = None
+        self._stacks, self._stacks_of, self._form_of_slots = [], [], None
+
+    def lie_side_by_side(self, num_ranks: int = 1) -> bool:
+        """Whether the experts can be computed as one without copying a weight."""
+        return all(self._stacked(num_ranks, may_copy=False))
+
+    def _stacked(self, num_ranks: int, may_copy: bool = True) -> list[StackedLinear]:
+        """The layers of the experts, each as one, ``None`` among them where that cannot be."""
+        stacks_of = [num_ranks, *map(torch.Tensor.data_ptr, self._parameters)]
+        if self._stacks_of != stacks_of:
+            # As torch does it for one of several experts: where rows are not contiguous the bias comes after the
+            # product.
+            within = [num_ranks == 1] * (len(self._layers) - 1) + [True]
+            made = [StackedLinear.of(*each, may_copy) for each in zip(self._layers, within, strict=True)]
+            if not all(made):
+                return made
+            self._stacks, self._stacks_of, self._form_of_slots = made, stacks_of, None
+        return self._stacks
+
+
+class GroupedCall(TogetherCall):
+    """Computes what calls of its experts would compute, all at once where that pays and nothing is copied for it.
+
+    The first rows of a call decide for all. Of each kind of tensor one is kept for all experts.
+
+    Args:
+        experts: k that have one structure, in their order.
+        sums: where weight gradients go.
+        always: whether to do so wherever it can be done, whether it pays or not.
+        options: see :class:`TogetherCall`.
+    """
+
+    def __init__(self, experts: Sequence[PlannedExpert], sums: GradientSums, *, always: bool, **options: bool) -> None:
+        super().__init__(experts, sums, SavedActivations(dim=2), **options)
+        self._always, self._options = always, options
+        self._alone: tuple[ManualCall, ...] | None = None
+        """Calls of each expert, if that is the way; ``None`` before the first rows."""
+
+    @property
+    def stores(self) -> tuple[SavedActivations | SavedRows, ...]:
+        """Return the stores of what is kept for the backward."""
+        return tuple(each for call in self._alone or () for each in call.stores) or super().stores
 
     def forward(self, start: int, stop: int, x_NkcM: torch.Tensor) -> torch.Tensor:
         """[N, k, c, M] to the same shape, new memory but perhaps not in that order."""
-        form = self._stacked_form(x_NkcM.shape[0]) if self._always or pays(self._first, x_NkcM) else None
-        if form is None:
-            self._check_is_new(start, stop)
+        if self._alone is None:
+            at_once = (self._always or pays(self._first, x_NkcM)) and self.lie_side_by_side(x_NkcM.shape[0])
+            options = {**self._options, "contiguous": False}
+            self._alone = () if at_once else tuple(ManualCall(each, self._sums, **options) for each in self._experts)
+        if self._alone:
             return self._one_by_one(x_NkcM, lambda i, x_NcM: self._alone[i].forward(start, stop, x_NcM))
-        kept = self._kept(form, x_NkcM)
-        if self._needs_backward:
-            x_kept = x_NkcM if self._first.wants_up or self._recompute else None
-            self._check_is_new(start, stop)
-            self._cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
-        self._cuts_at_once.append((start, stop))
-        h_kRH = flat_rows(form.hidden(kept))
-        del kept
-        return _by_rank(apply_linear(form.down, h_kRH), x_NkcM.shape)
+        form = self._form(x_NkcM.shape[0])
+        h_kRH = flat_rows(self._forth((start, stop), form, x_NkcM))
+        return _by_rank(form.down(h_kRH), x_NkcM.shape)
 
     def backward(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
-        form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
-        if form is None:
-            return self._back_one_by_one(start, stop, dy_NkcM)
-        check_unchanged(self._weights, self._versions)
-        x_NkcM, *read = self._cuts.take(start, stop)
-        kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
-        del read
-        dx_kRM, left = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
-        del kept
-        if self._first.wants_any:
-            left.x_RM = x_NkcM.transpose(0, 1) if self._first.wants_up else None  # laid side by side when it is used
-            left.add_gradients(self._sums, self._first.form, add_stacked_gradients, self._up, self._down)
+        if self._alone:
+            return self._one_by_one(dy_NkcM, lambda i, dy_NcM: self._alone[i].backward(start, stop, dy_NcM))
+        form = self._form(dy_NkcM.shape[0])
+        dx_kRM = self._back((start, stop), form, form.up, form.down, dy_NkcM.transpose(0, 1))
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
-    def _stacked_form(self, num_ranks: int) -> ManualExpert | None:
-        """The experts as one, without copying a weight; ``None`` where that cannot be."""
-        form_of = num_ranks, list(map(torch.Tensor.data_ptr, self._parameters))
-        if self._form_of != form_of:
-            self._form, self._form_of = self._stack(num_ranks), form_of
-        return self._form
-
-    def _stack(self, num_ranks: int) -> ManualExpert | None:
-        # As torch does it for one of several experts: where rows are not contiguous the bias comes after the product.
-        within = num_ranks == 1
-        down = StackedLinear.of(self._down, adds_bias_within=True)
-        up = [None if down is None else StackedLinear.of(each, adds_bias_within=within) for each in self._up]
-        if any(each is None for each in up):
-            return None
-        form = copy.copy(self._first.form)
-        form.up, form.down = tuple(up), down
-        return form
-
-    def _form_of_backward(self, start: int, stop: int, num_ranks: int) -> ManualExpert | None:
-        """``None`` unless the cut lies in one whose hidden layers the forward has laid side by side."""
-        is_within_one = any(first <= start and stop <= last for first, last in self._cuts_at_once)
-        return self._stacked_form(num_ranks) if is_within_one else None
+    def _form(self, num_ranks: int) -> ManualExpert:
+        *up, down = self._stacked(num_ranks)
+        if self._form_of_slots is None:
+            self._form_of_slots = self._first.form.with_layers(up, down)
+        return self._form_of_slots
 
     def _kept(self, form: ManualExpert, x_NkcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of rows [N, k, c, M] what the rest needs, each [k, N, c, H]."""
         num_ranks, k, slots, _ = x_NkcM.shape
-        kept = form.kept(flat_rows(x_NkcM.transpose(0, 1)))
+        kept = form.kept(self._flat(x_NkcM))
         return tuple(each.view(k, num_ranks, slots, each.shape[-1]) for each in kept)
 
-    @property
-    def _alone(self) -> tuple[ManualCall, ...]:
-        if not self._calls:
-            options = {"needs_backward": self._needs_backward, "recompute": self._recompute, "contiguous": False}
-            self._calls = tuple(ManualCall(each, self._sums, **options) for each in self._experts)
-        return self._calls
-
-    def _back_one_by_one(self, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
-        check_unchanged(self._weights, self._versions)
-        calls = self._alone
-        went_at_once = any(first < stop and start < last for first, last in self._cuts_at_once)
-        read = self._read_each(start, stop) if went_at_once else None
-
-        def back(i: int, dy_NcM: torch.Tensor) -> torch.Tensor:
-            if read is None:
-                return calls[i].backward(start, stop, dy_NcM)
-            (x_NcM, *kept), read[i] = read[i], ()
-            dx_NcM, left = calls[i].gradient_of_rows(x_NcM, tuple(kept), dy_NcM)
-            calls[i].add_gradients(left)
-            return dx_NcM
-
-        return self._one_by_one(dy_NkcM, back)
-
-    def _read_each(self, start: int, stop: int) -> list[tuple[torch.Tensor | None, ...]]:
-        """Of each expert what a cut needs that went at once in part."""
-        within = {start, stop}
-        for first, last in self._cuts_at_once:
-            within.update(each for each in (first, last) if start < each < stop)
-        parts: list[list[tuple[torch.Tensor | None, ...]]] = []
-        for low, high in itertools.pairwise(sorted(within)):
-            if any(first <= low and high <= last for first, last in self._cuts_at_once):
-                x_NkcM, *kept = self._cuts.take(low, high)
-                rows = [None] * len(self._experts) if x_NkcM is None else x_NkcM.unbind(1)
-                parts.append(list(zip(rows, *(each.unbind() for each in kept), strict=True)))
-            else:
-                parts.append([call.cuts.take(low, high) for call in self._calls])
-        if len(parts) == 1:
-            return parts[0]
-        return [
-            tuple(None if each[0] is None else torch.cat(each, dim=1) for each in zip(*of_expert, strict=True))
-            for of_expert in zip(*parts, strict=True)
-        ]
-
-    def _check_is_new(self, start: int, stop: int) -> None:
-        for cuts in self.stores[:2]:
-            cuts.check_is_new(start, stop)
+    def _flat(self, x_NkcM: torch.Tensor) -> torch.Tensor:
+        return flat_rows(x_NkcM.transpose(0, 1))
 
     def _one_by_one(self, tensor_NkcM: torch.Tensor, way: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         parts = (way(i, tensor_NkcM[:, i]).unsqueeze(1) for i in range(len(self._experts)))
         return joined_parts(parts, len(self._experts))
-
-
-@dataclass(frozen=True)
-class ExpertRun:
-    """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
-
-    first: int
-    last: int
-    call: ManualCall | GraphCall | GroupedCall
-
-    def through(
-        self,
-        tensor_NeCM: torch.Tensor,
-        way: Callable[[ManualCall | GraphCall | GroupedCall, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """``way(call, theirs)`` of their part of [N, e, c, M]; [N, k, c, M]."""
-        if isinstance(self.call, GroupedCall):
-            return way(self.call, tensor_NeCM[:, self.first : self.last])
-        return way(self.call, tensor_NeCM[:, self.first]).unsqueeze(1)
 
 
 def runs_of(planned: Sequence[PlannedExpert | None], together: GroupedExperts) -> list[tuple[int, int]]:
@@ -297,53 +213,10 @@ def can_be_grouped(planned: PlannedExpert, x_RM: torch.Tensor) -> bool:
     return takes_grouped(widths, [x_RM.dtype, *(each.dtype for each in planned.weights)], x_RM.device)
 
 
-class GroupedRowsCall:
-    """Computes what calls of its experts would compute, on [R, M] with the rows expert by expert.
-
-    Args:
-        experts: k that have one structure, in their order.
-        sums: where weight gradients go.
-        needs_backward: whether to keep anything.
-        recompute: whether to keep the rows alone.
-        saved: where to keep it.
-    """
+class GroupedRowsCall(TogetherCall):
+    """Computes what calls of its experts would compute, on [R, M] with the rows expert by expert."""
 
     is_grouped = True
-
-    def __init__(
-        self,
-        experts: Sequence[PlannedExpert],
-        sums: GradientSums,
-        *,
-        needs_backward: bool,
-        recompute: bool,
-        saved: SavedRows,
-    ) -> None:
-        self._first = experts[0]
-        self._sums = sums
-        self._needs_backward = needs_backward
-        self._recompute = recompute
-        self._saved = saved
-        self._up = [[each.form.up[i] for each in experts] for i in range(len(self._first.form.up))]
-        self._down = [each.form.down for each in experts]
-        self._weights = [each.weight for each in itertools.chain(*self._up, self._down)]
-        self._versions = versions_of(self._weights) if needs_backward else []
-        self._stacks: list[StackedLinear] | None = None
-
-    @property
-    def stores(self) -> tuple[SavedRows, ...]:
-        """Return the stores of what is kept for the backward."""
-        return (self._saved,)
-
-    @classmethod
-    def of(cls, experts: Sequence[PlannedExpert], *args: GradientSums, **options: object) -> GroupedRowsCall | None:
-        """Return the call of experts whose weights lie side by side; ``None`` where they do not."""
-        call = cls(experts, *args, **options)
-        return call if call._stacked() is not None else None
-
-    def forget(self) -> None:
-        """Hold the weights' memory no longer, which somebody may want to move."""
-        self._stacks = None
 
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same shape.
@@ -354,43 +227,24 @@ class GroupedRowsCall:
             groups: where the rows of each expert lie.
         """
         form = self._form(groups)
-        kept = form.kept(x_RM)
-        if self._needs_backward:
-            keeps_rows = self._first.wants_up or self._recompute
-            hidden = () if self._recompute else (each.unsqueeze(0) for each in kept)
-            self._saved.put(chunk, (x_RM.unsqueeze(0) if keeps_rows else None, *hidden))
-        return form.down(form.hidden(kept))
+        return form.down(self._forth((chunk,), form, x_RM))
 
     def backward(
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
-        check_unchanged(self._weights, self._versions)
         form = self._form(groups)
-        x_1RM, *read = self._saved.take(chunk)
-        kept = tuple(each.unsqueeze(0) for each in form.kept(x_1RM[0])) if self._recompute else tuple(read)
-        del read
-        dx_RM, left = back_to_rows(form, kept, dy_RM.unsqueeze(0), weights)
-        del kept
-        if self._first.wants_any:
-            add = partial(add_grouped_gradients, groups=groups)
-            left.x_RM = x_1RM[0] if self._first.wants_up else None
-            left.add_gradients(self._sums, self._first.form, add, self._up, self._down)
-        return dx_RM
+        return self._back((chunk,), form, form.up, form.down, dy_RM, weights)
 
-    def _stacked(self) -> list[StackedLinear] | None:
-        """The weights of each layer as one tensor, without a copy; ``None`` where that cannot be."""
-        if self._stacks is None:
-            found = [StackedLinear.of(each, adds_bias_within=False) for each in (*self._up, self._down)]
-            self._stacks = None if any(each is None for each in found) else found
-        return self._stacks
+    def _kept(self, form: ManualExpert, x_RM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return form.kept(x_RM)
+
+    def _flat(self, x_RM: torch.Tensor) -> torch.Tensor:
+        return x_RM
 
     def _form(self, groups: RowGroups) -> ManualExpert:
         """The experts as one, for rows that lie there."""
-        stacks = self._stacked()
-        if stacks is None:
-            raise RuntimeError("the weights of the experts were moved apart between the forward and its backward")
-        form = copy.copy(self._first.form)
-        *up, form.down = (GroupedLinear(each.weight_kOI, each.bias_kO, groups) for each in stacks)
-        form.up = tuple(up)
-        return form
+        *up, down = (
+            GroupedLinear(each.linears, each.weight_kOI, each.bias_kO, groups=groups) for each in self._stacked(1)
+        )
+        return self._first.form.with_layers(up, down)

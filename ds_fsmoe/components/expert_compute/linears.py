@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -100,36 +100,61 @@ class LinearWeights:
 
     @classmethod
     def of(cls, linear: nn.Linear) -> LinearWeights:
-        return cls(linear.weight, linear.bias, _adds_bias(linear), linear.in_features)
+        adds_bias = linear.bias is not None and type(linear) is not UnbiasedShardLinear
+        return cls(linear.weight, linear.bias, adds_bias, linear.in_features)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., I] to [..., O]."""
         return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
+    def rows_gradient(self, dy_RO: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results [R, O] to that of the rows [R, I]."""
+        return dy_RO @ self.weight
 
-def _adds_bias(linear: nn.Linear | LinearWeights) -> bool:
-    if type(linear) is LinearWeights:
-        return linear.adds_bias
-    return linear.bias is not None and type(linear) is not UnbiasedShardLinear
+    def add_bias_products(self, dy_RO: torch.Tensor, to: RowWeights) -> None:
+        """Add the part that the bias has in the gradients of the results' weights."""
+        if self.adds_bias:
+            to.add_products(dy_RO, self.bias.expand_as(dy_RO))
+
+    def wants_rows(self, sums: GradientSums) -> bool:
+        """Whether :meth:`add_gradients` needs the rows."""
+        return sums.wants(self.weight)
+
+    def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
+        """Add the gradients of weight and bias.
+
+        Args:
+            sums: where to.
+            dy_RO: [R, O], the gradient of its results.
+            x_RI: [R, I], its rows; may be ``None`` where the weight wants no gradient.
+        """
+        if x_RI is not None and sums.wants(self.weight):
+            sums.sum_of(self.weight).add_product(dy_RO.t(), x_RI)
+        if sums.wants(self.bias):
+            sums.sum_of(self.bias).add(dy_RO.sum(0) if self.adds_bias else torch.zeros_like(self.bias))
 
 
 @dataclass(frozen=True)
 class StackedLinear:
-    """k linear layers of one shape, each for rows of its own."""
+    """k linear layers of one shape, each for rows of its own, all of which want the same gradients."""
 
+    linears: Sequence[LinearWeights]
     weight_kOI: torch.Tensor
     bias_kO: torch.Tensor | None
     """Of those that add it."""
-    adds_bias_within: bool
+    adds_bias_within: bool = False
     """Whether the bias is added within the product, with one rounding, or after it, with two."""
 
     @classmethod
-    def of(cls, linears: Sequence[nn.Linear | LinearWeights], adds_bias_within: bool) -> StackedLinear | None:
-        """Those of k experts without copying a weight, or ``None`` where weights or biases do not lie side by side."""
-        weight_kOI = stacked([linear.weight for linear in linears])
-        if weight_kOI is None or not _adds_bias(linears[0]):
-            return None if weight_kOI is None else cls(weight_kOI, None, adds_bias_within)
-        bias_kO = stacked([linear.bias for linear in linears])
-        return None if bias_kO is None else cls(weight_kOI, bias_kO, adds_bias_within)
+    def of(cls, linears: Sequence[LinearWeights], adds_bias_within: bool, may_copy: bool) -> StackedLinear | None:
+        """Those of k experts without copying a weight; where weights or biases do not lie side by side ``None``, or
+        with ``may_copy`` a copy."""
+        whole_of = partial(_whole, may_copy=may_copy)
+        weight_kOI = whole_of([linear.weight for linear in linears])
+        if weight_kOI is None or not linears[0].adds_bias:
+            return None if weight_kOI is None else cls(linears, weight_kOI, None, adds_bias_within)
+        bias_kO = whole_of([linear.bias for linear in linears])
+        return None if bias_kO is None else cls(linears, weight_kOI, bias_kO, adds_bias_within)
 
     def __call__(self, x_kRI: torch.Tensor) -> torch.Tensor:
         """To [k, R, O]."""
@@ -140,15 +165,36 @@ class StackedLinear:
             return torch.baddbmm(self.bias_kO.unsqueeze(1), x_kRI, weight_kIO)
         return torch.bmm(x_kRI, weight_kIO).add_(self.bias_kO.unsqueeze(1))
 
+    def rows_gradient(self, dy_kRO: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results [k, R, O] to that of the rows [k, R, I]."""
+        return torch.bmm(dy_kRO, self.weight_kOI)
+
+    def wants_rows(self, sums: GradientSums) -> bool:
+        """See :meth:`LinearWeights.wants_rows`."""
+        return sums.wants(self.linears[0].weight)
+
+    def add_gradients(self, sums: GradientSums, dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None) -> None:
+        """See :meth:`LinearWeights.add_gradients`."""
+        if x_kRI is not None and self.wants_rows(sums):
+            sums.add_product([linear.weight for linear in self.linears], dy_kRO.transpose(1, 2), x_kRI)
+        self._add_of_bias(sums, dy_kRO, lambda: dy_kRO.sum(1))
+
+    def _add_of_bias(self, sums: GradientSums, dy: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
+        if sums.wants(self.linears[0].bias):
+            gradient_kO = make() if self.linears[0].adds_bias else dy.new_zeros(len(self.linears), dy.shape[-1])
+            sums.add([linear.bias for linear in self.linears], gradient_kO)
+
+
+def _whole(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | None:
+    whole = stacked(tensors)
+    return torch.stack([each.detach() for each in tensors]) if whole is None and may_copy else whole
+
 
 @dataclass(frozen=True)
-class GroupedLinear:
-    """k linear layers of one shape, each for some of the rows, which lie expert by expert."""
+class GroupedLinear(StackedLinear):
+    """k linear layers of one shape, each for some of the rows [R, I], which lie expert by expert."""
 
-    weight_kOI: torch.Tensor
-    bias_kO: torch.Tensor | None
-    """Of those that add it."""
-    groups: RowGroups
+    groups: RowGroups = field(kw_only=True)
     """Where the rows of each lie."""
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
@@ -156,90 +202,25 @@ class GroupedLinear:
         y_RO = grouped_products.product(x_RI, self.weight_kOI, False, self.groups)
         return y_RO if self.bias_kO is None else y_RO.add_(self.groups.rows_of_each(self.bias_kO))
 
+    def rows_gradient(self, dy_RO: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results [R, O] to that of the rows [R, I]."""
+        return grouped_products.grouped_rows_gradient(dy_RO, self.weight_kOI, False, self.groups)
 
-def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, x: torch.Tensor) -> torch.Tensor:
-    """[..., I] to [..., O]; [k, R, I] to [k, R, O] for a stacked one."""
-    if type(linear) is nn.Linear or type(linear) is UnbiasedShardLinear:  # hooks of theirs are not to run
-        return F.linear(x, linear.weight, linear.bias if _adds_bias(linear) else None)
-    return linear(x)
+    def add_bias_products(self, dy_RO: torch.Tensor, to: RowWeights) -> None:
+        """See :meth:`LinearWeights.add_bias_products`."""
+        if self.bias_kO is not None:
+            to.add_products(dy_RO, self.groups.rows_of_each(self.bias_kO))
 
-
-def rows_gradient(
-    linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, dy_RO: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the results [R, O] to that of the rows [R, I]; [k, R, O] to [k, R, I] for a stacked one."""
-    if type(linear) is GroupedLinear:
-        return grouped_products.grouped_rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
-    return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
-
-
-def add_bias_products(linear: nn.Linear | LinearWeights | GroupedLinear, dy_RO: torch.Tensor, to: RowWeights) -> None:
-    """Add the part that a layer's bias has in the gradients of its results' weights."""
-    if type(linear) is GroupedLinear:
-        if linear.bias_kO is not None:
-            to.add_products(dy_RO, linear.groups.rows_of_each(linear.bias_kO))
-    elif _adds_bias(linear):
-        to.add_products(dy_RO, linear.bias.expand_as(dy_RO))
+    def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
+        """See :meth:`LinearWeights.add_gradients`."""
+        if x_RI is not None and self.wants_rows(sums):
+            rows = x_RI, dy_RO, False, self.groups
+            make = partial(grouped_products.weight_gradient, *rows)
+            add_to = partial(grouped_products.add_weight_gradient, *rows)
+            sums.add_made([linear.weight for linear in self.linears], make, add_to)
+        self._add_of_bias(sums, dy_RO, lambda: grouped_products.bias_gradient(dy_RO, self.groups))
 
 
-def add_gradients(
-    sums: GradientSums, linear: nn.Linear | LinearWeights, dy_RO: torch.Tensor, x_RI: torch.Tensor | None
-) -> None:
-    """Add the gradients of weight and bias.
-
-    Args:
-        sums: where to.
-        linear: a plain linear layer.
-        dy_RO: [R, O], the gradient of its results.
-        x_RI: [R, I], its rows; may be ``None`` where the weight wants no gradient.
-    """
-    if x_RI is not None and sums.wants(linear.weight):
-        sums.add_product(linear.weight, dy_RO.t(), x_RI)
-    if sums.wants(linear.bias):
-        if not _adds_bias(linear):
-            sums.add(linear.bias, torch.zeros_like(linear.bias))
-        else:
-            sums.add(linear.bias, dy_RO.sum(0))
-
-
-def add_stacked_gradients(
-    sums: GradientSums, linears: Sequence[nn.Linear | LinearWeights], dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None
-) -> None:
-    """:func:`add_gradients` for layers of one shape in k experts, all of which want the same."""
-    if x_kRI is not None and sums.wants(linears[0].weight):
-        sums.add_products([linear.weight for linear in linears], dy_kRO.transpose(1, 2), x_kRI)
-    if sums.wants(linears[0].bias):
-        if not _adds_bias(linears[0]):
-            gradient_kO = dy_kRO.new_zeros(dy_kRO.shape[0], dy_kRO.shape[2])
-        else:
-            gradient_kO = dy_kRO.sum(1)
-        sums.add_each([linear.bias for linear in linears], gradient_kO)
-
-
-def add_grouped_gradients(
-    sums: GradientSums,
-    linears: Sequence[nn.Linear | LinearWeights],
-    dy_RO: torch.Tensor,
-    x_RI: torch.Tensor | None,
-    groups: RowGroups,
-) -> None:
-    """:func:`add_gradients` for layers of one shape in k experts, whose rows lie expert by expert.
-
-    Args:
-        sums: where to.
-        linears: k plain linear layers, all of which want the same.
-        dy_RO: [R, O], the gradient of their results.
-        x_RI: [R, I], their rows; may be ``None`` where the weights want no gradient.
-        groups: where the rows of each lie.
-    """
-    if x_RI is not None and sums.wants(linears[0].weight):
-        rows = x_RI, dy_RO, False, groups
-        make = partial(grouped_products.weight_gradient, *rows)
-        add_to = partial(grouped_products.add_weight_gradient, *rows)
-        sums.add_made([linear.weight for linear in linears], make, add_to)
-    if sums.wants(linears[0].bias):
-        if not _adds_bias(linears[0]):
-            gradient_kO = dy_RO.new_zeros(len(linears), dy_RO.shape[1])
-        else:
-            gradient_kO = grouped_products.bias_gradient(dy_RO, groups)
-        sums.add_each([linear.bias for linear in linears], gradient_kO)
+def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear, x: torch.Tensor) -> torch.Tensor:
+    """Apply a layer to rows, without the hooks that a module may have."""
+    return (LinearWeights.of(linear) if isinstance(linear, nn.Module) else linear)(x)

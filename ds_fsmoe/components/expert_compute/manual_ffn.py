@@ -6,9 +6,10 @@ Letters: N ranks the rows came from, c slots, R = N * c rows, M width, H hidden 
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,12 @@ class ManualExpert(ABC):
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
         return (*self.up, self.down)
+
+    def with_layers(self, up: Iterable[Any], down: Any) -> ManualExpert:
+        """The same computation with other layers; they are called as these are."""
+        other = copy.copy(self)
+        other.up, other.down = tuple(up), down
+        return other
 
     @abstractmethod
     def kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:

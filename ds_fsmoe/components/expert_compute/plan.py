@@ -7,7 +7,6 @@ of it is compared with what it was; by identity, and in one pass that hardly tou
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections.abc import Hashable, Sequence
@@ -43,6 +42,10 @@ class PlannedExpert:
 
     form: ManualExpert
     """With its layers as weights, where nobody can tell."""
+    up: tuple[LinearWeights, ...]
+    """The layers of ``form.up``."""
+    down: LinearWeights
+    """The layer of ``form.down``."""
     weights: tuple[nn.Parameter, ...]
     """These are the parameters of all its layers."""
     wants_up: bool
@@ -58,6 +61,7 @@ class PlannedExpert:
     def of(cls, form: ManualExpert) -> PlannedExpert:
         wanted = [(linear.weight.requires_grad, _is_wanted(linear.bias)) for linear in form.linears]
         wants_up = any(weight for weight, _ in wanted[:-1])
+        up, down = tuple(map(LinearWeights.of, form.up)), LinearWeights.of(form.down)
         structure = None
         if type(form) in _FORMS:
             layers = [
@@ -65,13 +69,11 @@ class PlannedExpert:
                 for each in form.linears
             ]
             structure = type(form), form.activation, *layers, *wanted
-            planned = copy.copy(form)
-            planned.up, planned.down = tuple(map(LinearWeights.of, form.up)), LinearWeights.of(form.down)
-            form = planned
+            form = form.with_layers(up, down)
         weights = tuple(linear.weight for linear in form.linears)
         fills_lines = not any(each.shape[1] * each.element_size() % _ALIGNED_BYTES for each in weights)
         may_pay = fills_lines and all(each.requires_grad for each in weights)
-        return cls(form, weights, wants_up, any(map(any, wanted)), structure, may_pay)
+        return cls(form, up, down, weights, wants_up, any(map(any, wanted)), structure, may_pay)
 
 
 def _is_wanted(parameter: nn.Parameter | None) -> bool:
@@ -101,9 +103,8 @@ class ExpertPlan:
         self.wanted = frozenset(id(each) for each in self._parameters if each.requires_grad)
         """The ids of the parameters that require a gradient."""
         forms = [manual_form(each) if runs_unobserved(each) else None for each in experts]
-        self.written: tuple[ManualExpert | None, ...] = tuple(forms)
-        """Of each expert the written-out form, if it is computed by that outside of autocast."""
         self.planned = tuple(None if form is None else PlannedExpert.of(form) for form in forms)
+        """Of each expert how it is computed by its written-out form outside of autocast, if it is."""
         self.device_types = tuple({each.down.weight.device.type: None for each in forms if each is not None})
         """Where those are, for autocast."""
 

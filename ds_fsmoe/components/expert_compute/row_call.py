@@ -13,19 +13,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
-from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, GraphCall
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.linears import RowWeights
-from ds_fsmoe.components.expert_compute.manual_call import ManualCall
-
-if TYPE_CHECKING:
-    from ds_fsmoe.components.expert_compute.grouped_call import GroupedRowsCall
-    from ds_fsmoe.components.expert_compute.stacked_forms import AutogradStackedFFN, ManualStackedFFN
+from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 
 class ChunkRows(Protocol):
@@ -63,51 +60,31 @@ class CallRows(Protocol):
         """[rows] int64: of each row in the backward's chunks its number among those of the forward."""
 
 
-@dataclass(frozen=True)
-class SizedChunk:
-    """Is a :class:`ChunkRows`."""
+def sizes_of_call(sizes: Sequence[list[int]], ends: torch.Tensor) -> CallRows:
+    """Return the sizes of a call whose backward has the chunks of the forward.
 
-    of_experts: list[int]
-
-
-@dataclass(frozen=True)
-class SizedPhase:
-    """Is a :class:`PhaseRows`."""
-
-    chunks: Sequence[SizedChunk]
-    ends: torch.Tensor
+    Args:
+        sizes: for each chunk the rows of each expert.
+        ends: [chunks, e] int32: where the rows of each expert end in a chunk.
+    """
+    phase: Any = SimpleNamespace(chunks=[SimpleNamespace(of_experts=each) for each in sizes], ends=ends)
+    call: Any = SimpleNamespace(forward=phase, backward=phase, expert_order=None)
+    return call
 
 
-@dataclass(frozen=True)
-class SizedCall:
-    """Is a :class:`CallRows` whose backward has the chunks of the forward."""
-
-    forward: SizedPhase
-    expert_order: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, sizes: Sequence[list[int]], ends: torch.Tensor) -> SizedCall:
-        """Return the sizes of a call.
-
-        Args:
-            sizes: for each chunk the rows of each expert.
-            ends: [chunks, e] int32: where the rows of each expert end in a chunk.
-        """
-        return cls(SizedPhase([SizedChunk(each) for each in sizes], ends))
-
-    @property
-    def backward(self) -> SizedPhase:
-        """The sizes of the backward."""
-        return self.forward
+def saved_rows(rows: CallRows) -> SavedRows:
+    """Return where to keep what a call makes of its rows."""
+    sizes = (sum(each.of_experts) for each in rows.backward.chunks)
+    return SavedRows(rows.expert_order, (0, *itertools.accumulate(sizes)))
 
 
 @dataclass(frozen=True)
-class RowRun:
+class ExpertRun:
     """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
 
     first: int
     last: int
-    call: ManualCall | GraphCall | GroupedRowsCall | ManualStackedFFN | AutogradStackedFFN
+    call: Any
     is_single: bool
     """Whether it is the call of one expert, which is told the places of its rows among all that it has in a call."""
 
@@ -122,7 +99,9 @@ class KeptCall:
         needs_backward: whether to keep anything.
     """
 
-    def __init__(self, runs: Sequence[Any], sums: GradientSums, autocast: AutocastState, needs_backward: bool) -> None:
+    def __init__(
+        self, runs: Sequence[ExpertRun], sums: GradientSums, autocast: AutocastState, needs_backward: bool
+    ) -> None:
         self._runs = tuple(runs)
         self._sums = sums
         self._autocast = autocast
@@ -165,7 +144,7 @@ class RowCall(KeptCall):
 
     def __init__(
         self,
-        runs: Sequence[RowRun],
+        runs: Sequence[ExpertRun],
         sums: GradientSums,
         autocast: AutocastState,
         needs_backward: bool,
@@ -199,8 +178,11 @@ class RowCall(KeptCall):
             weights_R: of the results in the sums of their tokens.
             gradients_R: what the gradients of these are added to.
         """
-        self._check_backward(chunk)
-        weights = _row_weights(weights_R, gradients_R)
+        self._check_is_kept()
+        if chunk in self._returned:
+            raise ValueError(f"chunk {chunk} came back twice")
+        self._returned.add(chunk)
+        weights = None if weights_R is None or gradients_R is None else RowWeights(weights_R, gradients_R)
         return self._through("backward", self._rows.backward, chunk, dy_RM, weights)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
@@ -216,12 +198,6 @@ class RowCall(KeptCall):
             raise RuntimeError(f"gradients are incomplete: chunks {sorted(missing)} have not come back")
         self._returned = set()
         return self._sums.take()
-
-    def _check_backward(self, chunk: int) -> None:
-        self._check_is_kept()
-        if chunk in self._returned:
-            raise ValueError(f"chunk {chunk} came back twice")
-        self._returned.add(chunk)
 
     def _through(
         self, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor, weights: RowWeights | None = None
@@ -242,7 +218,7 @@ class RowCall(KeptCall):
 
     def _of_run(
         self,
-        run: RowRun,
+        run: ExpertRun,
         way: str,
         phase: PhaseRows,
         chunk: int,
@@ -257,10 +233,6 @@ class RowCall(KeptCall):
         if run.first:
             ends = ends - phase.ends[chunk, run.first - 1]
         return do(chunk, tensor_RM, RowGroups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
-
-
-def _row_weights(weights_R: torch.Tensor | None, gradients_R: torch.Tensor | None) -> RowWeights | None:
-    return None if weights_R is None or gradients_R is None else RowWeights(weights_R, gradients_R)
 
 
 def _ranges(phase: PhaseRows) -> list[list[tuple[int, int]]]:

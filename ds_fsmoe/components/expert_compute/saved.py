@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 
-# ---- Tensors kept by the cuts of the forward and read by those of the backward
-
-
 _PLACE = operator.itemgetter(0)
+_Tensors = tuple[torch.Tensor | None, ...]
+"""``None`` among tensors is nothing, and comes back as ``None``."""
 
 
 class _Saved:
     """Tensors by the place of their chunk, in the order of places.
 
     What was put here stays until this object is dropped, and may be read any number of times. What was given away and
-    has come back is read once, so that memory falls while a backward proceeds. ``None`` among tensors is nothing, and
-    comes back as ``None``.
+    has come back is read once, so that memory falls while a backward proceeds.
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[Any, tuple[torch.Tensor | None, ...]] = {}
+        self._pieces: dict[Any, _Tensors] = {}
 
     def release(self) -> list[torch.Tensor | None]:
         """Give all tensors away, for somebody else to keep until :meth:`restore`."""
@@ -44,9 +42,8 @@ class _Saved:
 class SavedActivations(_Saved):
     """What one forward call keeps: for each of its cuts [start, stop) of the capacity some tensors.
 
-    The capacity is one dimension of every tensor, so a cut's tensors are [N, stop - start, ...] where it is 1. What was
-    put here stays until this object is dropped, and may be read any number of times. What was given away and has come
-    back is read once: a piece goes when all its slots have been taken, so that memory falls while a backward proceeds.
+    The capacity is one dimension of every tensor, so a cut's tensors are [N, stop - start, ...] where it is 1. Of what
+    is read once a piece goes when all its slots have been taken.
     """
 
     def __init__(self, dim: int = 1) -> None:
@@ -59,34 +56,26 @@ class SavedActivations(_Saved):
         self._slots_left: dict[int, int] | None = None
         """First slot of a piece -> how many of its slots have not been taken; ``None`` while everything stays."""
 
-    def put(self, start: int, stop: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """Keep the tensors of a cut. ``None`` among them is nothing, and comes back as ``None``.
+    def put(self, start: int, stop: int, tensors: _Tensors) -> None:
+        """Keep the tensors of a cut.
 
         Raises:
             ValueError: some of its slots are here already.
         """
-        self.check_is_new(start, stop)
+        for first, last in self._pieces:
+            if first < stop and start < last and start < stop and first < last:
+                raise ValueError(f"slots [{start}, {stop}) were given twice: [{first}, {last}) came before")
         is_last = not self._pieces or next(reversed(self._pieces)) < (start, stop)
         self._pieces[start, stop] = tensors
         if not is_last:
             self._pieces = dict(sorted(self._pieces.items(), key=_PLACE))
-
-    def check_is_new(self, start: int, stop: int) -> None:
-        """Refuse a cut some of whose slots are here already.
-
-        Raises:
-            ValueError: they are.
-        """
-        for first, last in self._pieces:
-            if first < stop and start < last and start < stop and first < last:
-                raise ValueError(f"slots [{start}, {stop}) were given twice: [{first}, {last}) came before")
 
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
         """See :meth:`_Saved.restore`."""
         super().restore(tensors)
         self._slots_left = {start: stop - start for start, stop in self._pieces}
 
-    def take(self, start: int, stop: int) -> tuple[torch.Tensor | None, ...]:
+    def take(self, start: int, stop: int) -> _Tensors:
         """The tensors of any cut: views where it lies inside one of the forward's, copies where it spans several.
 
         Raises:
@@ -95,7 +84,7 @@ class SavedActivations(_Saved):
         if not self._pieces:
             raise ValueError(f"slots [{start}, {stop}): nothing has come through the forward yet")
         if start == stop:  # no slots: none of any piece
-            return tuple([_narrow(tensor, self._dim, 0, 0) for tensor in next(iter(self._pieces.values()))])
+            return self._part(next(iter(self._pieces.values())), 0, 0)
         parts, reached = [], start
         for (first, last), tensors in list(self._pieces.items()):
             low, high = first if first > start else start, last if last < stop else stop
@@ -107,9 +96,7 @@ class SavedActivations(_Saved):
         if reached != stop:
             known = ", ".join(f"[{first}, {last})" for first, last in self._pieces)
             raise ValueError(f"slots [{start}, {stop}): only {known} came through the forward")
-        if len(parts) == 1:
-            return parts[0]
-        return tuple(None if each[0] is None else torch.cat(each, self._dim) for each in zip(*parts, strict=True))
+        return parts[0] if len(parts) == 1 else _joined(parts, self._dim)
 
     def _note_taken(self, first: int, last: int, num_slots: int) -> None:
         if self._slots_left is None:
@@ -124,25 +111,15 @@ class SavedActivations(_Saved):
             parts = self._part(tensors, 0, 0) if is_first else (None,) * len(tensors)
             self._pieces[first, last] = tuple([None if each is None else torch.empty_like(each) for each in parts])
 
-    def _part(
-        self, tensors: tuple[torch.Tensor | None, ...], start: int, length: int
-    ) -> tuple[torch.Tensor | None, ...]:
-        return tuple([_narrow(each, self._dim, start, length) for each in tensors])
-
-
-def _narrow(tensor: torch.Tensor | None, dim: int, start: int, length: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor.narrow(dim, start, length)
-
-
-# ---- Tensors kept by the chunks of the forward and read by those of the backward, for several experts together
+    def _part(self, tensors: _Tensors, start: int, length: int) -> _Tensors:
+        return tuple([None if each is None else each.narrow(self._dim, start, length) for each in tensors])
 
 
 class SavedRows(_Saved):
-    """What one forward call keeps of several experts: for each chunk some tensors [1, rows, ...].
+    """What one forward call keeps of several experts: for each chunk some tensors [rows, ...].
 
     Within a chunk rows lie expert by expert. Where the backward has other chunks, its rows are picked from all of them
-    by number. What was put here stays until this object is dropped, and may be read any number of times. What was
-    given away and has come back is read once, so that memory falls while a backward proceeds.
+    by number.
 
     Args:
         order: [rows] int64, of each row in the backward's chunks its number among those of the forward; ``None``
@@ -154,12 +131,12 @@ class SavedRows(_Saved):
         super().__init__()
         self._order = order
         self._bounds = bounds
-        self._is_read_once = False
-        self._whole: tuple[torch.Tensor | None, ...] | None = None
-        self._left: set[int] = set()
+        self._whole: _Tensors | None = None
+        self._left: set[int] | None = None
+        """The chunks that have not been taken; ``None`` while everything stays."""
 
-    def put(self, chunk: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """Keep the tensors of a chunk of the forward. ``None`` among them is nothing, and comes back as ``None``.
+    def put(self, chunk: int, tensors: _Tensors) -> None:
+        """Keep the tensors of a chunk of the forward.
 
         Raises:
             ValueError: the chunk is here already.
@@ -176,9 +153,9 @@ class SavedRows(_Saved):
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
         """See :meth:`_Saved.restore`."""
         super().restore(tensors)
-        self._is_read_once, self._left = True, set(range(len(self._bounds) - 1))
+        self._left = set(range(len(self._bounds) - 1))
 
-    def take(self, chunk: int) -> tuple[torch.Tensor | None, ...]:
+    def take(self, chunk: int) -> _Tensors:
         """The tensors of a chunk of the backward.
 
         Raises:
@@ -186,24 +163,24 @@ class SavedRows(_Saved):
         """
         if not self._pieces:
             raise ValueError("nothing has come through the forward yet")
-        if self._is_read_once:
+        if self._left is not None:
             if chunk not in self._left:
                 raise ValueError(f"chunk {chunk} is read a second time, and may be gone: restore it first")
             self._left.remove(chunk)
         if self._order is None:
             tensors = self._pieces[chunk]
-            if self._is_read_once:
+            if self._left is not None:
                 self._pieces[chunk] = (None,) * len(tensors)
             return tensors
         if self._whole is None:
-            self._whole = tuple(map(_joined, zip(*self._pieces.values(), strict=True)))
-            if self._is_read_once:
+            self._whole = _joined(list(self._pieces.values()), dim=0)
+            if self._left is not None:
                 self._pieces = {each: (None,) * len(piece) for each, piece in self._pieces.items()}
         whole, order = self._whole, self._order[self._bounds[chunk] : self._bounds[chunk + 1]]
-        if self._is_read_once and not self._left:
+        if self._left is not None and not self._left:
             self._whole = None
-        return tuple(None if each is None else each.index_select(1, order) for each in whole)
+        return tuple(None if each is None else each.index_select(0, order) for each in whole)
 
 
-def _joined(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    return None if parts[0] is None else torch.cat(parts, dim=1)
+def _joined(pieces: Sequence[_Tensors], dim: int) -> _Tensors:
+    return tuple([None if parts[0] is None else torch.cat(parts, dim) for parts in zip(*pieces, strict=True)])

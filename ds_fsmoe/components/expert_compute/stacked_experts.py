@@ -23,8 +23,13 @@ from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall
-from ds_fsmoe.components.expert_compute.saved import SavedRows
+from ds_fsmoe.components.expert_compute.row_call import (
+    CallRows,
+    ExpertRun,
+    RowCall,
+    saved_rows,
+    sizes_of_call,
+)
 from ds_fsmoe.components.expert_compute.stacked_forms import AutogradStackedFFN, ManualStackedFFN, OwnForward
 from ds_fsmoe.ops import Ops
 
@@ -58,30 +63,13 @@ class StackedExperts:
     ) -> None:
         self.experts = (module,)
         self.path = path
-        self._module = module
-        self._contract = contract
-        self._own_forward = own_forward
+        self.module, self.contract, self.own_forward = module, contract, own_forward
         self._adapters = tuple(adapters)
         self.gate = Gate(module, contract.has_gate, ops)
         """Computes the part between the two products."""
         of_adapters = [parameter for each in self._adapters for parameter in each.parameters]
         self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters)))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module of the experts."""
-        return self._module
-
-    @property
-    def contract(self) -> Contract:
-        """Return what the module says of its weights."""
-        return self._contract
-
-    @property
-    def own_forward(self) -> OwnForward | None:
-        """The module's own forward, where it computes something else than the contract says."""
-        return self._own_forward
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -91,21 +79,21 @@ class StackedExperts:
     @property
     def num_experts(self) -> int:
         """The number of experts of this rank."""
-        return int(self._module.num_experts)
+        return int(self.module.num_experts)
 
     def written_now(self) -> tuple[Any, ...]:
         """Return the contract where the experts are computed by the written form, ``None`` where by autograd."""
-        return (self._contract if self._own_forward is None else None,)
+        return (self.contract if self.own_forward is None else None,)
 
     def kept_of_a_row(self, recompute: bool) -> tuple[int, int]:
         """Return how many numbers of a row, and of what is made of it, a call keeps for its backward."""
-        contract = self._contract
-        up = shape_of(getattr(self._module, contract.up)) or (0, 0, 0)
+        contract = self.contract
+        up = shape_of(getattr(self.module, contract.up)) or (0, 0, 0)
         width, hidden = up[1:] if contract.is_transposed else up[:0:-1]
         of_up = [each.parameters for each in self._adapters if each.weight == contract.up]
-        trains = any(each.requires_grad for each in (getattr(self._module, contract.up), *itertools.chain(*of_up)))
-        is_kept = recompute or self._own_forward is not None or trains
-        return width if is_kept else 0, 0 if recompute or self._own_forward is not None else hidden
+        trains = any(each.requires_grad for each in (getattr(self.module, contract.up), *itertools.chain(*of_up)))
+        is_kept = recompute or self.own_forward is not None or trains
+        return width if is_kept else 0, 0 if recompute or self.own_forward is not None else hidden
 
     def call_rows(
         self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
@@ -116,24 +104,23 @@ class StackedExperts:
 
     def _call_rows(self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, recompute: bool) -> RowCall:
         sums, devices = GradientSums(self.parameters), dict.fromkeys(("cpu", x_RM.device.type))
-        bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
-        saved = SavedRows(rows.expert_order, bounds)
+        saved = saved_rows(rows)
         form: ManualStackedFFN | AutogradStackedFFN
-        if self._own_forward is None:
+        if self.own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
             of_call = sums, saved, needs_backward, recompute, dtype
-            form = ManualStackedFFN(self._module, self._contract, *of_call, self.gate, self._adapters)
+            form = ManualStackedFFN(self.module, self.contract, *of_call, self.gate, self._adapters)
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
             of_call = sums, saved, needs_backward, keeps_graph, self._adapters
-            form = AutogradStackedFFN(self._module, self._own_forward, *of_call, self._contract.is_transposed)
-        run = RowRun(0, self.num_experts, form, is_single=False)
+            form = AutogradStackedFFN(self.module, self.own_forward, *of_call, self.contract.is_transposed)
+        run = ExpertRun(0, self.num_experts, form, is_single=False)
         return RowCall([run], sums, AutocastState.now(devices), needs_backward, rows)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""
         ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=x_RM.device)
-        return self.call_rows(False, SizedCall.of([sizes], ends.unsqueeze(0)), x_RM).forward(0, x_RM)
+        return self.call_rows(False, sizes_of_call([sizes], ends.unsqueeze(0)), x_RM).forward(0, x_RM)
 
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> SlotsCall:
         """One call on slots, all of one cut: to be measured, since such a layer always sends rows."""
@@ -146,33 +133,24 @@ class SlotsCall:
 
     def __init__(self, experts: StackedExperts, needs_backward: bool, recompute: bool) -> None:
         self._experts, self._needs_backward, self._recompute = experts, needs_backward, recompute
-        self._call: RowCall | None = None
+        self._call: RowCall
 
     def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor:
         """[N, e, c, M] to the same."""
         ranks, num_experts, slots, _ = x_NecM.shape
         ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=x_NecM.device) * (ranks * slots)
-        rows = SizedCall.of([[ranks * slots] * num_experts], ends.unsqueeze(0))
+        rows = sizes_of_call([[ranks * slots] * num_experts], ends.unsqueeze(0))
         x_RM = _as_rows(x_NecM)
         self._call = self._experts.call_rows(self._needs_backward, rows, x_RM, recompute=self._recompute)
         return _as_slots(self._call.forward(0, x_RM), x_NecM.shape)
 
     def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor:
         """The gradient of the results to that of the slots."""
-        return _as_slots(self._made().backward(0, _as_rows(dy_NecM)), dy_NecM.shape)
+        return _as_slots(self._call.backward(0, _as_rows(dy_NecM)), dy_NecM.shape)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """See :meth:`RowCall.gradients`."""
-        return self._made().gradients()
-
-    def release(self) -> list[torch.Tensor | None]:
-        """See :meth:`RowCall.release`."""
-        return self._made().release()
-
-    def _made(self) -> RowCall:
-        if self._call is None:
-            raise RuntimeError("nothing has come through the forward yet")
-        return self._call
+        return self._call.gradients()
 
 
 def _as_rows(x_NecM: torch.Tensor) -> torch.Tensor:

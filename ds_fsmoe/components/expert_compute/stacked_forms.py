@@ -16,19 +16,21 @@ from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute import grouped_products as products
 from ds_fsmoe.components.expert_compute.adapters import Adapter
+from ds_fsmoe.components.expert_compute.autograd_call import as_it_is
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.linears import RowWeights
-from ds_fsmoe.components.expert_compute.manual_call import check_unchanged, versions_of
+from ds_fsmoe.components.expert_compute.manual_call import WrittenCall
+from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.saved import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
 """``(hidden_states, top_k_index, top_k_weights) -> hidden_states`` of the module of the experts."""
 
 
-class ManualStackedFFN:
+class ManualStackedFFN(WrittenCall):
     """The products written out. Kept are the rows and what the first product makes of them; the rest is made again.
 
     Args:
@@ -42,6 +44,8 @@ class ManualStackedFFN:
         adapters: what is added to weights.
     """
 
+    _goes_on = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -54,163 +58,164 @@ class ManualStackedFFN:
         gate: Gate,
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        self._gate = gate
-        self._module, self._contract, self._sums, self._saved = module, contract, sums, saved
+        self._gate, self._module, self._contract, self._dtype = gate, module, contract, dtype
         # The module may have others by the time of the backward, as after torch.func.functional_call.
         self._parameters = dict(module._parameters)
         self._norm = dict(module.post_expert_norm.named_parameters()) if contract.has_post_expert_norm else {}
-        self._adapters: dict[str, list[Adapter]] = {}
-        for each in adapters:
-            self._adapters.setdefault(each.weight, []).append(each)
-        self._needs_backward, self._recompute, self._dtype = needs_backward, recompute, dtype
+        self._adapters = adapters
         weights = [getattr(module, each) for each in (contract.up, contract.down)]
         widths = (size for each in weights for size in shape_of(each)[1:])
         # What autocast asks for, rows are cast to, as they are to the type of the weights.
         dtypes = [each.dtype for each in weights] if dtype is None else [dtype]
         self.is_grouped = products.takes_grouped(widths, dtypes, weights[0].device)
+        self._row_dtype: torch.dtype | None = None
         # What ZeRO 3 shares out is put back into other memory in between.
         every = *module.parameters(), *(parameter for each in adapters for parameter in each.parameters)
-        self._weights = [each for each in every if not hasattr(each, "ds_id")] if needs_backward else []
-        self._versions = versions_of(self._weights)
-        self._row_dtype: torch.dtype | None = None
-
-    @property
-    def stores(self) -> tuple[SavedRows, ...]:
-        """Return the stores of what is kept for the backward."""
-        return (self._saved,)
-
-    def forget(self) -> None:
-        """Hold parameters alone: their memory may be moved."""
+        every = [each for each in every if not hasattr(each, "ds_id")]
+        trains = sums.wants(weights[0]) or any(each.wants_rows(sums) for each in adapters if each.weight == contract.up)
+        super().__init__(every, trains, True, sums, saved, needs_backward, recompute)
 
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same."""
         self._row_dtype = x_RM.dtype
-        x_RM = self._cast(x_RM)
-        up_RF = self._up(x_RM, groups)
-        if self._needs_backward:
-            adapters = self._adapters.get(self._contract.up, ())
-            trains = self._wants(self._contract.up) or any(each.wants_rows(self._sums) for each in adapters)
-            keeps_rows = self._recompute or trains
-            kept = x_RM if keeps_rows else None, None if self._recompute else up_RF
-            self._saved.put(chunk, tuple([None if each is None else each.unsqueeze(0) for each in kept]))
-        y_RM = self._down(self._gate.forward(up_RF), groups)
+        form = _BetweenProducts(self, groups)
+        y_RM = form.down(self._forth((chunk,), form, self._cast(x_RM)))
         return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
 
     def backward(
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
-        with torch._C.DisableTorchFunctionSubclass():
-            check_unchanged(self._weights, self._versions)
-        x_1RM, up_1RF = self._saved.take(chunk)
-        x_RM = None if x_1RM is None else x_1RM[0]
-        up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
-        dy_RM = dy_RM.to(up_RF.dtype)
-        if self._contract.has_post_expert_norm:
-            dy_RM = self._before_norm(self._gate.forward(up_RF).to(up_RF.dtype), dy_RM, groups, weights)
-        dh_RH = self._rows_gradient(self._contract.down, dy_RM, groups)
-        if weights is not None and not self._contract.has_post_expert_norm:
-            weights.add_products(dh_RH, self._gate.forward(up_RF).to(up_RF.dtype))
-            if self._adds_bias(self._contract.down):
-                bias_k = self._weight(f"{self._contract.down}_bias")
-                weights.add_products(dy_RM, groups.rows_of_each(bias_k))
-            dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
-        dup_RF, h_RH = self._gate.backward(up_RF, dh_RH)
-        # Each tensor goes when it has been used, so that they are not all there beside the gradients of both weights.
-        del up_1RF, up_RF, dh_RH
-        self._add_gradients(self._contract.down, h_RH, dy_RM, groups)
-        del h_RH, dy_RM
-        self._add_gradients(self._contract.up, x_RM, dup_RF, groups)
-        del x_1RM, x_RM
-        dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
+        form = _BetweenProducts(self, groups)
+        dx_RM = self._back((chunk,), form, form.up, form.down, dy_RM, weights)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
-    def _add_gradients(self, name: str, x_RI: torch.Tensor | None, dy_RO: torch.Tensor, groups: RowGroups) -> None:
-        """Add to the gradients of a weight, its bias and its adapters.
+    def _check_unchanged(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # weights may be marked, for scripts
+            super()._check_unchanged()
 
-        Args:
-            name: the weight.
-            x_RI: the rows that it was multiplied with; ``None``: neither it nor an adapter is trained.
-            dy_RO: the gradient of the product.
-            groups: the rows of each expert.
-        """
-        if x_RI is not None and self._wants(name):
-            rows = x_RI, dy_RO, self._contract.is_transposed, groups
-            add_to = partial(products.add_weight_gradient, *rows)
-            self._sums.add_made(self._parameter(name), lambda: self._as(name, products.weight_gradient(*rows)), add_to)
-        for each in self._adapters.get(name, ()) if x_RI is not None else ():
-            each.add_gradients(x_RI, dy_RO, groups, self._sums)
-        if self._contract.has_bias and self._wants(f"{name}_bias"):
-            found = products.bias_gradient(dy_RO, groups)
-            self._add(f"{name}_bias", found if self._adds_bias(name) else torch.zeros_like(found))
+    def _kept(self, form: ManualExpert, x_RM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return form.kept(x_RM)
 
-    def _up(self, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        return self._linear(self._contract.up, x_RM, groups)
+    def _flat(self, x_RM: torch.Tensor) -> torch.Tensor:
+        return x_RM
 
-    def _down(self, h_RH: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        return self._linear(self._contract.down, h_RH, groups)
-
-    def _linear(self, name: str, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        weight_k = self._weight(name)
-        x_RI = x_RI.to(weight_k.dtype)
-        y_RO = products.product(x_RI, weight_k, self._contract.is_transposed, groups)
-        for each in self._adapters.get(name, ()):
-            y_RO.add_(each.product(x_RI, groups))
-        if self._adds_bias(name):
-            y_RO.add_(groups.rows_of_each(self._weight(f"{name}_bias")))
-        return y_RO
-
-    def _rows_gradient(self, name: str, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        dx_RI = products.grouped_rows_gradient(dy_RO, self._weight(name), self._contract.is_transposed, groups)
-        for each in self._adapters.get(name, ()):
-            dx_RI.add_(each.rows_gradient(dy_RO, groups))
-        return dx_RI
-
-    def _adds_bias(self, name: str) -> bool:
-        return self._contract.has_bias and (name != self._contract.down or self._contract.adds_down_bias)
-
-    def _before_norm(
-        self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None
-    ) -> torch.Tensor:
+    def _before_last(
+        self, form: ManualExpert, kept: Sequence[torch.Tensor], dy_RM: torch.Tensor, weights: RowWeights | None
+    ) -> tuple[torch.Tensor, RowWeights | None]:
         """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights and of the weights
         of its results."""
-        norm = self._module.post_expert_norm
+        dy_RM = dy_RM.to(kept[0].dtype)
+        if not self._contract.has_post_expert_norm:
+            return dy_RM, weights
         own = [each for each in self._norm.values() if self._sums.wants(each)]
-        leaf_RM = self._down(h_RH, groups).requires_grad_()
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            normed_RM = functional_call(norm, self._norm, (leaf_RM,))
+        leaf_RM = form.down(form.hidden(kept)).requires_grad_()
+        with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
+            normed_RM = functional_call(self._module.post_expert_norm, self._norm, (leaf_RM,))
         if weights is not None:
             weights.add_products(dy_RM, normed_RM.detach())
             dy_RM = weights.apply(dy_RM)
         before_RM, *of_own = torch.autograd.grad(normed_RM, [leaf_RM, *own], dy_RM.to(normed_RM.dtype))
         for parameter, gradient in zip(own, of_own, strict=True):
             self._sums.add(parameter, gradient)
-        return before_RM
+        return before_RM, None
 
     def _weight(self, name: str) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():  # it may be marked, for scripts
-            weight = self._parameter(name).detach()
-        return weight if self._dtype is None else self._cast(weight)
+            return self._cast(self._parameter(name).detach())
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
-
-    def _wants(self, name: str) -> bool:
-        return self._sums.wants(self._parameter(name))
-
-    def _add(self, name: str, gradient: torch.Tensor) -> None:
-        self._sums.add(self._parameter(name), self._as(name, gradient), is_own=True)
-
-    def _as(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient in its parameter's type."""
-        parameter = self._parameter(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            return gradient.to(parameter.dtype)
 
     def _parameter(self, name: str) -> nn.Parameter:
         # Python would look for it in vain elsewhere first.
         found = self._parameters.get(name)
         return getattr(self._module, name) if found is None else found
+
+
+class _BetweenProducts(ManualExpert):
+    """A call's experts for rows that lie so: the module's gate or activation between two products."""
+
+    def __init__(self, call: ManualStackedFFN, groups: RowGroups) -> None:
+        self._gate = call._gate
+        up, down = call._contract.up, call._contract.down
+        super().__init__((_ModuleLinear(call, up, groups),), _ModuleLinear(call, down, groups))
+
+    def kept(self, x_RM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.up[0](x_RM),)
+
+    def hidden(self, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._gate.forward(kept[0]).to(kept[0].dtype)
+
+    def backward_hidden(
+        self, dh_RH: torch.Tensor, kept: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        dup_RF, h_RH = self._gate.backward(kept[0], dh_RH)
+        return (dup_RF,), h_RH
+
+
+class _ModuleLinear:
+    """One of the two products, with what is added to it: as
+    :class:`~ds_fsmoe.components.expert_compute.linears.GroupedLinear`. Weights are looked up, and cast, when they are
+    used.
+
+    Args:
+        call: whose product it is.
+        name: of the weight.
+        groups: where the rows of each expert lie.
+    """
+
+    def __init__(self, call: ManualStackedFFN, name: str, groups: RowGroups) -> None:
+        self._call, self._name, self._groups = call, name, groups
+        self._is_transposed, self._sums = call._contract.is_transposed, call._sums
+        self._bias = f"{name}_bias" if call._contract.has_bias else None
+        self._adds_bias = call._contract.has_bias and (name != call._contract.down or call._contract.adds_down_bias)
+        self._adapters = [each for each in call._adapters if each.weight == name]
+
+    def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
+        weight_k = self._call._weight(self._name)
+        x_RI = x_RI.to(weight_k.dtype)
+        y_RO = products.product(x_RI, weight_k, self._is_transposed, self._groups)
+        for each in self._adapters:
+            y_RO.add_(each.product(x_RI, self._groups))
+        return y_RO.add_(self._bias_of_rows()) if self._adds_bias else y_RO
+
+    def rows_gradient(self, dy_RO: torch.Tensor) -> torch.Tensor:
+        weight_k = self._call._weight(self._name)
+        dx_RI = products.grouped_rows_gradient(dy_RO, weight_k, self._is_transposed, self._groups)
+        for each in self._adapters:
+            dx_RI.add_(each.rows_gradient(dy_RO, self._groups))
+        return dx_RI
+
+    def add_bias_products(self, dy_RO: torch.Tensor, to: RowWeights) -> None:
+        if self._adds_bias:
+            to.add_products(dy_RO, self._bias_of_rows())
+
+    def wants_rows(self, sums: GradientSums) -> bool:
+        return True
+
+    def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
+        """Add to the gradients of the weight, its bias and its adapters; ``None``: it has no rows that these need."""
+        parameter = self._call._parameter(self._name)
+        if x_RI is not None and sums.wants(parameter):
+            rows = x_RI, dy_RO, self._is_transposed, self._groups
+            add_to = partial(products.add_weight_gradient, *rows)
+            sums.add_made(parameter, lambda: _like(parameter, products.weight_gradient(*rows)), add_to)
+        for each in self._adapters if x_RI is not None else ():
+            each.add_gradients(x_RI, dy_RO, self._groups, sums)
+        bias = None if self._bias is None else self._call._parameter(self._bias)
+        if sums.wants(bias):
+            found = products.bias_gradient(dy_RO, self._groups)
+            sums.add(bias, _like(bias, found if self._adds_bias else torch.zeros_like(found)), is_own=True)
+
+    def _bias_of_rows(self) -> torch.Tensor:
+        return self._groups.rows_of_each(self._call._weight(self._bias))
+
+
+def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in its parameter's type."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.to(parameter.dtype)
 
 
 class AutogradStackedFFN:
@@ -251,13 +256,10 @@ class AutogradStackedFFN:
         """Return the stores of what is kept for the backward."""
         return (self._saved,)
 
-    def forget(self) -> None:
-        """Hold parameters alone: their memory may be moved."""
-
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """[R, M] to the same."""
         if self._needs_backward:
-            self._saved.put(chunk, (x_RM.unsqueeze(0),))
+            self._saved.put(chunk, (x_RM,))
         if self._keeps_graph:
             self._graphs[chunk] = self._recorded(x_RM, groups)
             return self._graphs[chunk][1].detach()
@@ -267,8 +269,8 @@ class AutogradStackedFFN:
         self, chunk: int, dy_RM: torch.Tensor, groups: RowGroups, weights: RowWeights | None = None
     ) -> torch.Tensor:
         """Return the gradient of the rows, in the shape of :meth:`forward`, and add to the weights' gradients."""
-        (x_1RM,) = self._saved.take(chunk)
-        leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
+        (x_RM,) = self._saved.take(chunk)
+        leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_RM, groups)
         inputs = leaf_RM, *(alias for _, alias in aliases.values())
         found: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
         if weights is not None:
@@ -284,7 +286,7 @@ class AutogradStackedFFN:
     def _recorded(self, x_RM: torch.Tensor, groups: RowGroups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
         # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
         every = *self._named.values(), *(parameter for each in self._adapters for parameter in each.parameters)
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
             aliases = {id(each): (each, each.detach().requires_grad_()) for each in every if self._sums.wants(each)}
             leaf_RM = x_RM.detach().requires_grad_()
             return leaf_RM, self._own(leaf_RM.view_as(leaf_RM), groups, aliases), aliases
@@ -299,7 +301,8 @@ class AutogradStackedFFN:
         for each in self._adapters:
             weight, of_adapter = named[each.weight], (_alias_of(parameter, aliases) for parameter in each.parameters)
             named[each.weight] = weight + each.delta(self._is_transposed, *of_adapter).to(weight.dtype)
-        return functional_call(_ForwardOf(self._module, self._own_forward), _prefixed(named), arguments)
+        prefixed = {f"inner.{name}": each for name, each in named.items()}
+        return functional_call(_ForwardOf(self._module, self._own_forward), prefixed, arguments)
 
 
 _Aliases = Mapping[int, tuple[nn.Parameter, torch.Tensor]]
@@ -320,11 +323,3 @@ class _ForwardOf(nn.Module):
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
         return self._own_forward(*arguments)
-
-
-def _prefixed(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"inner.{name}": each for name, each in named.items()}
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

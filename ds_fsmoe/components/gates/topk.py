@@ -9,9 +9,7 @@ when tokens are dropped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,8 +30,6 @@ from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.ops.reference import Slots
 from ds_fsmoe.registry import register_gate
 
-Agree = Callable[[Slots, int], tuple[Slots, int]]
-"""Turns slots and the first capacity into those to go by, see :func:`last_capacity`."""
 _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
 
 
@@ -146,10 +142,33 @@ def route_top_k(
     logits_SE = F.linear(x_SM, weight_EM.to(router_dtype))
     used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
-    route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
-    agree = partial(last_capacity, settings=settings, group=group, needs_capacity=needs_capacity, given=given)
-    routing = route(logits_SE, settings, training, used_S, agree, ops, given)
-    return replace(routing, entropy=entropy_of(F.softmax(logits_SE, dim=1), used_S)) if says_entropy else routing
+    probs_SE = F.softmax(logits_SE, dim=1)
+    num_experts = probs_SE.shape[1]
+    capacity = first_capacity(*probs_SE.shape, settings, training)
+    choose = {1: _choose_1, 2: _choose_2}.get(settings.k, _choose_more)
+    slots, aux_loss = choose(logits_SE, probs_SE, settings, capacity, used_S, ops, given)
+    slots, capacity = last_capacity(slots, capacity, settings, group, needs_capacity, given)
+    expert_SK = slots.experts_KS.t()
+    weights_KS = probs_SE.gather(1, expert_SK).t().masked_fill(slots.slots_KS == num_experts * capacity, 0.0)
+    smallest = torch.finfo(probs_SE.dtype).eps
+    if settings.k == 2:
+        weights_KS = weights_KS / torch.clamp(weights_KS[0] + weights_KS[1], min=smallest)
+    elif settings.k > 2:
+        # Summed over all E columns, zeros included, and so is the gradient, because the order of a sum is part of
+        # stock's last bit.
+        weights_SE = torch.zeros_like(probs_SE).scatter(1, expert_SK, weights_KS.t())
+        total_S1 = torch.clamp(weights_SE.sum(dim=1, keepdim=True), min=smallest)
+        weights_KS = (weights_SE / total_S1).gather(1, expert_SK).t()
+    return Routing(
+        slots.slots_KS,
+        weights_KS.contiguous(),
+        aux_loss,
+        slots.counts_E,
+        capacity,
+        num_experts,
+        entropy_of(probs_SE, used_S) if says_entropy else None,
+        slots.experts_KS,
+    )
 
 
 def _uniform_like(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -187,24 +206,22 @@ def _share_E(expert_KS: torch.Tensor, probs_SE: torch.Tensor, used_S: torch.Tens
     return counts_E.scatter_add(0, expert_KS.reshape(-1), chosen_KS.reshape(-1)) / num_tokens
 
 
-def _route_top_1(
+def _choose_1(
     logits_SE: torch.Tensor,
+    probs_SE: torch.Tensor,
     settings: TopKSettings,
-    training: bool,
+    capacity: int,
     used_S: torch.Tensor | None,
-    agree: Agree,
     ops: Ops,
     given: ReplayedRouting | None,
-) -> Routing:
-    """Switch Transformer's gate: the weight is the chosen expert's probability, not renormalised."""
-    num_tokens, num_experts = logits_SE.shape
+) -> tuple[Slots, torch.Tensor]:
+    """Switch Transformer's gate: slots and loss. The weight is the chosen expert's probability, not renormalised."""
+    num_tokens, num_experts = probs_SE.shape
     # The noise is drawn first and the token selection later: this is the order of the random stream in stock.
-    noisy_SE = logits_SE + _gumbel_like(logits_SE) if settings.noisy_gate_policy == "RSample" else None
-    probs_SE = F.softmax(logits_SE, dim=1)
-    expert_S = torch.argmax(probs_SE if noisy_SE is None else noisy_SE, dim=1)
+    is_noisy = settings.noisy_gate_policy == "RSample"
+    expert_S = torch.argmax(logits_SE + _gumbel_like(logits_SE) if is_noisy else probs_SE, dim=1)
     expert_KS = expert_S.unsqueeze(0) if given is None else given.completed(lambda: expert_S.unsqueeze(0))
     aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)) * num_experts
-    capacity = first_capacity(num_tokens, num_experts, settings, training)
     # Who stays: the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties in the
     # bare mask fall as topk lets them, which is stock's choice too.
     if settings.use_rts:
@@ -215,24 +232,20 @@ def _route_top_1(
         staying_CE = torch.topk(chosen_SE, k=min(capacity, num_tokens), dim=0).indices
         precedence_SE = _scores(torch.zeros_like(chosen_SE)).scatter_(0, staying_CE, 1.0)
     precedence_KS = precedence_SE.gather(1, expert_KS.t()).t()
-    slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "score", precedence_KS)
-    slots, capacity = agree(slots, capacity)
-    weights_KS = probs_SE.gather(1, expert_KS.t()).t()
-    return _routing(slots, _of_kept(weights_KS, slots, capacity), aux_loss, capacity)
+    return ops.take_slots(expert_KS, num_experts, capacity, used_S, "score", precedence_KS), aux_loss
 
 
-def _route_top_2(
+def _choose_2(
     logits_SE: torch.Tensor,
+    probs_SE: torch.Tensor,
     settings: TopKSettings,
-    training: bool,
+    capacity: int,
     used_S: torch.Tensor | None,
-    agree: Agree,
     ops: Ops,
     given: ReplayedRouting | None,
-) -> Routing:
+) -> tuple[Slots, torch.Tensor]:
     """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
-    num_tokens, num_experts = logits_SE.shape
-    probs_SE = F.softmax(logits_SE, dim=1)
+    num_experts = probs_SE.shape[1]
     first_S = torch.argmax(probs_SE, dim=1)
     scores_SE = logits_SE.detach()
     if settings.top2_2nd_expert_sampling:
@@ -243,57 +256,24 @@ def _route_top_2(
         expert_KS = given.completed(lambda: torch.stack([first_S, second_S])).contiguous()
     share_E = _share_E(expert_KS[0], probs_SE, used_S)
     aux_loss = torch.mean(probs_SE.mean(dim=0) * share_E) * num_experts * num_experts
-
-    capacity = first_capacity(num_tokens, num_experts, settings, training)
-    slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "choice")
-    slots, capacity = agree(slots, capacity)
-    weights_KS = _of_kept(probs_SE.gather(1, expert_KS.t()).t(), slots, capacity)
-    total_S = torch.clamp(weights_KS[0] + weights_KS[1], min=torch.finfo(probs_SE.dtype).eps)
-    return _routing(slots, weights_KS / total_S, aux_loss, capacity)
+    return ops.take_slots(expert_KS, num_experts, capacity, used_S, "choice"), aux_loss
 
 
-def _route_more(
+def _choose_more(
     logits_SE: torch.Tensor,
+    probs_SE: torch.Tensor,
     settings: TopKSettings,
-    training: bool,
+    capacity: int,
     used_S: torch.Tensor | None,
-    agree: Agree,
     ops: Ops,
     given: ReplayedRouting | None,
-) -> Routing:
+) -> tuple[Slots, torch.Tensor]:
     """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
-    num_tokens, num_experts = logits_SE.shape
-    probs_SE = F.softmax(logits_SE, dim=1)
-    capacity = first_capacity(num_tokens, num_experts, settings, training)
+    num_experts = probs_SE.shape[1]
     slots = best_slots(ops, _scores(probs_SE), settings.k, capacity, used_S, given)
     expert_KS = slots.experts_KS
     if settings.drop_tokens and settings.drop_policy == "probs":
         best_KS = _scores(probs_SE).gather(1, expert_KS.t()).t()
         slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "score", best_KS)
     balance_E = probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)
-    aux_loss = torch.mean(balance_E) * num_experts * num_experts / settings.k
-
-    slots, capacity = agree(slots, capacity)
-    weights_KS = _of_kept(probs_SE.gather(1, expert_KS.t()).t(), slots, capacity)
-    # Summed over all E columns, zeros included, and so is the gradient, because the order of a sum is part of stock's
-    # last bit.
-    weights_SE = torch.zeros_like(probs_SE).scatter(1, expert_KS.t(), weights_KS.t())
-    total_S1 = torch.clamp(weights_SE.sum(dim=1, keepdim=True), min=torch.finfo(probs_SE.dtype).eps)
-    return _routing(slots, (weights_SE / total_S1).gather(1, expert_KS.t()).t(), aux_loss, capacity)
-
-
-def _of_kept(weights_KS: torch.Tensor, slots: Slots, capacity: int) -> torch.Tensor:
-    """The weights, and 0 for what has no slot."""
-    return weights_KS.masked_fill(slots.slots_KS == len(slots.counts_E) * capacity, 0.0)
-
-
-def _routing(slots: Slots, weights_KS: torch.Tensor, aux_loss: torch.Tensor, capacity: int) -> Routing:
-    return Routing(
-        slots.slots_KS,
-        weights_KS.contiguous(),
-        aux_loss,
-        slots.counts_E,
-        capacity,
-        num_experts=len(slots.counts_E),
-        experts_KS=slots.experts_KS,
-    )
+    return slots, torch.mean(balance_E) * num_experts * num_experts / settings.k
