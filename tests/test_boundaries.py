@@ -153,7 +153,8 @@ DEEPSPEED: dict[str, str] = {
     "telemetry/stock_trace.py": "watches DeepSpeed's own layers and collectives",
     "distributed/groups.py": "makes process groups where DeepSpeed looks for them",
     "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",
-    "engine/own_experts.py": "keeps zero.Init from sharing out experts that have no weights yet",
+    "engine/own_experts.py": "has ranks find each other as DeepSpeed does",
+    "engine/expert_tensors.py": "keeps zero.Init from sharing out experts that have no weights yet",
     "engine/set_up.py": "stands in for DeepSpeed's activation checkpointing",
     "engine/marked_experts.py": (
         "asks DeepSpeed's groups for the ranks whose experts count in a norm; "

@@ -123,7 +123,7 @@ def test_a_transformers_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(modeling_utils.PreTrainedModel, "_load_pretrained_model")
     with (
         pytest.raises(
-            IncompatibleError, match=f"transformers {transformers.__version__}.*has no PreTrainedModel._load"
+            IncompatibleError, match=f"transformers {transformers.__version__}.*has no .*:PreTrainedModel._load"
         ),
         ds_fsmoe.own_experts(ds_config(1)),
     ):

@@ -90,17 +90,16 @@ OPTIONAL: dict[str, str] = {
 }
 """``module:attribute`` -> what holds without it: names that some versions do not have."""
 
-REPLACEABLE_FROM_2_14: dict[str, str] = {
-    "torch.autograd.graph:queue_callback": "is public, and could stand for Variable._execution_engine.queue_callback "
-    "(gradients/reducer.py)",
-    "torch.distributed:register_pre_hook, register_post_hook": "see each collective of a group, with its name and "
-    "number, and could stand for the wrappers of collectives in the watchdog and the trace "
-    "(observing/other_ranks.py, observing/trace.py)",
-    "torch.distributed:all_gather_single, reduce_scatter_single": "are the names of 2.13 and later; 2.11 has others "
-    "(distributed/nccl.py, execution/collectives.py)",
-    "torch.utils.cpp_extension": "locks the file of a build, and could wait by itself (op_builder/locks.py)",
-}
-"""What torch 2.14 and later have in the place of code of ours, for when 2.14 is the oldest that is supported."""
+# What torch 2.14 and later have in the place of code of ours, for when 2.14 is the oldest that is supported:
+#
+# - torch.autograd.graph:queue_callback is public, and could stand for Variable._execution_engine.queue_callback
+#   (gradients/reducer.py).
+# - torch.distributed:register_pre_hook, register_post_hook see each collective of a group, with its name and number,
+#   and could stand for the wrappers of collectives in the watchdog and the trace (observing/other_ranks.py,
+#   observing/trace.py).
+# - torch.distributed:all_gather_single, reduce_scatter_single are the names of 2.13 and later; 2.11 has others
+#   (distributed/nccl.py, execution/collectives.py).
+# - torch.utils.cpp_extension locks the file of a build, and could wait by itself (op_builder/locks.py).
 
 
 # ---- Lists everything private of DeepSpeed that we touch, in one place, and checks it before training starts
@@ -368,16 +367,32 @@ def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVAT
     Raises:
         IncompatibleError: names the first that does not.
     """
+    if (problem := problem_with(expected)) is not None:
+        package = problem.partition(" ")[0]
+        raise IncompatibleError(f"{problem}; ds_fsmoe works with {package} {SUPPORTED[package]}")
+
+
+def problem_with(expected: Mapping[str, tuple[str, ...] | None]) -> str | None:
+    """Return which of some names of a package is not there any more, or does not take the parameters we pass, in words
+    that begin with the package and its version; ``None`` if all are as they were.
+
+    Args:
+        expected: ``module:attribute`` -> its leading parameters; ``None``: it is not called.
+    """
     for name, parameters in expected.items():
-        found = _find(name)
-        if parameters:
-            takes = tuple(inspect.signature(found).parameters)[: len(parameters)]
-            if takes != parameters:
-                package = name.partition(".")[0]
-                raise IncompatibleError(
-                    f"{package} {version(package)}: {name} takes ({', '.join(takes)}), "
-                    f"not ({', '.join(parameters)}); ds_fsmoe works with {package} {SUPPORTED[package]}"
-                )
+        package = name.partition(".")[0]
+        module, _, path = name.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for attribute in path.split("."):
+                found = getattr(found, attribute.removesuffix("()"))
+                found = found() if attribute.endswith("()") else found
+        except (ImportError, AttributeError) as error:
+            return f"{package} {version(package)} has no {name} ({error})"
+        takes = tuple(inspect.signature(found).parameters)[: len(parameters)] if parameters else ()
+        if parameters and takes != parameters:
+            return f"{package} {version(package)}: {name} takes ({', '.join(takes)}), not ({', '.join(parameters)})"
+    return None
 
 
 def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()) -> None:
@@ -429,22 +444,6 @@ def name_and_place(function: Callable[..., Any]) -> str:
     if code is None:
         return repr(function)
     return f"{code.co_qualname} ({code.co_filename}, line {code.co_firstlineno})"
-
-
-def _find(name: str) -> Any:
-    module, _, path = name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for attribute in path.split("."):
-            found = getattr(found, attribute.removesuffix("()"))
-            if attribute.endswith("()"):
-                found = found()
-    except (ImportError, AttributeError) as error:
-        package = name.partition(".")[0]
-        raise IncompatibleError(
-            f"{package} {version(package)} has no {name}; ds_fsmoe works with {package} {SUPPORTED[package]}"
-        ) from error
-    return found
 
 
 def load_ds_config(config: str | Mapping[str, Any]) -> Mapping[str, Any]:

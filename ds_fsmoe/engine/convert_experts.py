@@ -15,32 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as, part_of
 from ds_fsmoe.checks.preflight import check_zero_stage
 from ds_fsmoe.components.expert_compute.contract import (
-    Contract,
     ContractError,
     contract_of,
     follows_contract,
     numel_of,
     shape_of,
 )
-from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
-from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import sequence_ranks_of_mpu, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
-from ds_fsmoe.engine.convert_adapters import adapters_of, check_wrappers, convert_wrappers, wrappers_around
 from ds_fsmoe.engine.cut_experts import (
+    adapters_of,
+    check_wrappers,
+    class_of_ours,
+    computes_by_contract,
     contract_of_shard,
+    convert_wrappers,
     cut_parameter,
+    eager_forward,
     packed_ep_size,
     shards_of,
-    share_out,
-    tag_as_experts,
+    share_out_over_replicas,
+    wrappers_around,
 )
 from ds_fsmoe.engine.way_back import take_up
 from ds_fsmoe.execution.tensor_parallel import PLAIN
@@ -198,15 +200,14 @@ def check_hugging_face(
         )
     if sizes_of_mpu(mpu)[0] > 1:
         raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
-    for name, value, wanted in (
-        ("dispatch", block.dispatch, "rows"),
-        ("gate", block.gate, None),
+    for name, asked, why in (
+        ("dispatch", None if block.dispatch in ("rows", "auto") else block.dispatch, "which are always sent rows"),
+        ("gate", None if block.gate is None else block.gate.type, "whose router is the model's own"),
     ):
-        if value not in (wanted, "auto"):
-            shown_value = shown(value.type) if name == "gate" else shown(value)
+        if asked is not None:
             raise ConfigError(
-                f"{BLOCK}.{name} = {shown_value}: not with experts of a Hugging Face model ({first}), {_WHY[name]}; "
-                "leave it out"
+                f"{BLOCK}.{name} = {shown(asked)}: not with experts of a Hugging Face model ({first}), {why}; leave it "
+                "out"
             )
 
 
@@ -236,12 +237,6 @@ def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module], adapte
             )
 
 
-_WHY = {
-    "dispatch": "which are always sent rows",
-    "gate": "whose router is the model's own",
-}
-
-
 def wrapped_by(model: nn.Module) -> str | None:
     """Return the wrapper that shares out or copies a model's parameters already, if there is one."""
     for name, module in model.named_modules():
@@ -255,10 +250,6 @@ def wrapped_by(model: nn.Module) -> str | None:
 
 # ---- Makes the experts modules of Hugging Face models ours: cut to this rank's part, tagged for DeepSpeed, run
 # our way
-
-
-_FEW_ROWS = 3
-_TOLERANCE = 1e-3
 
 
 def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, ranks_per_node: int) -> int:
@@ -390,6 +381,9 @@ def convert_experts(
 
     Returns:
         The layer, and new parameter -> the one it replaces.
+
+    Raises:
+        LayerError: it was loaded with other experts.
     """
     contract = contract_of(module)
     num_experts = num_experts_of(module)
@@ -413,21 +407,27 @@ def convert_experts(
     shards = shards_of(contract, state.esp_size, index)
     wanted = {name: replace(part, shard=shard) for name, shard in shards.items()}
     before = take_up(module, (wrappers or {}).values(), wanted)
-    if loaded_part(module) is None:
-        replaced = _cut(module, wanted, state.group_name)
-    else:
-        replaced = {}
-        _take_loaded(module, contract, part, state.group_name, path)
+    if (loaded := loaded_part(module)) is not None:
+        if loaded != part:
+            raise LayerError(
+                f"{path} was loaded with {loaded}, and here has to be {part}: give own_experts() and initialize() the "
+                "same config"
+            )
+        for name in contract.weights:
+            describe_as(getattr(module, name), part)
+        unmark_loaded(module)
+    replaced = _cut(module, wanted, state.group_name)
     if state.esp_size == 1:  # what shards compute has been tried
         with gathered(module.parameters()):
-            state.own_forward = _own_forward_if_other(module, contract)
-    module.__class__ = _ours(own_class)
+            if not computes_by_contract(module, contract):
+                state.own_forward = eager_forward(module, own_class)
+    module.__class__ = class_of_ours(FSMoEExperts, own_class)
     module.fsmoe = state
     replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
     state.opaque = Handle(module, path)
-    if any(map(is_shared_out, replaced.values())):
+    if of_zero := {new: old for new, old in replaced.items() if is_shared_out(old)}:
         running.groups(ep_size)
-        share_out(replaced)
+        share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
     found = {new: before.pop(old, old) for new, old in replaced.items()} | before
     replace_all(found, *next(iter((wrappers or {}).items()), (path, module)))
     return HuggingFaceLayer(module), found
@@ -447,16 +447,6 @@ def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
         module.fsmoe.watch = RouterWatch(model.get_submodule(around), module)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _ours(own_class: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of converted modules of a class: the same for all of them."""
-    if own_class not in _classes:
-        _classes[own_class] = type(own_class.__name__, (FSMoEExperts, own_class), {"__module__": own_class.__module__})
-    return _classes[own_class]
-
-
 def _cut(module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str) -> dict[nn.Parameter, nn.Parameter]:
     """Put this rank's experts, or shards of them, in the place of all of them, one weight at a time."""
     replaced = {}
@@ -469,45 +459,6 @@ def _cut(module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str) ->
     if hasattr(module, "num_experts"):
         module.num_experts = part.num_local
     return replaced
-
-
-def _take_loaded(module: nn.Module, contract: Contract, part: ExpertPart, group_name: str, path: str) -> None:
-    """Take a module that was loaded with this rank's experts only.
-
-    Raises:
-        LayerError: it was loaded with others, or has no weights.
-    """
-    loaded = loaded_part(module)
-    if loaded != part:
-        raise LayerError(
-            f"{path} was loaded with {loaded}, and here has to be {part}: give own_experts() and initialize() the same "
-            "config"
-        )
-    for name in contract.weights:
-        tag_as_experts(getattr(module, name), part, group_name)
-    unmark_loaded(module)
-
-
-def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward | None:
-    """Return the module's own forward if it computes something else than the contract says, tried on a few rows."""
-    own = _eager_forward(module, type(module))
-    weight = getattr(module, contract.down)
-    if weight.is_meta or not weight.numel():
-        return None
-    width = shape_of(weight)[2 if contract.is_transposed else 1]
-    num_local = weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    x_RM = torch.randn(min(_FEW_ROWS, num_local), width, generator=generator).to(weight)
-    of_row_R = torch.arange(len(x_RM), device=weight.device)
-    arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        theirs = own(*arguments)
-        ours = StackedExperts(module, contract).on_few_rows(x_RM, [1] * len(x_RM) + [0] * (num_local - len(x_RM)))
-    if not theirs.isfinite().all():  # memory without weights: these come later
-        return None
-    scale = theirs.abs().max().clamp(min=1e-6)
-    is_same = theirs.shape == ours.shape and bool(((theirs - ours).abs().max() / scale) <= _tolerance(weight.dtype))
-    return None if is_same else own
 
 
 def agree_on_forms(layers: Sequence[HuggingFaceLayer], group: dist.ProcessGroup | None = None) -> None:
@@ -524,17 +475,7 @@ def agree_on_forms(layers: Sequence[HuggingFaceLayer], group: dist.ProcessGroup 
     for layer, *is_called in zip(layers, *of_ranks, strict=True):
         if any(is_called):
             module = layer.deepspeed_moe
-            module.fsmoe.own_forward = _eager_forward(module, own_class_of(module))
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
-
-
-def _eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
-    """Return the forward that the family wrote, beneath transformers' choice among implementations."""
-    forward = own_class.forward
-    return getattr(forward, "__wrapped__", forward).__get__(module)
+            module.fsmoe.own_forward = eager_forward(module, own_class_of(module))
 
 
 def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -> Message:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -247,7 +245,7 @@ def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> Ga
     stock = layer.deepspeed_moe.gate
     gate_class: type[GateBase] = registry.lookup("gate", gate.type)
     options = gate.options(inspect.signature(gate_class).parameters)
-    with _refusals_in_words_of_the_block(options, path):
+    try:
         try:
             ours = gate_class(**_inherited_options(gate_class, stock) | options)
         except TypeError as error:
@@ -255,19 +253,6 @@ def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> Ga
         if not isinstance(ours, GateBase):
             raise LayerError(f"fsmoe.gate: {gate.type!r} is a {gate_class.__name__}: it must be a subclass of GateBase")
         ours.build_once(stock.wg.in_features, stock.wg.out_features)
-    for name in ours.state_dict():
-        if "expert" in name:
-            raise LayerError(
-                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed takes every name "
-                "with 'expert' in it for an expert's when it saves: rename it"
-            )
-    return ours
-
-
-@contextmanager
-def _refusals_in_words_of_the_block(options: dict[str, Any], path: str) -> Iterator[None]:
-    try:
-        yield
     except LayerError:
         raise
     except OptionError as error:
@@ -276,6 +261,13 @@ def _refusals_in_words_of_the_block(options: dict[str, Any], path: str) -> Itera
         raise ConfigError(f"{where} = {shown(error.value)}: {error.problem}") from error
     except ValueError as error:
         raise LayerError(f"fsmoe.gate: {path}: {error}") from error
+    for name in ours.state_dict():
+        if "expert" in name:
+            raise LayerError(
+                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed takes every name "
+                "with 'expert' in it for an expert's when it saves: rename it"
+            )
+    return ours
 
 
 def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:

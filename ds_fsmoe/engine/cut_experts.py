@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts experts of Hugging Face models: over how many ranks, along their hidden width, and parameter by parameter."""
+"""Cuts experts of Hugging Face models, with adapters: over how many ranks, along their width, one weight at a time."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,12 +19,15 @@ from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard, describe_a
 from ds_fsmoe.components.expert_compute.contract import Contract, contract_of, shape_of
 from ds_fsmoe.components.expert_compute.grouped_products import takes_grouped
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError
-from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, gathered, is_shared_out, run_compiled
 from ds_fsmoe.distributed.topology import layout, world_size_now
 from ds_fsmoe.layer.expert_shard import joined_over_ranks
-from ds_fsmoe.layer.experts_layer import loaded_part
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, HuggingFaceLayer, loaded_part
+from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
@@ -74,22 +79,10 @@ def join_parts(parameter: nn.Parameter, places: Sequence[int] | None = None) -> 
             :meth:`~ds_fsmoe.checkpoint_files.expert_parts.ExpertPart.in_order`; ``None``: in the model's own order.
     """
     part = part_of(parameter)
-    assert part is not None
     whole = parameter.detach().clone()
     if part.num_parts > 1:
         whole = joined_over_ranks(parameter, part, stock_groups._get_expert_parallel_group(parameter.group_name))
     return whole if places is None else part.in_order(whole, places)
-
-
-def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Share out the parts of what zero.Init had shared out over all ranks, over those that hold the same experts.
-
-    Args:
-        replaced: new parameter -> the one it replaces, of one module.
-    """
-    of_zero = {new: old for new, old in replaced.items() if is_shared_out(old)}
-    if of_zero:
-        share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
 
 
 def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
@@ -184,7 +177,7 @@ def check_shards_of_experts(
         if hidden % count:
             choices = ", ".join(str(each) for each in range(1, hidden + 1) if hidden % each == 0)
             raise LayerError(f"{said}: must divide the hidden width of {name} ({hidden}); the choices are {choices}")
-        if not _adds_up(module, contract, count):
+        if not computes_by_contract(module, contract, count):
             raise LayerError(
                 f"{said}: the experts of {name}, a {type(module).__name__}, compute something else in shards: their "
                 "own forward is not what transformers' contract says, or what lies between the products mixes "
@@ -193,8 +186,14 @@ def check_shards_of_experts(
 
 
 @torch.no_grad()
-def _adds_up(module: nn.Module, contract: Contract, count: int) -> bool:
-    """Return whether the results of shards add up to what the module's own forward gives, on a few rows."""
+def computes_by_contract(module: nn.Module, contract: Contract, count: int = 1) -> bool:
+    """Return whether a module's own forward gives what the contract says of its weights, tried on a few rows.
+
+    Args:
+        module: a module of experts with weights on this rank; without any it is taken at its word.
+        contract: what it says.
+        count: the shards of each expert, whose results have to add up to that.
+    """
     weights = {name: getattr(module, name).detach() for name in contract.weights}
     down = weights[contract.down]
     if down.is_meta or not down.numel():
@@ -203,25 +202,33 @@ def _adds_up(module: nn.Module, contract: Contract, count: int) -> bool:
     num_rows = len(few[contract.down])
     width = down.shape[2] if contract.is_transposed else down.shape[1]
     x_RM = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0)).to(down)
-    own = getattr(type(module).forward, "__wrapped__", type(module).forward)
     index_R1 = torch.arange(num_rows, device=down.device).unsqueeze(1)
-    theirs = own(_with_weights(module, few), x_RM, index_R1, x_RM.new_ones(num_rows, 1)).float()
-    ours = torch.zeros_like(theirs)
-    for index in range(count):
-        shards = shards_of(contract, count, index)
-        cut = {name: each if shards[name] is None else shards[name].cut(each) for name, each in few.items()}
-        shard = _with_weights(module, cut)
-        ours += StackedExperts(shard, contract_of_shard(contract, index)).on_few_rows(x_RM, [1] * num_rows).float()
+    ours = torch.zeros_like(x_RM, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        own = eager_forward(_with_weights(module, few), type(module))
+        theirs = own(x_RM, index_R1, x_RM.new_ones(num_rows, 1)).float()
+        for index in range(count):
+            shards = shards_of(contract, count, index)
+            cut = {name: each if shards[name] is None else shards[name].cut(each) for name, each in few.items()}
+            shard = StackedExperts(_with_weights(module, cut), contract_of_shard(contract, index))
+            ours += shard.on_few_rows(x_RM, [1] * num_rows).float()
     if not theirs.isfinite().all():  # memory without weights: these come later
         return True
-    scale = theirs.abs().max().clamp(min=1e-6)
-    return bool((theirs - ours).abs().max() / scale <= max(_TOLERANCE, 4 * torch.finfo(down.dtype).eps))
+    scale, tolerance = theirs.abs().max().clamp(min=1e-6), max(_TOLERANCE, 4 * torch.finfo(down.dtype).eps)
+    return theirs.shape == ours.shape and bool((theirs - ours).abs().max() / scale <= tolerance)
+
+
+def eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
+    """Return the forward that the family wrote, beneath transformers' choice among implementations."""
+    forward = own_class.forward
+    return getattr(forward, "__wrapped__", forward).__get__(module)
 
 
 def _with_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a module that shares all with another but these weights."""
     made = copy.copy(module)
-    made._parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
+    few = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
+    made._parameters = {**module._parameters, **few}
     if hasattr(module, "num_experts"):
         made.num_experts = len(next(iter(weights.values())))
     return made
@@ -338,3 +345,174 @@ def _sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device
     dtype, hidden = dtype or up.dtype, inside // (1 + contract.has_gate)
     is_grouped = takes_grouped((width, inside // sharing, hidden // sharing), (dtype,), device)
     return ExpertSizes(num_experts, width, hidden, contract.has_gate, dtype, is_grouped)
+
+
+# ---- Takes over PEFT's adapters of experts: each rank keeps those of its own experts, beneath PEFT's own modules
+#
+# PEFT wraps the module of the experts once for each weight it adapts, and the wrappers lie around each other. Nothing
+# of PEFT is imported here.
+
+
+_WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
+_OF_PEFT = {
+    "BaseTunerLayer": "an adapter of another kind; use LoRA's target_parameters",
+    "AuxiliaryTrainingWrapper": "a second copy of them; train the experts themselves, or use LoRA's target_parameters",
+}
+
+
+def wrappers_around(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    """Return path -> PEFT's wrappers of parameters around a module of experts, the outermost first.
+
+    Args:
+        model: the model.
+        path: of the module of the experts.
+
+    Raises:
+        LayerError: PEFT has put something else around the experts, which could not be run by ranks; names it.
+    """
+    found: dict[str, nn.Module] = {}
+    parent, _, own_name = path.rpartition(".")
+    while parent:
+        module = model.get_submodule(parent)
+        bases = [(each.__module__, each.__name__) for each in type(module).__mro__]
+        of_peft = [name for package, name in bases if package.partition(".")[0] == "peft"]
+        if own_name == "base_layer" and _WRAPPER in bases:
+            found = {parent: module, **found}
+        elif what := next((_OF_PEFT[each] for each in of_peft if each in _OF_PEFT), None):
+            raise LayerError(f"{path}: PEFT has put a {type(module).__name__} around the experts, {what}")
+        parent, _, own_name = parent.rpartition(".")
+    return found
+
+
+def check_wrappers(wrappers: Mapping[str, nn.Module], contract: Contract, num_experts: int) -> None:
+    """Refuse adapters of experts that could not be cut rightly.
+
+    Args:
+        wrappers: path -> a wrapper, around one module of experts.
+        contract: of these experts.
+        num_experts: the number of experts.
+
+    Raises:
+        LayerError: names the adapter and the reason.
+    """
+    for path, wrapper in wrappers.items():
+        name = wrapper.parameter_name
+        if name not in (contract.up, contract.down):
+            raise LayerError(
+                f"{path}: an adapter of {name} has one A for all experts, which cannot be cut; "
+                f"target_parameters may have {contract.up} and {contract.down}"
+            )
+        known = {f"{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B") for adapter in wrapper.lora_A}
+        present = {each for each, _ in wrapper.named_parameters() if not each.startswith("base_layer.")}
+        if present != known:
+            raise LayerError(
+                f"{path}: has parameters {', '.join(sorted(present ^ known))} other than A and B of plain LoRA, which "
+                "is not supported for experts"
+            )
+        weight = shape_of(getattr(wrapper.get_base_layer(), name)) or ()
+        size_in, size_out = weight[1:] if contract.is_transposed else weight[:0:-1]
+        for adapter, a in wrapper.lora_A.items():
+            rank = wrapper.r[adapter] * num_experts
+            shapes = shape_of(a.weight), shape_of(wrapper.lora_B[adapter].weight)
+            is_swapped = getattr(wrapper, "_did_swap_in_out_features", not contract.is_transposed)
+            if shapes != ((rank, size_in), (size_out, rank)) or is_swapped == contract.is_transposed:
+                raise LayerError(
+                    f"{path}: A and B of adapter {adapter!r} are {list(shapes[0] or ())} and {list(shapes[1] or ())}: "
+                    f"must be {[rank, size_in]} and {[size_out, rank]} for {name}, as a later peft makes them"
+                )
+
+
+def convert_wrappers(
+    wrappers: Mapping[str, nn.Module], experts: FSMoEExperts, ep_rank: int
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make PEFT's wrappers ours, in place, with the adapters of this rank's experts only.
+
+    Args:
+        wrappers: path -> a wrapper, the outermost first; checked by :func:`check_wrappers`.
+        experts: the module beneath, which is ours already.
+        ep_rank: which of the ranks that share the experts this is.
+
+    Returns:
+        New parameter -> the one it replaces.
+    """
+    state, replaced = experts.fsmoe, {}
+    for path, wrapper in wrappers.items():
+        for modules, kind in ((wrapper.lora_A, "stacked"), (wrapper.lora_B, "innermost")):
+            part = ExpertPart(kind, state.total_experts, state.ep_size, ep_rank)
+            for linear in modules.values():
+                whole = linear.weight
+                mine = cut_parameter(whole, part, state.group_name)
+                if mine is not whole:
+                    linear.weight = mine
+                    linear.out_features, linear.in_features = shape_of(mine)
+                    replaced[mine] = whole
+        wrapper.num_experts = experts.num_local_experts
+        wrapper.__class__ = class_of_ours(FSMoEParamWrapper, type(wrapper))
+        wrapper.opaque = Handle(wrapper, path)
+    state.outermost = tuple(wrappers.values())[:1]
+    return replaced
+
+
+def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
+    """Return the A and B of all adapters that a module of experts was converted with."""
+    module = next(iter(experts.fsmoe.outermost), experts)
+    while module is not experts:
+        for of_adapters in (module.lora_A, module.lora_B):
+            yield from of_adapters.parameters()
+        module = module.base_layer
+
+
+def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> None:
+    """Let ZeRO 3 gather what a layer needs for the calls of its experts.
+
+    A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts. So is what
+    modules within the experts have, such as a norm behind them, which is called chunk by chunk.
+
+    Args:
+        model: the model.
+        layers: the layers taken over.
+    """
+    experts = [each.deepspeed_moe for each in layers]
+    gather_module_by_module(model, experts)
+    run_compiled(model)
+    for each in experts:
+        within = [parameter for child in each.children() for parameter in child.parameters()]
+        gather_with(each, [*adapters_of(each), *within])
+
+
+@functools.cache
+def class_of_ours(ours: type[nn.Module], own_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of converted modules of a class: the same for all of them, under its name, which PEFT asks."""
+    return type(own_class.__name__, (ours, own_class), {"__module__": own_class.__module__})
+
+
+# ---- Lets PEFT make adapters for all experts of a model that was loaded with this rank's experts only
+#
+# Then each rank draws, or reads, the adapters of all experts, as one process does, and keeps those of its own when
+# the model gets its engine: they are small beside the experts.
+
+
+def adapt_all_experts() -> None:
+    """Let PEFT count all experts where only some are, from now on, whether it is imported already or later."""
+    _finder.begin()
+
+
+def _change(module: ModuleType) -> None:
+    wrapper = getattr(module, "ParamWrapper", None)
+    theirs = getattr(wrapper, "_get_in_out_features", None)
+    # A PEFT that does it another way makes adapters of another shape, which are refused by theirs.
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def sizes(self: Any, *args: Any, **options: Any) -> Any:
+        found = theirs(self, *args, **options)
+        part = loaded_part(self.get_base_layer())
+        if part is not None:
+            self.num_experts = part.num_experts
+        return found
+
+    wrapper._get_in_out_features = sizes
+
+
+_finder = Finder("peft.tuners.lora.layer", _change)

@@ -35,7 +35,6 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import (
     agree_on_forms,
     convert_experts,
@@ -45,8 +44,8 @@ from ds_fsmoe.engine.convert_experts import (
     watch_router,
 )
 from ds_fsmoe.engine.convert_layers import check_mpu, convert, facts_of_tensor_parallel, find_layers
-from ds_fsmoe.engine.cut_experts import type_of_run
-from ds_fsmoe.engine.marked_experts import MarkedExperts, count_all_experts, hooks_on, refuse_hooks
+from ds_fsmoe.engine.cut_experts import gather_as_they_run, type_of_run, wrappers_around
+from ds_fsmoe.engine.marked_experts import count_all_experts, hooks_on, mark_experts, refuse_hooks
 from ds_fsmoe.engine.optimizer_groups import GroupsEngine
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine, keep_whole, show_whole_experts
@@ -72,7 +71,6 @@ from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.decide.plan import mode_of
-from ds_fsmoe.tuning.drift import StepComparison
 from ds_fsmoe.tuning.when import needs_numbers, settled
 from ds_fsmoe.versions import VERSION
 
@@ -100,7 +98,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         begin_placement(self, in_stages)
         begin_splitting(self.module, self.fsmoe, in_stages)
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
-        self.fsmoe.running.put_on_model.append(MarkedExperts(self.module).close)
+        self.fsmoe.running.put_on_model.append(mark_experts(self.module))
         let_go_when_dropped(self.optimizer)
         log_on_rank_0(summary(self.fsmoe))
 
@@ -157,7 +155,6 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 'choices are "auto" and "at_end"'
             )
         if asked != "at_end" and reason is None:
-            assert state.reduction is not None
             layers = [each.deepspeed_moe for each in state.layers.values()]
             state.updated = UpdatedParameters(self, state.reduction, groups, layers)
             # Before others look at what experts are.
@@ -174,8 +171,14 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take DeepSpeed's optimizer step; before it, check and share what this step's forwards have found."""
-        self.fsmoe.before_optimizer_step(self.global_steps)
+        """Take DeepSpeed's optimizer step; before it, check and share what this step's forwards have found. Collective.
+
+        Raises:
+            ExpertResultError: results of experts are not what they should be, and that is looked at.
+        """
+        if self.fsmoe.expert_results is not None:
+            self.fsmoe.expert_results.before_step(self.global_steps)
+        self.fsmoe.running.late_faults.share()
         super()._take_model_step(*args, **kwargs)
 
     @torch._disable_dynamo(recursive=False)
@@ -191,34 +194,35 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         return result
 
     @torch._disable_dynamo
-    def _begin_forward(self) -> StepClock | None:
+    def _begin_forward(self, has_batch: bool = True) -> StepClock | None:
+        """Do what is due at the start of a forward, which is collective, whoever has a batch; return its clock."""
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
-        clock = self._clock_of_forward()
+        # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
+        clock, is_training = None, self.module.training
+        if is_training:
+            self.fsmoe.before_forward()
+            clock = self.fsmoe.running.step_clock
         if clock is not None:
             clock.begin_forward()
-        self.fsmoe.routing.begin_forward(self.module.training)
-        if self.fsmoe.splitter is not None:
-            self.fsmoe.splitter.begin_forward()
+        self.fsmoe.routing.begin_forward(is_training, has_batch)
+        splitter = self.fsmoe.splitter
+        if splitter is not None and has_batch:
+            splitter.begin_forward()
+        elif splitter is not None and is_training:
+            splitter.decline()
         return clock
 
     @torch._disable_dynamo
-    def _end_forward(self, clock: StepClock | None) -> None:
+    def _end_forward(self, clock: StepClock | None, has_batch: bool = True) -> None:
         if self.fsmoe.splitter is not None:
-            self.fsmoe.splitter.end_forward(self.module.training)
-        self.fsmoe.routing.end_forward()
+            self.fsmoe.splitter.end_forward(self.module.training, has_batch)
+        self.fsmoe.routing.end_forward(has_batch)
         if clock is not None:
             clock.end_forward()
-        self.fsmoe.running.first_forwards.tell()
-
-    def _clock_of_forward(self) -> StepClock | None:
-        """Do what is due before a forward in training, and return the clock that times it."""
-        # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
-        if not self.module.training:
-            return None
-        self.fsmoe.before_forward()
-        return self.fsmoe.running.step_clock
+        if has_batch:
+            self.fsmoe.running.first_forwards.tell()
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward, timed in steps that are compared with predictions."""
@@ -235,17 +239,20 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         number, ends_step = self.global_steps, self.is_gradient_accumulation_boundary()
         result = super().step(*args, **kwargs)
         self.has_partial_gradients = not ends_step
-        if self.was_step_applied():
-            self.fsmoe.after_optimizer_step()
-        self.fsmoe.step_ends(self.global_steps)
-        if self.global_steps != number:
-            self._tell_of_step(self.fsmoe.step_is_over(self.global_steps))
-        self.fsmoe.running.late_faults.look()
+        self._after_step(self.global_steps != number)
         return result
 
-    def _tell_of_step(self, found: StepComparison | None = None) -> None:
-        if self.fsmoe.telemetry is not None:
-            self.fsmoe.telemetry.step_is_over(self.global_steps, self.global_samples, found)
+    def _after_step(self, is_over: bool) -> None:
+        """Do what is due after a step of DeepSpeed's, which need not be the end of an optimizer step."""
+        state = self.fsmoe
+        if self.was_step_applied():
+            state.after_optimizer_step()
+        state.running.at_step(self.global_steps)
+        state.routing.at_step(self.global_steps)
+        if is_over:
+            found = state.step_is_over(self.global_steps)
+            state.telemetry.step_is_over(self.global_steps, self.global_samples, found)
+        state.running.late_faults.look()
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the true norm of all gradients; DeepSpeed's differs where experts are spread over ranks."""
@@ -283,18 +290,10 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 "fsmoe_dummy_forward: at ZeRO 3 every layer gathers its weights from all ranks, so a rank without a "
                 "batch cannot run the MoE layers alone: give every rank equally many batches"
             )
-        # What is due at the start of a step is collective, whoever has a batch.
-        self.fsmoe.at_step(self.global_steps)
-        clock = self._clock_of_forward()
-        if clock is not None:
-            clock.begin_forward()
-        self.fsmoe.routing.begin_forward(self.module.training, has_batch=False)
-        splitter = self.fsmoe.splitter
-        if splitter is not None and self.module.training:
-            splitter.decline()
+        clock = self._begin_forward(has_batch=False)
         total, telemetry = torch.zeros(()), self.fsmoe.telemetry
-        counts = () if telemetry is None else (telemetry.routers, telemetry.record and telemetry.record.tokens)
-        for each in (paused := [each for each in (*counts, self.fsmoe.paths) if each is not None]):
+        counts = telemetry.routers, telemetry.record and telemetry.record.tokens, self.fsmoe.paths
+        for each in (paused := [each for each in counts if each is not None]):
             each.is_paused = True
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe
@@ -305,11 +304,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             total = inner.run_without_tokens(shape, total)
         for each in paused:
             each.is_paused = False
-        if splitter is not None:
-            splitter.end_forward(self.module.training, has_batch=False)
-        self.fsmoe.routing.end_forward(has_batch=False)
-        if clock is not None:
-            clock.end_forward()
+        self._end_forward(clock, has_batch=False)
         return total
 
     def _configure_with_arguments(self, args: Any, mpu: Any) -> None:
@@ -335,7 +330,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             stage_size //= num_stages
         check_experts(stock, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
-        called = with_wrappers(model, experts)
+        called = {path: next(iter(wrappers_around(model, path).values()), each) for path, each in experts.items()}
         facts = facts_of_layers({**stock, **called}) | facts_of_config(alike(block))
         facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ()))) | nccl.facts()
         facts |= facts_of_tensor_parallel(stock, self.mpu)
@@ -444,13 +439,8 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         result = super().train_batch(*args, **kwargs)
         if clock is not None:
             clock.end_step()
-        if self.was_step_applied():
-            state.after_optimizer_step()
         state.running.first_forwards.tell()
-        state.running.at_step(self.global_steps)
-        state.routing.at_step(self.global_steps)
-        self._tell_of_step(state.step_is_over(self.global_steps))
-        state.running.late_faults.look()
+        self._after_step(is_over=True)
         return result
 
     def _exec_forward_pass(self, buffer_id: int) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checks.preflight import (
     check_deepspeed_blocks,
     check_experts,
@@ -42,7 +43,6 @@ from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine import own_experts as building
-from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_experts import (
     check_experts_modules,
     check_hugging_face,
@@ -51,7 +51,7 @@ from ds_fsmoe.engine.convert_experts import (
     num_experts_of,
 )
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers, restore_stock
-from ds_fsmoe.engine.cut_experts import check_shards_of_experts
+from ds_fsmoe.engine.cut_experts import check_shards_of_experts, wrappers_around
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.engine.set_up import check_engine_stages, refused_on_all_stages, wait_for_all_ranks
 from ds_fsmoe.engine.telemetry import claim_folders, watch_ours, watch_stock
@@ -196,16 +196,12 @@ def initialize(
         return _call_beneath(arguments)
     written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
     ds_config = {} if written is None else compat.load_ds_config(written)
+    passed_on: AbstractContextManager[None] = nullcontext()
     if _given is not None and written is not None and model is not None:
         ds_config = _with_given(ds_config, model)
-        with _passed_on(arguments, ds_config):
-            return _initialize(arguments, ds_config)
-    return _initialize(arguments, ds_config)
-
-
-def _initialize(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+        passed_on = _passed_on(arguments, ds_config)
     # Whatever is wrong, it is called as the user has written it.
-    with words_of(ds_config.get(BLOCK)).in_errors():
+    with passed_on, words_of(ds_config.get(BLOCK)).in_errors():
         return _initialize_by(read_block(ds_config), arguments, ds_config)
 
 
@@ -245,7 +241,11 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
     claim_folders(block)
     if block.esp_size > 1:
         _rename_expert_groups((arguments["optimizer"], arguments["model_parameters"]), block.esp_size)
-    with _our_engine():
+    with (
+        # Where DeepSpeed's function looks them up.
+        replaced(deepspeed, "DeepSpeedEngine", FSMoEEngine),
+        replaced(deepspeed, "PipelineEngine", FSMoEPipelineEngine),
+    ):
         made = _call_beneath(arguments)
     watch_ours(_engine_of(made))
     return made
@@ -290,7 +290,6 @@ def _engine_of(made: Any) -> Any:
 def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a config with its block replaced by the one given from outside. A script may have engines for models
     without MoE layers too: those get no block."""
-    assert _given is not None
     others = {key: value for key, value in ds_config.items() if key != BLOCK}
     has_layers = any(isinstance(each, StockMoE) or follows_contract(each) for each in model.modules())
     if getattr(model, "num_stages", 1) == 1 and not has_layers:
@@ -340,17 +339,6 @@ def _make_stock(model: nn.Module, mpu: Any) -> None:
     check_sequence_parallel(layers, sizes_of_mpu(mpu)[0])
     for layer in layers.values():
         restore_stock(layer)
-
-
-@contextmanager
-def _our_engine() -> Iterator[None]:
-    """Put our engine classes into DeepSpeed's own module meanwhile, where ``initialize`` looks them up."""
-    stock_engines = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
-    deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = FSMoEEngine, FSMoEPipelineEngine
-    try:
-        yield
-    finally:
-        deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = stock_engines
 
 
 def install(block: Mapping[str, Any] | None = None) -> None:
@@ -425,7 +413,7 @@ def uninstall() -> None:
     """
     global _given, _replaced
     accelerate.look_at_block_again()
-    building.unfollow()
+    building.follow(None)
     if _replaced is not None:
         deepspeed.initialize = _replaced
     del _beneath[1:]

@@ -1,29 +1,268 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of the files of a Hugging Face model what this rank needs: the dense part, and of the experts its own.
+"""Makes a Hugging Face model with this rank's experts only, and reads of its files what this rank needs.
 
-Files keep experts stacked, one tensor for all of a layer, or one by one; transformers merges the latter by converters.
-Of stacked ones a range is read, of the others those of this rank. Where a converter mixes experts in other ways its
-tensors are read whole, one parameter at a time, and cut behind it.
+Of a model's files that is the dense part, and of the experts this rank's own. Files keep experts stacked, one tensor
+for all of a layer, or one by one; transformers merges the latter by converters. Of stacked ones a range is read, of the
+others those of this rank. Where a converter mixes experts in other ways its tensors are read whole, one parameter at a
+time, and cut behind it.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.checkpoint.ranks import replaced
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
+from ds_fsmoe.components.expert_compute.contract import OWN_NAMES, contract_of, shape_of
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.groups import make_groups, stock_names
+from ds_fsmoe.distributed.partitioned import is_shared_out
+from ds_fsmoe.distributed.topology import layout, world_size_now
+from ds_fsmoe.engine.convert_experts import check_experts_modules, ep_size_of, find_experts, num_experts_of
+from ds_fsmoe.engine.cut_experts import adapt_all_experts, share_out_over_replicas, tag_as_experts, type_of_run
+from ds_fsmoe.layer.experts_layer import mark_loaded
 from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.log import log_on_rank_0
 
-if TYPE_CHECKING:
-    from ds_fsmoe.engine.own_experts import Build
+# ---- Makes one model with this rank's experts only
+
+
+CONVERSIONS = "transformers.core_model_loading"
+DEVICE = "fsmoe_device"
+"""The attribute of a parameter on the meta device with the device that it is to have."""
+_SEEDS_APART = 1_000_003
+
+
+class Build:
+    """Makes one model with this rank's experts only: :meth:`building` around its construction, then :meth:`cut`,
+    the weights, and :meth:`finish`. Collective over all ranks of the job.
+
+    Args:
+        block: what is said of experts before there is an engine.
+        ds_config: the config that it is in.
+        is_zero3: whether ``zero.Init`` shares out what is constructed.
+    """
+
+    def __init__(self, block: FSMoEBlock, ds_config: Mapping[str, Any], is_zero3: bool) -> None:
+        self.block, self.is_zero3 = block, is_zero3
+        self._expert_before_data = not ds_config.get("use_data_before_expert_parallelism", False)
+        self._dtype = type_of_run(ds_config, get_accelerator().device_name())
+        self._ep_size = 1
+        self.parts: dict[str, ExpertPart] = {}
+        """Name of a module of experts -> this rank's part."""
+        self.own: dict[str, ExpertPart] = {}
+        """Name of a parameter of experts -> this rank's part."""
+        self.is_cut = False
+        self._undrawn: set[str] = set()
+        """Names of parameters of experts that no file has."""
+        self._building = ExitStack()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Keep weights of experts off memory while modules are constructed, until :meth:`cut`."""
+        handle = register_module_parameter_registration_hook(_keep_off_memory)
+        self._building.callback(handle.remove)
+        if self.is_zero3:
+            self._building.enter_context(_zero_init_leaves_experts())
+        with self._building:
+            yield
+
+    def cut(self, model: nn.Module) -> None:
+        """Give each module of experts its part of them, without weights. Collective.
+
+        Raises:
+            ConfigError: ``ep_size`` does not fit; see :func:`chosen_ep_size`.
+            LayerError: experts cannot be cut; see :func:`check_experts_modules`.
+        """
+        self._building.close()
+        self.is_cut = True
+        experts = find_experts(model)
+        if not experts:
+            return
+        check_experts_modules(model, experts, {})
+        device = torch.device(get_accelerator().current_device_name())
+        self._ep_size = ep_size = ep_size_of(self.block, experts, device, self._expert_before_data, self._dtype)
+        ranks = layout(world_size_now(), ep_size, 1, self._expert_before_data).group_of("ep", dist.get_rank())
+        for name, module in experts.items():
+            part = ExpertPart("stacked", num_experts_of(module), ep_size, ranks.index(dist.get_rank()))
+            self.parts[name] = part
+            for each in contract_of(module).weights:
+                whole = getattr(module, each)
+                weight = torch.empty(part.part_shape(shape_of(whole) or ()), dtype=whole.dtype, device="meta")
+                mine = nn.Parameter(weight, requires_grad=whole.requires_grad)
+                vars(mine).update(vars(whole))
+                setattr(module, each, mine)
+                self.own[f"{name}.{each}"] = part
+            if hasattr(module, "num_experts"):
+                module.num_experts = part.num_local
+
+    def draw(self, model: nn.Module, undrawn: set[str]) -> None:
+        """Initialise parameters as the model's own class does it, ranks with different experts differently.
+
+        Args:
+            model: a ``PreTrainedModel``.
+            undrawn: names of parameters of experts.
+        """
+        if not undrawn:
+            return
+        owners = [(name, each) for name, each in model.named_modules() if hasattr(each, "_init_weights")]
+        start = int(torch.randint(0, 2**40, (), device="cpu"))
+        for index, (name, part) in enumerate(self.parts.items()):
+            module = model.get_submodule(name)
+            mine = [each for each in contract_of(module).weights if f"{name}.{each}" in undrawn]
+            if not mine:
+                continue
+            for each in mine:
+                weight = getattr(module, each)
+                if weight.is_meta:
+                    memory = torch.empty_like(weight, device=getattr(weight, DEVICE, "cpu"))
+                    setattr(module, each, nn.Parameter(memory, requires_grad=weight.requires_grad))
+                getattr(module, each)._is_hf_initialized = False
+            device = getattr(module, mine[0]).device
+            # The innermost of the modules around them that initialise, which come in module order.
+            *_, owner = (each for prefix, each in owners if not prefix or f"{name}.".startswith(f"{prefix}."))
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(start + _SEEDS_APART * (index * part.ep_size + part.ep_rank))
+                owner._init_weights(module)
+            for each in mine:
+                getattr(module, each)._is_hf_initialized = True
+
+    def share_out(self, model: nn.Module) -> None:
+        """Share this rank's experts out over the ranks that have the same, as ZeRO 3 does. Collective."""
+        if not self.parts:
+            return
+        asked = self.block.topology.ranks_per_node
+        make_groups(
+            self._ep_size,
+            expert_before_data=self._expert_before_data,
+            ranks_per_node=None if asked == "auto" else asked,
+            mp_size=1,
+            pp_size=1,
+            max_ctas=None if self.block.max_ctas == "auto" else self.block.max_ctas,
+        )
+        of_zero = next((each for each in model.parameters() if is_shared_out(each)), None)
+        if of_zero is None:
+            raise LayerError(f"{type(model).__name__}: zero.Init has shared out no parameter")
+        mine = {model.get_parameter(name): part for name, part in self.own.items()}
+        for each, part in mine.items():
+            tag_as_experts(each, part, stock_names(self._ep_size, 1).expert_group_name)
+        share_out_over_replicas(list(mine), of_zero)
+
+    def finish(self, model: nn.Module) -> None:
+        """Draw what no file had, and mark what was cut: it runs under an engine only."""
+        self.draw(model, self._undrawn)
+        for name, part in self.own.items():
+            parameter = model.get_parameter(name)
+            describe_as(parameter, part)
+            # A range of a stacked tensor keeps all of it alive, or mapped from its file.
+            if part.ep_size > 1 and parameter.untyped_storage().nbytes() > parameter.nbytes > 0:
+                parameter.data = parameter.data.clone()
+        if self._ep_size > 1:
+            for name, part in self.parts.items():
+                mark_loaded(model.get_submodule(name), part)
+            adapt_all_experts()
+            log_on_rank_0(f"{type(model).__name__} has this rank's experts only, of ep_size = {self._ep_size} rank(s)")
+
+    def read(
+        self,
+        modeling: ModuleType,
+        load: Callable[..., Any],
+        given: tuple[Any, Any, Any, Any],
+        others: Mapping[str, Any],
+    ) -> Any:
+        """Load a model whose experts have no memory yet, in the place of ``PreTrainedModel._load_pretrained_model``.
+
+        Args:
+            modeling: ``transformers.modeling_utils``.
+            load: transformers' own function.
+            given: its model, state dict, files and options of loading.
+            others: its other arguments, by name.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            ConfigError, LayerError: see :meth:`cut`; or the model is quantised or sharded in other ways.
+        """
+        model, state_dict, files, load_config = given
+        self.cut(model)
+        if not self.parts:
+            return load(*given, **others)
+        for name, why in (("hf_quantizer", "is quantised"), ("device_mesh", "is sharded by transformers")):
+            if getattr(load_config, name, None) is not None:
+                raise LayerError(
+                    f"{type(model).__name__} {why}: its experts cannot be loaded by ranks; load it without"
+                )
+        conversions = importlib.import_module(CONVERSIONS)
+        with ExitStack() as stack:
+            tensors = (
+                state_dict if state_dict is not None else stack.enter_context(_opened(modeling, files, load_config))
+            )
+            dense, experts, is_whole = split_tensors(
+                conversions, model, tensors, load_config.weight_mapping or [], self.own
+            )
+            stack.enter_context(_cutting_after(conversions, is_whole))
+            if not self.is_zero3:
+                info, index = load(model, dense | experts, files, load_config, **others)
+                self._undrawn = self.own.keys() & info.missing_keys
+                return info, index
+            # ZeRO 3 takes values from the first rank.
+            values = {name: each[...] if dist.get_rank() == 0 else each[...].to("meta") for name, each in dense.items()}
+            info, index = load(model, values, files, load_config, **others)
+            del values
+            kept = getattr(model, "_weight_conversions", None)
+            found, _ = modeling.convert_and_load_state_dict_in_model(
+                model=model, state_dict=experts, load_config=load_config, disk_offload_index=None
+            )
+            model._weight_conversions = kept
+            info.missing_keys = set(info.missing_keys) - (self.own.keys() - found.missing_keys)
+            for name in ("mismatched_keys", "unexpected_keys", "conversion_errors"):
+                getattr(info, name).update(getattr(found, name))
+            self.draw(model, self.own.keys() & found.missing_keys)
+            self.share_out(model)
+            for each in self.own:
+                model.get_parameter(each)._is_hf_initialized = True
+        return info, index
+
+
+def _keep_off_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Put a new parameter of experts on the meta device. The flags of the contract come after the parameters."""
+    if parameter is None or parameter.is_meta or name not in OWN_NAMES or not hasattr(type(module), "_apply_gate"):
+        return None
+    away = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    setattr(away, DEVICE, parameter.device)
+    return away
+
+
+def _zero_init_leaves_experts() -> AbstractContextManager[None]:
+    """Let ``zero.Init`` leave parameters without memory as they are; it would share them out over all ranks."""
+    theirs = partition_parameters.Init._post_init_method
+
+    def around(self: Any, module: nn.Module) -> None:
+        away = {name: each for name, each in module._parameters.items() if hasattr(each, DEVICE)}
+        module._parameters.update(dict.fromkeys(away))
+        try:
+            theirs(self, module)
+        finally:
+            module._parameters.update(away)
+
+    return replaced(partition_parameters.Init, "_post_init_method", around)
+
+
+# ---- Splits the tensors of a model's files
 
 
 class OwnRange:
@@ -31,100 +270,14 @@ class OwnRange:
 
     Args:
         source: a tensor, or a slice of ``safetensors``, [E, ...].
-        part: which experts.
+        experts: which of them.
     """
 
-    def __init__(self, source: Any, part: ExpertPart) -> None:
-        self._source, self._part = source, part
+    def __init__(self, source: Any, experts: range) -> None:
+        self._source, self._experts = source, experts
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._source[self._part.experts.start : self._part.experts.stop][index]
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the range."""
-        return [self._part.num_local, *_shape_of(self._source)[1:]]
-
-    def get_dtype(self) -> Any:
-        """Return the type of its elements."""
-        return self._source.get_dtype() if hasattr(self._source, "get_dtype") else self._source.dtype
-
-
-@dataclass
-class Split:
-    """Holds what of a model's files is for this rank."""
-
-    dense: dict[str, Any] = field(default_factory=dict)
-    experts: dict[str, Any] = field(default_factory=dict)
-    """Name in the file -> what becomes this rank's experts."""
-    cut_after: list[tuple[Any, ExpertPart]] = field(default_factory=list)
-    """Converters whose result has all experts of a layer."""
-
-
-def read_own(
-    modeling: ModuleType,
-    conversions: ModuleType,
-    build: Build,
-    load: Callable[..., Any],
-    given: tuple[Any, Any, Any, Any],
-    others: Mapping[str, Any],
-) -> Any:
-    """Load a model whose experts have no memory yet, in the place of ``PreTrainedModel._load_pretrained_model``.
-
-    Args:
-        modeling: ``transformers.modeling_utils``.
-        conversions: ``transformers.core_model_loading``.
-        build: what builds the model.
-        load: transformers' own function.
-        given: its model, state dict, files and options of loading.
-        others: its other arguments, by name.
-
-    Returns:
-        What it returns.
-
-    Raises:
-        ConfigError, LayerError: see :meth:`Build.cut`; or the model is quantised or sharded in other ways.
-    """
-    model, state_dict, files, load_config = given
-    build.cut(model)
-    if not build.parts:
-        return load(*given, **others)
-    for name, why in (("hf_quantizer", "is quantised"), ("device_mesh", "is sharded by transformers")):
-        if getattr(load_config, name, None) is not None:
-            raise LayerError(f"{type(model).__name__} {why}: its experts cannot be loaded by ranks; load it without")
-    own = build.names(model)
-    with ExitStack() as stack:
-        tensors = state_dict if state_dict is not None else stack.enter_context(_opened(modeling, files, load_config))
-        split = split_tensors(conversions, model, tensors, load_config.weight_mapping or [], own)
-        stack.enter_context(_cutting_after(conversions, split))
-        if not build.is_zero3:
-            info, index = load(model, split.dense | split.experts, files, load_config, **others)
-            build.undrawn = set(own) & set(info.missing_keys)
-            return info, index
-        mine = {name: _values(each) for name, each in split.dense.items()}
-        info, index = load(model, mine, files, load_config, **others)
-        del mine
-        kept = getattr(model, "_weight_conversions", None)
-        found, _ = modeling.convert_and_load_state_dict_in_model(
-            model=model, state_dict=split.experts, load_config=load_config, disk_offload_index=None
-        )
-        model._weight_conversions = kept
-        info.missing_keys = set(info.missing_keys) - (set(own) - set(found.missing_keys))
-        for name in ("mismatched_keys", "unexpected_keys", "conversion_errors"):
-            getattr(info, name).update(getattr(found, name))
-        build.draw(model, set(own) & set(found.missing_keys))
-        build.share_out(model)
-        for each in own:
-            model.get_parameter(each)._is_hf_initialized = True
-    return info, index
-
-
-def _values(source: Any) -> torch.Tensor:
-    """Return a tensor as ZeRO 3 is handed it: its values come from the first rank."""
-    if dist.get_rank() == 0:
-        return source[...]
-    if isinstance(source, torch.Tensor):
-        return source.to("meta")
-    return source[...].to("meta")
+        return self._source[self._experts.start : self._experts.stop][index]
 
 
 @contextmanager
@@ -147,7 +300,7 @@ def split_tensors(
     tensors: Mapping[str, Any],
     weight_mapping: list[Any],
     own: Mapping[str, ExpertPart],
-) -> Split:
+) -> tuple[dict[str, Any], dict[str, Any], dict[int, tuple[Any, ExpertPart]]]:
     """Split the tensors of a model's files into those of the dense part and those that become this rank's experts.
 
     Args:
@@ -157,10 +310,16 @@ def split_tensors(
         weight_mapping: transformers' renamings and converters for the model.
         own: name -> part of every parameter of experts.
 
+    Returns:
+        Name in the files -> tensor of the dense part; name -> what becomes this rank's experts; and id of a converter
+        whose result has all experts of a layer -> (converter, part).
+
     Raises:
         LayerError: a file has another number of experts than the model.
     """
-    split = Split()
+    dense: dict[str, Any] = {}
+    experts: dict[str, Any] = {}
+    is_whole: dict[int, tuple[Any, ExpertPart]] = {}
     # Copies, as they take note of what they have seen.
     mapping = copy.deepcopy(weight_mapping)
     renamings = [each for each in mapping if isinstance(each, conversions.WeightRenaming)]
@@ -176,22 +335,20 @@ def split_tensors(
         if become in own:
             names[become][pattern].append(name)
         else:
-            split.dense[name] = tensors[name]
+            dense[name] = tensors[name]
     for become, by_pattern in names.items():
         part, num_dims = own[become], known[become].dim()
-        found: dict[str, Any] = {}
-        is_whole = False
-        for pattern, alike in by_pattern.items():
-            converter = None if pattern is None else of_pattern[pattern]
-            mine = _own_of(alike, tensors, part, num_dims, converter)
-            is_whole |= mine is None
-            found |= mine or {}
-        if is_whole:
-            found = {name: tensors[name] for alike in by_pattern.values() for name in alike}
+        mine = [
+            _own_of(alike, tensors, part, num_dims, None if pattern is None else of_pattern[pattern])
+            for pattern, alike in by_pattern.items()
+        ]
+        if None in mine:
+            mine = [{name: tensors[name] for name in alike} for alike in by_pattern.values()]
             converter = of_pattern[next(pattern for pattern in by_pattern if pattern is not None)]
-            split.cut_after.append((converter, part))
-        split.experts |= found
-    return split
+            is_whole[id(converter)] = converter, part
+        for found in mine:
+            experts |= found
+    return dense, experts, is_whole
 
 
 def _own_of(
@@ -202,16 +359,18 @@ def _own_of(
     Raises:
         LayerError: they have another number of experts than the model.
     """
-    shapes = {tuple(_shape_of(tensors[name])) for name in names}
+    sources = [tensors[name] for name in names]
+    shapes = {tuple(each.shape if isinstance(each, torch.Tensor) else each.get_shape()) for each in sources}
     dims = {len(shape) for shape in shapes}
     operations = [] if converter is None else converter.operations
-    merges = [index for index, each in enumerate(operations) if _stacks(each)]
-    if dims == {num_dims} and not merges and not any(map(_mixes_experts, operations)):
+    stacks = [hasattr(each, "stack_dim") or type(each).__name__ == "MergeModulelist" for each in operations]
+    if dims == {num_dims} and not any(stacks) and not any(map(_mixes_experts, operations)):
         if any(shape[0] != part.num_experts for shape in shapes):
             counts = ", ".join(str(shape[0]) for shape in sorted(shapes))
             raise LayerError(f"{names[0]} has {counts} experts, and the model {part.num_experts}")
-        return {name: OwnRange(tensors[name], part) for name in names}
-    if dims == {num_dims - 1} and merges and not any(map(_mixes_experts, operations[merges[0] + 1 :])):
+        return {name: OwnRange(tensors[name], part.experts) for name in names}
+    behind = operations[stacks.index(True) + 1 :] if any(stacks) else None
+    if dims == {num_dims - 1} and behind is not None and not any(map(_mixes_experts, behind)):
         if len(names) % part.num_experts:
             raise LayerError(f"{names[0]} is one of {len(names)} experts, and the model has {part.num_experts}")
         # Several modules may come from one list, one behind the other.
@@ -221,23 +380,15 @@ def _own_of(
     return None
 
 
-def _stacks(operation: Any) -> bool:
-    return hasattr(operation, "stack_dim") or type(operation).__name__ == "MergeModulelist"
-
-
 def _mixes_experts(operation: Any) -> bool:
     """Return whether a conversion may do anything along the first dimension; what is not known may."""
     dims = [getattr(operation, name) for name in ("dim", "dim0", "dim1") if hasattr(operation, name)]
     return not dims or any(not isinstance(each, int) or each <= 0 for each in dims)
 
 
-def _shape_of(source: Any) -> list[int]:
-    return list(source.shape) if isinstance(source, torch.Tensor) else list(source.get_shape())
-
-
 @contextmanager
-def _cutting_after(conversions: ModuleType, split: Split) -> Iterator[None]:
-    """Have the results of converters cut, meanwhile."""
+def _cutting_after(conversions: ModuleType, converters: Mapping[int, tuple[Any, ExpertPart]]) -> Iterator[None]:
+    """Have the results of converters cut, meanwhile: id -> (converter, this rank's part)."""
 
     class CutExperts(conversions.ConversionOps):  # type: ignore[name-defined, misc]
         """Cuts the experts of this rank out of what a converter has made."""
@@ -254,7 +405,6 @@ def _cutting_after(conversions: ModuleType, split: Split) -> Iterator[None]:
                 found[name] = self.part.cut(whole).clone()
             return found
 
-    converters = {id(each): (each, part) for each, part in split.cut_after}
     for each, part in converters.values():
         each.operations.append(CutExperts(part))
     try:

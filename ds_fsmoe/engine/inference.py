@@ -19,7 +19,7 @@ from torch import nn
 from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
-from ds_fsmoe.engine.convert_adapters import adapters_of
+from ds_fsmoe.engine.cut_experts import adapters_of
 from ds_fsmoe.gradients.arriving import wait_for
 from ds_fsmoe.layer.expert_forms import ExpertForm, SetForm, StackedForm
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
@@ -136,29 +136,29 @@ def inference(
         if found:
             stack.callback(give_back_host_memory)
             options = Options(most_per_rank, second_phase)
-            stack.enter_context(_coming_and_going(found, record, options, path_length, estimate, profiles))
+            _come_and_go(stack, found, record, options, path_length, estimate, profiles)
         yield record
 
 
-@contextmanager
-def _coming_and_going(
+def _come_and_go(
+    stack: ExitStack,
     found: Mapping[str, FSMoEExperts | FSMoELayer],
     record: Inference,
     options: Options,
     path_length: int,
     estimate: bool,
     profiles: Mapping[str, PathProfile] | None,
-) -> Iterator[None]:
-    """Let the experts of layers come and go meanwhile. Collective to begin.
+) -> None:
+    """Let the experts of layers come and go until a stack is left. Collective.
 
     Args:
+        stack: gets what ends it.
         found: label -> converted layer, of all layers, at least one.
         record: filled with what happens.
         options: what is asked of all layers.
         path_length, estimate, profiles: see :func:`inference`.
     """
     running = next(iter(found.values())).fsmoe.running
-    assert running is not None
     if profiles is None:
         profiles = _profiles_of(running) if estimate else {}
     if estimate and not any(each.num_counted for each in profiles.values()):
@@ -178,13 +178,11 @@ def _coming_and_going(
     record.layers |= {label: each.record for label, each in layers.items()}
     routed = [label for label, module in found.items() if chooses_experts(module)]
     run = InferenceRun(routed, layers, min(path_length, sizes[1]), sizes[0], running.one_link is None)
-    with ExitStack() as stack:
-        stack.callback(run.close)
-        for label, layer in layers.items():
-            stack.enter_context(_installed(found[label], layer, run))
-        running.instruments.append(run.watch)
-        stack.callback(running.instruments.remove, run.watch)
-        yield
+    stack.callback(run.close)
+    for label, layer in layers.items():
+        stack.enter_context(_installed(found[label], layer, run))
+    running.instruments.append(run.watch)
+    stack.callback(running.instruments.remove, run.watch)
 
 
 def _sizes_of(profiles: Mapping[str, PathProfile], most: int) -> tuple[int, int]:
@@ -269,18 +267,11 @@ class Coming:
         homes = tuple(tuple(range(rank * num_local, (rank + 1) * num_local)) for rank in range(num_ranks))
         if state.placed is not None:
             homes = tuple(map(tuple, state.placed.placement.by_rank.tolist()))
-        form: ExpertForm
-        if isinstance(module, FSMoEExperts):
-            form = StackedForm(module)
-        else:
-            form = SetForm(list(module.experts.deepspeed_experts), state.path)
+        is_stacked = isinstance(module, FSMoEExperts)
+        form = StackedForm(module) if is_stacked else SetForm(list(module.experts.deepspeed_experts), state.path)
         # As many as ranks_of_experts gives to one.
         most = min(num_ranks * num_local, max(options.most_per_rank, 2 * num_local))
         return cls(module, form, homes, most)
-
-    def room(self, where: Where) -> Room:
-        """Return memory for the weights, see :meth:`~ds_fsmoe.layer.held_experts.Room.made`."""
-        return Room.made(self.form, self.num_experts, self.most, where)
 
     def layer(self, room: Room, options: Options, profile: PathProfile | None) -> InferenceLayer:
         """Return the layer, with its weights in this memory. Collective over the ranks that share the experts."""
@@ -312,7 +303,9 @@ def made_room(layers: Mapping[str, Coming], weights: Where) -> tuple[Where, dict
         if not why:
             problem = ""
             try:
-                rooms = {label: each.room(where) for label, each in layers.items()}
+                rooms = {
+                    label: Room.made(each.form, each.num_experts, each.most, where) for label, each in layers.items()
+                }
             except (RuntimeError, MemoryError) as error:
                 problem = f"{type(error).__name__}: {error}"
             why = _first_problem(problem)

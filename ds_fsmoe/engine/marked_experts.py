@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.engine.convert_adapters import adapters_of
+from ds_fsmoe.engine.cut_experts import adapters_of
 from ds_fsmoe.layer.expert_shard import (
     METADATA,
     TRUSTED,
@@ -77,50 +77,45 @@ def _with_gradients(value: Any) -> Any:
     return {name: _with_gradients(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-class _Gathering:
-    """Has marked parameters whole for a while. Collective to enter and to leave.
+@contextmanager
+def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> Iterator[None]:
+    """Have marked parameters whole for a while. Collective to enter and to leave.
 
     Args:
         parameters: marked ones, in an order that is the same on every rank.
         modifier_rank: the rank, among those that have the model, whose changes count; ``None``: each keeps its own.
     """
-
-    def __init__(self, parameters: Sequence[ExpertShard], modifier_rank: int | None) -> None:
-        self._parameters, self._modifier = parameters, modifier_rank
-        self._own: list[torch.Tensor] = []
-        shared = [each for each in parameters if is_shared_out(each)]
-        # Its broadcast is among ranks that have the same experts, whose parts are alike by then.
-        self._of_zero = GatheredParameters(shared, None if modifier_rank is None else 0) if shared else nullcontext()
-
-    def __enter__(self) -> None:
-        self._of_zero.__enter__()
-        for each in self._parameters:
-            self._own.append(each.data)
+    shared = [each for each in parameters if is_shared_out(each)]
+    # Its broadcast is among ranks that have the same experts, whose parts are alike by then.
+    with GatheredParameters(shared, None if modifier_rank is None else 0) if shared else nullcontext():
+        before = [each.data for each in parameters]
+        for each in parameters:
             each.data = each.fsmoe_origin.whole(each)
             each.__class__ = GatheredWeight
+        has_failed = True  # then other ranks may not come here
+        try:
+            yield
+            has_failed = False
+        finally:
+            for each, own in zip(parameters, before, strict=True):
+                each.__class__ = ExpertShard
+                if not has_failed:
+                    _take_changes(each, own, modifier_rank)
+                each.data = own
 
-    def __exit__(self, *error: Any) -> None:
-        has_failed = error and error[0] is not None
-        for each, own in zip(self._parameters, self._own, strict=True):
-            each.__class__ = ExpertShard
-            if not has_failed:  # other ranks may not come here
-                self._take_changes(each, own)
-            each.data = own
-        self._own = []
-        self._of_zero.__exit__(*error)
 
-    @torch.no_grad()
-    def _take_changes(self, parameter: ExpertShard, own: torch.Tensor) -> None:
-        """Bring what was changed into this rank's part; at ZeRO 3 without a modifier nothing counts, as with others."""
-        if self._modifier is None and is_shared_out(parameter):
-            return
-        if self._modifier is not None:
-            group = stock_groups._get_sequence_data_parallel_group()
-            whole = parameter.data.contiguous()
-            with waiting("a change within GatheredParameters of", parameter.fsmoe_origin.name):
-                dist.broadcast(whole, dist.get_global_rank(group, self._modifier), group=group)
-            parameter.data = whole
-        own.copy_(parameter.fsmoe_origin.cut(parameter.data))
+@torch.no_grad()
+def _take_changes(parameter: ExpertShard, own: torch.Tensor, modifier_rank: int | None) -> None:
+    """Bring what was changed into this rank's part; at ZeRO 3 without a modifier nothing counts, as with others."""
+    if modifier_rank is None and is_shared_out(parameter):
+        return
+    if modifier_rank is not None:
+        group = stock_groups._get_sequence_data_parallel_group()
+        whole = parameter.data.contiguous()
+        with waiting("a change within GatheredParameters of", parameter.fsmoe_origin.name):
+            dist.broadcast(whole, dist.get_global_rank(group, modifier_rank), group=group)
+        parameter.data = whole
+    own.copy_(parameter.fsmoe_origin.cut(parameter.data))
 
 
 def gather_experts_whole() -> None:
@@ -139,18 +134,19 @@ def gather_experts_whole() -> None:
             if experts:
                 params = [each for each in params if id(each) not in experts]
                 in_order = sorted(experts.values(), key=lambda each: each.fsmoe_origin.name)
-                self._ds_fsmoe_gathering = _Gathering(in_order, modifier_rank)
+                self._ds_fsmoe_gathering = in_order, modifier_rank
         begin(self, params, modifier_rank, fwd_module, enabled)
 
     def __enter__(self: Any) -> Any:
         found = enter(self)
         if self._ds_fsmoe_gathering is not None:
-            self._ds_fsmoe_gathering.__enter__()
+            self._ds_fsmoe_experts = _gathering(*self._ds_fsmoe_gathering)
+            self._ds_fsmoe_experts.__enter__()
         return found
 
     def __exit__(self: Any, *error: Any) -> Any:
         if self._ds_fsmoe_gathering is not None:
-            self._ds_fsmoe_gathering.__exit__(*error)
+            self._ds_fsmoe_experts.__exit__(*(error or (None, None, None)))
         return leave(self, *error)
 
     GatheredParameters._ds_fsmoe_gathering = None
@@ -225,47 +221,44 @@ WHOLE = (
 )
 
 
-class MarkedExperts:
-    """Holds the marks of one engine.
+def mark_experts(model: nn.Module) -> Callable[[], None]:
+    """Mark the experts of an engine's model, and return what takes the marks and guards off, once.
 
     Args:
         model: the model, whose experts are in their final place.
     """
+    spread = [found for found in parts_in(model) if found[2].num_parts > 1]
+    parameters = [parameter for _, parameter, _ in spread]
+    # What knows the shape of a gradient is made anew while nobody holds it, and a parameter may be whole then.
+    accumulators = [
+        each.view_as(each).grad_fn.next_functions[0][0]
+        for each in parameters
+        if each.requires_grad and not is_shared_out(each)
+    ]
+    experts = [each for each in model.modules() if isinstance(each, FSMoEExperts)]
+    owners = {id(own): each for each in experts for own in (*each.parameters(), *adapters_of(each))}
+    for name, parameter, part in spread:
+        state, group = owners[id(parameter)].fsmoe, stock_groups._get_expert_parallel_group(parameter.group_name)
+        mark(parameter, Origin(name, part, group, state.places))
+    # Without ZeRO DeepSpeed's safe_get_full_grad would take the plain gradient; so it asks for what it calls this.
+    asked = [each for each in parameters if not hasattr(each, "_hp_mapping") and not is_shared_out(each)]
+    for each in asked:
+        each._hp_grad, each.get_full_hp_grad = True, functools.partial(gradient_of, each)
+    handles = [handle for each in model.modules() for handle in _guard(each)]
+    if spread:
+        gather_experts_whole()
+        _save_whole()
 
-    def __init__(self, model: nn.Module) -> None:
-        spread = [found for found in parts_in(model) if found[2].num_parts > 1]
-        self._parameters = [parameter for _, parameter, _ in spread]
-        # What knows the shape of a gradient is made anew while nobody holds it, and a parameter may be whole then.
-        self._accumulators = [
-            each.view_as(each).grad_fn.next_functions[0][0]
-            for each in self._parameters
-            if each.requires_grad and not is_shared_out(each)
-        ]
-        experts = [each for each in model.modules() if isinstance(each, FSMoEExperts)]
-        owners = {id(own): each for each in experts for own in (*each.parameters(), *adapters_of(each))}
-        for name, parameter, part in spread:
-            state, group = owners[id(parameter)].fsmoe, stock_groups._get_expert_parallel_group(parameter.group_name)
-            mark(parameter, Origin(name, part, group, state.places))
-        # Without ZeRO DeepSpeed's safe_get_full_grad would take the plain gradient; so it asks for what it calls this.
-        self._asked = [
-            each for each in self._parameters if not hasattr(each, "_hp_mapping") and not is_shared_out(each)
-        ]
-        for each in self._asked:
-            each._hp_grad, each.get_full_hp_grad = True, functools.partial(gradient_of, each)
-        self._handles = [handle for each in model.modules() for handle in _guard(each)]
-        if spread:
-            gather_experts_whole()
-            _save_whole()
-
-    def close(self) -> None:
-        """Take the marks and guards off."""
-        for each in self._asked:
+    def take_off() -> None:
+        for each in asked:
             del each._hp_grad, each.get_full_hp_grad
-        for each in self._parameters:
+        for each in parameters:
             unmark(each)
-        for each in self._handles:
+        for each in handles:
             each.remove()
-        self._parameters, self._asked, self._handles, self._accumulators = [], [], [], []
+        accumulators.clear()
+
+    return take_off
 
 
 def refuse_hooks(path: str, module: nn.Module) -> None:
@@ -306,7 +299,7 @@ def refuse_parts(name: str) -> None:
 
 
 def _guard(module: nn.Module) -> Iterator[Any]:
-    """Guard the state dict of a module that has marked parameters itself."""
+    """Let a module that has marked parameters itself load this rank's part of whole weights; others as they are."""
     own = {name: each for name, each in module.named_parameters(recurse=False) if isinstance(each, ExpertShard)}
     if not own:
         return
@@ -314,8 +307,12 @@ def _guard(module: nn.Module) -> Iterator[Any]:
     def before_load(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
         for name, parameter in own.items():
             given = state_dict.get(prefix + name)
-            if isinstance(given, torch.Tensor) and isinstance(parameter, ExpertShard):
-                state_dict[prefix + name] = _own_of(given, parameter)
+            is_gone = is_shared_out(parameter) and not parameter.numel()
+            if not isinstance(given, torch.Tensor) or not isinstance(parameter, ExpertShard) or is_gone:
+                continue
+            origin = parameter.fsmoe_origin
+            if tuple(given.shape) == origin.part.whole_shape(parameter.shape):
+                state_dict[prefix + name] = origin.cut(given)
 
     yield module.register_load_state_dict_pre_hook(before_load)
 
@@ -336,15 +333,6 @@ def _save_whole() -> None:
 
     checked._ds_fsmoe_checked = True
     torch.save = torch.serialization.save = checked
-
-
-def _own_of(given: torch.Tensor, parameter: ExpertShard) -> torch.Tensor:
-    """Return this rank's part of a whole weight that is loaded; anything else as it is."""
-    if is_shared_out(parameter) and not parameter.numel():
-        return given
-    origin = parameter.fsmoe_origin
-    is_whole = tuple(given.shape) == origin.part.whole_shape(parameter.shape)
-    return origin.cut(given) if is_whole else given
 
 
 def check_whole(given: Mapping[str, Any], model: nn.Module) -> None:

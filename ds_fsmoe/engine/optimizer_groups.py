@@ -15,7 +15,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
-from ds_fsmoe.engine.convert_adapters import adapters_of
+from ds_fsmoe.engine.cut_experts import adapters_of
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 
@@ -33,8 +34,7 @@ from ds_fsmoe.log import log_on_rank_0
 # layers
 
 
-@contextmanager
-def groups_of_trained(engine: Any, layers: Sequence[HuggingFaceLayer]) -> Iterator[None]:
+def groups_of_trained(engine: Any, layers: Sequence[HuggingFaceLayer]) -> AbstractContextManager[None]:
     """Have an engine make its optimizer meanwhile as for a dense model, where all its layers are of Hugging Face and
     none of their experts or adapters trains: there is no parameter for a group of experts then.
 
@@ -45,13 +45,8 @@ def groups_of_trained(engine: Any, layers: Sequence[HuggingFaceLayer]) -> Iterat
     inner = [each.deepspeed_moe for each in layers]
     trains = any(each.requires_grad for layer in inner for each in (*layer.parameters(), *adapters_of(layer)))
     if trains or len(layers) < len(engine.fsmoe.layers):
-        yield
-        return
-    before, engine.has_moe_layers = engine.has_moe_layers, False
-    try:
-        yield
-    finally:
-        engine.has_moe_layers = before
+        return nullcontext()
+    return replaced(engine, "has_moe_layers", False)
 
 
 # ---- Splits the groups of an optimizer into those of experts and of all else, which DeepSpeed reduces apart
@@ -71,19 +66,9 @@ def with_expert_groups(client: Any) -> Any:
     Args:
         client: an optimizer, a function that makes one of parameters, or ``None``.
     """
-    if isinstance(client, torch.optim.Optimizer):
-        _split(client)
-        return client
-    if client is None:
-        return None
-
-    def make(parameters: Any) -> Any:
-        made = client(parameters)
-        if isinstance(made, torch.optim.Optimizer):
-            _split(made)
-        return made
-
-    return make
+    if client is None or isinstance(client, torch.optim.Optimizer):
+        return _split(client)
+    return lambda parameters: _split(client(parameters))
 
 
 def with_names(parameters: Any) -> Any:
@@ -136,8 +121,11 @@ def follow_groups(optimizer: Any, numbers: Mapping[int, int]) -> None:
     _remember(optimizer, [leader for leader, *_ in made], came_off)
 
 
-def _split(optimizer: torch.optim.Optimizer) -> None:
-    """Take the experts out of groups that have others too; a group of experts alone is marked."""
+def _split(optimizer: Any) -> Any:
+    """Take the experts out of groups that have others too, and return the optimizer; a group of experts alone is
+    marked. What is no optimizer of torch's stays as it is."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
     groups = optimizer.param_groups
     known: list[int | dict[str, Any]] = []
     for group in groups:
@@ -164,22 +152,15 @@ def _split(optimizer: torch.optim.Optimizer) -> None:
         of_script = _remember(optimizer, [each for each in known if isinstance(each, int)], came_off)
         for scheduler in list(_schedulers_of(optimizer)):
             scheduler.optimizer = _Known(optimizer, of_script, known)
+    return optimizer
 
 
 def _remember(optimizer: torch.optim.Optimizer, known: list[int], came_off: dict[int, int]) -> ScriptGroups | None:
     """Remember which groups a script knows, and have the others follow; ``None`` if it knows all, in their order."""
     if known == list(range(len(optimizer.param_groups))):
         return None
-    found = ScriptGroups(optimizer, known)
-    _known[optimizer] = found
-    if came_off:
-        optimizer.register_step_pre_hook(_following(found, came_off))
-    return found
-
-
-def base_of(optimizer: Any) -> Any:
-    """Return torch's optimizer of what a scheduler is made for: itself, or inside one of DeepSpeed's."""
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizer", None)
+    _known[optimizer] = ScriptGroups(optimizer, known, came_off)
+    return _known[optimizer]
 
 
 @contextmanager
@@ -189,7 +170,7 @@ def as_script_knows(optimizer: Any) -> Iterator[None]:
     Args:
         optimizer: torch's or one of DeepSpeed's; one whose groups have not been split is left alone.
     """
-    base = base_of(optimizer)
+    base = optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizer", None)
     found = _known.get(base) if isinstance(base, torch.optim.Optimizer) else None
     if found is None:
         yield
@@ -216,16 +197,19 @@ def show_scripts_groups(scheduler: Any) -> None:
 
 class ScriptGroups:
     """Knows all groups of an optimizer, and which are its script's: loading makes others, and DeepSpeed takes steps
-    with one group at a time.
+    with one group at a time. Before every step groups of experts follow those that they came off.
 
     Args:
         optimizer: the optimizer.
         numbers: the numbers of those that the script knows, in its order.
+        came_off: number of a group of experts -> that of the other.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
-        self.now, self.numbers = list(optimizer.param_groups), numbers
+    def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int], came_off: Mapping[int, int]) -> None:
+        self.now, self.numbers, self._came_off = list(optimizer.param_groups), numbers, came_off
         optimizer.register_load_state_dict_post_hook(self._look)
+        if came_off:
+            optimizer.register_step_pre_hook(self._follow)
 
     def known(self) -> list[dict[str, Any]]:
         """Return the script's groups as they are now."""
@@ -234,21 +218,10 @@ class ScriptGroups:
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self.now = list(optimizer.param_groups)
 
-
-def _following(groups: ScriptGroups, came_off: dict[int, int]) -> Callable[..., None]:
-    """Return what lets groups of experts follow those that they came off, before every step.
-
-    Args:
-        groups: all groups.
-        came_off: number of a group of experts -> that of the other.
-    """
-
-    def follow(*_: Any) -> None:
-        for own, other in came_off.items():
-            options = groups.now[other].items()
-            groups.now[own].update({name: value for name, value in options if name not in _OWN})
-
-    return follow
+    def _follow(self, *_: Any) -> None:
+        for own, other in self._came_off.items():
+            options = self.now[other].items()
+            self.now[own].update({name: value for name, value in options if name not in _OWN})
 
 
 class _Known:

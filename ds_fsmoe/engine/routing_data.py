@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +84,24 @@ class RoutingData:
         Raises:
             ReplayError: the choices of any rank do not fit the model; on every rank, with all that is wrong.
         """
+        self._agree(None if indices is None else lambda: self._choices(indices))
+
+    def _agree(self, choose: Callable[[], dict[str, ReplayedRouting | None]] | None, said: str = "") -> None:
+        """Replay what all ranks choose, or nothing where none does. Collective.
+
+        Args:
+            choose: returns this rank's choices; ``None``: it has none.
+            said: what the messages of its errors begin with.
+
+        Raises:
+            ReplayError: it has raised on any rank; on every rank.
+        """
         choices: dict[str, ReplayedRouting | None] | None = None
         problem: str | None = None
         try:
-            choices = None if indices is None else self._choices(indices)
-        except ReplayError as error:
-            problem = str(error)
-        self._agree(choices, problem)
-
-    def _agree(self, choices: dict[str, ReplayedRouting | None] | None, problem: str | None) -> None:
+            choices = None if choose is None else choose()
+        except (RoutingFileError, ReplayError, OSError) as error:
+            problem = f"{said}{error}"
         of_ranks = on_every_rank((problem, choices is not None), self._replay.control_group)
         problems = {rank: text for rank, (text, _) in enumerate(of_ranks) if text is not None}
         if problems:
@@ -116,16 +125,9 @@ class RoutingData:
         if not is_training:
             return
         micro_batch, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if self._recording is None:
-            return
-        choices: dict[str, ReplayedRouting | None] | None = None
-        problem: str | None = None
-        if has_batch:
-            try:
-                choices = self._recorded(micro_batch)
-            except (RoutingFileError, ReplayError, OSError) as error:
-                problem = f"{BLOCK}.routing.replay = {self._folder!r}: {error}"
-        self._agree(choices, problem)
+        if self._recording is not None:
+            choose = (lambda: self._recorded(micro_batch)) if has_batch else None
+            self._agree(choose, f"{BLOCK}.routing.replay = {self._folder!r}: ")
 
     def end_forward(self, has_batch: bool = True) -> None:
         """End a forward.
@@ -189,7 +191,6 @@ class RoutingData:
         problems = [each for each in on_every_rank(problem) if each is not None]
         if problems:
             raise ConfigError(f"{BLOCK}.routing.replay = {str(path)!r}: {problems[0]}")
-        assert recording is not None
         if recording.problems:
             more = f" (and {len(recording.problems) - 1} more files)" if len(recording.problems) > 1 else ""
             log_on_rank_0(f"{BLOCK}.routing.replay: {recording.problems[0]}{more}", logging.WARNING)
@@ -218,7 +219,6 @@ class RoutingData:
                 )
 
     def _recorded(self, micro_batch: int) -> dict[str, ReplayedRouting | None]:
-        assert self._recording is not None
         rank, step = rank_now(), self._step
         numbers = [self._recording.number_of(name, rank) for name in self._state.layers]
         arrays = [self._recording.choices(rank, step, micro_batch, number).indices_SK for number in numbers]
@@ -247,7 +247,9 @@ class RoutingData:
             arrays = list(whole.transpose(1, 0, 2)) if whole.ndim == 3 else []
         num_layers, all_layers = len(self._layers), self._num_hidden_layers()
         if len(arrays) != num_layers and len(arrays) == all_layers:
-            places = [self._place(each.fsmoe.path) for each in self._layers.values()]
+            # The decoder layer around an MoE layer is the first number in its path.
+            found = [_NUMBERED.search(each.fsmoe.path) for each in self._layers.values()]
+            places = [None if each is None else int(each[1]) for each in found]
             if all(each is not None and each < all_layers for each in places):
                 arrays = [arrays[each] for each in places]
         fits = all(each.ndim == 2 and len(each) == len(arrays[0]) for each in arrays)
@@ -274,7 +276,9 @@ class RoutingData:
         return {label: found[label] for label in self._layers}
 
     def _check(self, array: np.ndarray, layer: Any, is_own: bool) -> None:
-        path, k, num_experts = layer.fsmoe.path, _k_of(layer), _num_experts(layer)
+        path, num_experts, gate = layer.fsmoe.path, _num_experts(layer), layer.gate
+        # The choices of a token; ``None``: a Hugging Face model's router has not run yet.
+        k = getattr(getattr(gate, "settings", gate), "k", None)
         if k is not None and array.shape[1] != k:
             raise ReplayError(f"{path}: {array.shape[1]} choices per token were given: must be k = {k}")
         is_stock = not isinstance(layer, FSMoEExperts)
@@ -308,11 +312,6 @@ class RoutingData:
         config = getattr(config, "text_config", None) or config
         found = getattr(config, "num_hidden_layers", None)
         return found if isinstance(found, int) else None
-
-    def _place(self, path: str) -> int | None:
-        """Return the number of the decoder layer around an MoE layer, by the first number in its path."""
-        found = _NUMBERED.search(path)
-        return None if found is None else int(found[1])
 
 
 def _claim(folder: str) -> Ownership | None:
@@ -349,9 +348,3 @@ def _integers(value: Any) -> np.ndarray:
 
 def _num_experts(layer: Any) -> int:
     return layer.fsmoe.total_experts if isinstance(layer, FSMoEExperts) else layer.num_local_experts * layer.ep_size
-
-
-def _k_of(layer: Any) -> int | None:
-    """Return the choices of a token; ``None``: a Hugging Face model's router has not run yet."""
-    gate = layer.gate
-    return getattr(getattr(gate, "settings", gate), "k", None)

@@ -235,23 +235,19 @@ def keep_whole(model: nn.Module, is_spread: bool) -> list[Callable[[], None]]:
     Returns:
         What undoes it.
     """
-    undo = [_refuse_copies(model)]
-    return [*undo, _save_whole_models(model), generate_together(model)] if is_spread else undo
-
-
-def _save_whole_models(model: nn.Module) -> Callable[[], None]:
-    """Let what saves a model save all of its experts, or refuse."""
-    _let_accelerate_gather()
-    if not hasattr(model, "save_pretrained"):
-        return lambda: None
-    return put_over(model, "save_pretrained", _refusing(model, model.save_pretrained))
-
-
-def _refuse_copies(model: nn.Module) -> Callable[[], None]:
-    """Let a model say that it cannot be copied or pickled, before any of it has been."""
     name = type(model).__name__
-    # Looked for on the object by copy and by pickle.
-    return put_over(model, "__reduce_ex__", lambda protocol: refuse_copy(name))
+    # Looked for on the object by copy and by pickle, before any of the model has been copied.
+    undo = [put_over(model, "__reduce_ex__", lambda protocol: refuse_copy(name))]
+    if not is_spread:
+        return undo
+    _let_accelerate_gather()
+    if hasattr(model, "save_pretrained"):
+        undo.append(put_over(model, "save_pretrained", _refusing(model, model.save_pretrained)))
+    for module in model.modules():
+        if any(base.__name__ == "GenerationMixin" for base in type(module).__mro__):
+            undo.append(put_over(module, "generate", _together(module.generate)))
+            break
+    return undo
 
 
 def _refusing(model: nn.Module, save: Any) -> Any:
@@ -292,9 +288,8 @@ def _let_accelerate_gather() -> None:
 
     @functools.wraps(theirs)
     def get_state_dict(self: Any, model: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(model, SavingEngine) or not model.spreads_experts:
-            return theirs(self, model, *args, **options)
-        if model.zero_optimization_partition_weights():
+        is_ours = isinstance(model, SavingEngine) and model.spreads_experts
+        if not is_ours or model.zero_optimization_partition_weights():
             return theirs(self, model, *args, **options)
         return whole_state_dict(model)
 
@@ -315,72 +310,63 @@ def show_whole_experts(engine: Any) -> None:
         engine: our engine, complete but for its placement.
     """
     optimizer = engine.optimizer
-    view = _Whole(engine)
     if not engine._hf_layers:  # of DeepSpeed's own layers they see what stock has
         return
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        _replace_at_stage_3(optimizer, view)
+        _replace_at_stage_3(optimizer)
     elif hasattr(optimizer, "_link_all_hp_params"):
-        _replace_on_parameters(optimizer, view)
+        spread = [each for _, each, part in parts_in(engine.module) if part.num_parts > 1]
+        _replace_on_parameters(optimizer, spread)
 
 
-class _Whole:
-    """Puts what belongs to an expert parameter together, and cuts it again.
+def _whole_of(own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole of what each rank has of a parameter, in the model's own order. Collective."""
+    origin = origin_of(parameter)
+    return own if own is None or origin is None else origin.whole(own)
 
-    Args:
-        engine: the engine.
+
+def _cut_from(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of a whole value.
+
+    Raises:
+        ValueError: it is not as large as the whole parameter.
     """
-
-    def __init__(self, engine: Any) -> None:
-        self.parameters = [each for _, each, part in parts_in(engine.module) if part.num_parts > 1]
-
-    def of(self, own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the whole of what each rank has of a parameter, in the model's own order. Collective."""
-        origin = origin_of(parameter)
-        return own if own is None or origin is None else origin.whole(own)
-
-    def cut(self, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-        """Return this rank's part of a whole value.
-
-        Raises:
-            ValueError: it is not as large as the whole parameter.
-        """
-        origin = origin_of(parameter)
-        if origin is None:
-            return value
-        shape = origin.part.whole_shape(getattr(parameter, "ds_shape", parameter.shape))
-        if value.numel() != torch.Size(shape).numel():
-            raise ValueError(
-                f"ds_fsmoe: a value of shape {list(value.shape)} for a parameter of experts that are spread over "
-                f"{origin.part.num_parts} ranks: give that of all {origin.part.num_experts} experts, {list(shape)}, on "
-                "every rank, as safe_get_full_* returns it"
-            )
-        return origin.cut(value.reshape(shape))
+    origin = origin_of(parameter)
+    if origin is None:
+        return value
+    shape = origin.part.whole_shape(getattr(parameter, "ds_shape", parameter.shape))
+    if value.numel() != torch.Size(shape).numel():
+        raise ValueError(
+            f"ds_fsmoe: a value of shape {list(value.shape)} for a parameter of experts that are spread over "
+            f"{origin.part.num_parts} ranks: give that of all {origin.part.num_experts} experts, {list(shape)}, on "
+            "every rank, as safe_get_full_* returns it"
+        )
+    return origin.cut(value.reshape(shape))
 
 
-def _replace_at_stage_3(optimizer: Any, view: _Whole) -> None:
+def _replace_at_stage_3(optimizer: Any) -> None:
     gather, set_state = optimizer._fp32_state_allgather, optimizer.set_full_hp_param
     set_gradient, update = optimizer.set_fp32_grad_for_param, optimizer.update_fp32_grad_for_param_vectorized
 
     def update_whole(update_func: Callable[..., torch.Tensor], param_list: Iterable[nn.Parameter]) -> None:
-        update(lambda whole, each: view.cut(update_func(whole, each), each), param_list)
+        update(lambda whole, each: _cut_from(update_func(whole, each), each), param_list)
 
-    optimizer._fp32_state_allgather = lambda param, partition: view.of(gather(param, partition), param)
+    optimizer._fp32_state_allgather = lambda param, partition: _whole_of(gather(param, partition), param)
     optimizer.set_full_hp_param = lambda value, param, *key, **named: set_state(
-        view.cut(value, param), param, *key, **named
+        _cut_from(value, param), param, *key, **named
     )
-    optimizer.set_fp32_grad_for_param = lambda value, param: set_gradient(view.cut(value, param), param)
+    optimizer.set_fp32_grad_for_param = lambda value, param: set_gradient(_cut_from(value, param), param)
     optimizer.update_fp32_grad_for_param_vectorized = update_whole
 
 
-def _replace_on_parameters(optimizer: Any, view: _Whole) -> None:
+def _replace_on_parameters(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     link = optimizer._link_all_hp_params
     link_states = _link_states_of_all(optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
     def see_whole() -> None:
-        for each in view.parameters:
+        for each in parameters:
             if hasattr(each, "_hp_mapping"):
-                _see_whole(each, view)
+                _see_whole(each)
 
     def link_all() -> None:
         link()
@@ -393,13 +379,13 @@ def _replace_on_parameters(optimizer: Any, view: _Whole) -> None:
     see_whole()
 
 
-def _see_whole(parameter: nn.Parameter, view: _Whole) -> None:
+def _see_whole(parameter: nn.Parameter) -> None:
     get_state, get_gradient = parameter.get_full_hp_param, parameter.get_full_hp_grad
     set_state, set_gradient = parameter.set_full_hp_param, parameter.set_full_hp_grad
-    parameter.get_full_hp_param = lambda *key, **named: view.of(get_state(*key, **named), parameter)
-    parameter.get_full_hp_grad = lambda: view.of(get_gradient(), parameter)
-    parameter.set_full_hp_param = lambda value, *key, **named: set_state(view.cut(value, parameter), *key, **named)
-    parameter.set_full_hp_grad = lambda value: set_gradient(view.cut(value, parameter))
+    parameter.get_full_hp_param = lambda *key, **named: _whole_of(get_state(*key, **named), parameter)
+    parameter.get_full_hp_grad = lambda: _whole_of(get_gradient(), parameter)
+    parameter.set_full_hp_param = lambda value, *key, **named: set_state(_cut_from(value, parameter), *key, **named)
+    parameter.set_full_hp_grad = lambda value: set_gradient(_cut_from(value, parameter))
 
 
 def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None]:
@@ -437,22 +423,9 @@ def put_over(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
     return take_off
 
 
-def generate_together(model: nn.Module) -> Callable[[], None]:
-    """Let every rank take part in all forwards of a generation, as transformers does by itself at ZeRO 3 only.
-
-    Args:
-        model: a model whose experts are spread over ranks.
-
-    Returns:
-        What undoes it.
-    """
-    for module in model.modules():
-        if any(base.__name__ == "GenerationMixin" for base in type(module).__mro__):
-            return put_over(module, "generate", _together(module.generate))
-    return lambda: None
-
-
 def _together(generate: Any) -> Any:
+    """Let every rank take part in all forwards of a generation, as transformers does by itself at ZeRO 3 only."""
+
     @functools.wraps(generate)
     def together(*args: Any, **options: Any) -> Any:
         # Also where a trainer says that it is not needed, as it knows of no other reason than ZeRO 3.

@@ -20,14 +20,12 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ds_fsmoe import registry
-from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.config.together import STAY
 from ds_fsmoe.distributed.agreement import DisagreementError, in_words
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.tensor_parallel import TensorParallelUse
 from ds_fsmoe.halves.splitter import Splitter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
 from ds_fsmoe.layer.parts import LayerError
@@ -152,7 +150,8 @@ def make_groups_on_every_stage(
     Raises:
         LayerError: no stage has a layer, or stages have layers that are spread differently; on every rank.
     """
-    own = dict.fromkeys(_spread_of(each) for each in layers.values())
+    inner = [each.deepspeed_moe for each in layers.values()]
+    own = dict.fromkeys((each.ep_size, each.fsmoe.tensor_parallel) for each in inner)
     of_stages = [each for each in on_every_rank(list(own)) if each]
     if not of_stages:
         raise LayerError(
@@ -168,25 +167,16 @@ def make_groups_on_every_stage(
     spreads = list(dict.fromkeys(each for of_stage in of_stages for each in of_stage))
 
     def make(*_: Any) -> None:
+        # Those that a stage may come to use, each of which has communicators of its own.
+        compares = running.block.alltoall == "auto" and running.block.autotune.enabled
+        alltoalls = [running.plan.alltoall, *(registry.known("alltoall") if compares else ())]
         for ep_size, use in spreads:
             groups = running.groups(ep_size, use)
-            for alltoall in _alltoalls(running):
+            for alltoall in alltoalls:
                 running.exchange(groups, alltoall)
 
     # DeepSpeed comes to the model ahead of its layers.
     model.set_deepspeed_parallelism = make
-
-
-def _spread_of(layer: StockMoE | HuggingFaceLayer) -> tuple[int, TensorParallelUse]:
-    inner = layer.deepspeed_moe
-    return inner.ep_size, inner.fsmoe.tensor_parallel
-
-
-def _alltoalls(running: LayerRuntime) -> list[str]:
-    """Return the all-to-alls that a stage may come to use, each of which has communicators of its own."""
-    block: FSMoEBlock = running.block
-    compares = block.alltoall == "auto" and block.autotune.enabled
-    return [running.plan.alltoall, *(registry.known("alltoall") if compares else ())]
 
 
 # ---- Sets up halves of the batch that take turns, for one engine
@@ -204,47 +194,35 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
     if asked == "off" or (asked == "auto" and state.autotune is None):
         state.why_whole = "off" if asked == "off" else "nothing is tried here"
         return
-    state.why_whole = _why_not(state, in_stages)
-    if not state.why_whole:
-        layers = {path: each.deepspeed_moe for path, each in state.layers.items()}
-        agree = _Agreement(state.stage_group, state.running.device)
+    layers = {path: each.deepspeed_moe for path, each in state.layers.items()}
+    stock = [path for path, each in layers.items() if not isinstance(each, FSMoEExperts)]
+    # The same on every rank.
+    if in_stages:
+        state.why_whole = "a pipeline of stages has halves of its own: its micro-batches"
+    elif stock:
+        state.why_whole = f"{stock[0]} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
+    else:
+        agree = functools.partial(_hold_on_all, state.stage_group, state.running.device)
         state.splitter = Splitter(model, layers, state.block.split_blocks, agree, state.keeps_batches_whole)
         state.why_whole = state.splitter.why_not
     if state.why_whole and asked == "on":
         log_on_rank_0(f'fsmoe.split_batch = "on": batches stay whole: {state.why_whole}')
 
 
-def _why_not(state: FSMoEState, in_stages: bool) -> str:
-    """Return why no block is run by halves, the same on every rank; empty if there is no reason."""
-    if in_stages:
-        return "a pipeline of stages has halves of its own: its micro-batches"
-    for path, layer in state.layers.items():
-        inner = layer.deepspeed_moe
-        if not isinstance(inner, FSMoEExperts):
-            return f"{path} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
-    return ""
-
-
-class _Agreement:
-    """Asks all ranks that run the same blocks.
+def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: Sequence[bool]) -> Sequence[bool]:
+    """Return for each of some facts whether it holds on all ranks that run the same blocks. Collective over these.
 
     Args:
         group: these ranks; ``None``: all of the job.
         device: on which they communicate.
+        facts: those of this rank.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-
-    def __call__(self, facts: Sequence[bool]) -> Sequence[bool]:
-        """Return for each of some facts whether it holds on all of them. Collective."""
-        if world_size_now() == 1:
-            return facts
-        held = torch.tensor([int(each) for each in facts], device=self._device)
-        with waiting("whether batches are split in halves"):
-            dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
-            return [bool(each) for each in held.tolist()]
+    if world_size_now() == 1:
+        return facts
+    held = torch.tensor([int(each) for each in facts], device=device)
+    with waiting("whether batches are split in halves"):
+        dist.all_reduce(held, dist.ReduceOp.MIN, group=group)
+        return [bool(each) for each in held.tolist()]
 
 
 # ---- Lets the experts of an engine move, where its config asks for it

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -63,6 +62,10 @@ class FSMoEState:
         self.stage_group = stage_group
         """The ranks that run the same layers; ``None``: all."""
         self.layers = layers
+        self.inner_layers: dict[str, FSMoELayer] = {
+            each.deepspeed_moe.label: each.deepspeed_moe for each in layers.values()
+        }
+        """The MoE layers of this rank, by label."""
         self.parts = parts
         self.running = running
         self.reduction: Reduction | None = None
@@ -76,10 +79,8 @@ class FSMoEState:
         self.watch: PredictionWatch | None = None
         """The watch that compares steps with their predictions, where that is asked for."""
         if running.step_clock is not None and block.autotune.watch_every and stage_group is None:
-            labels = list(self.inner_layers)
-            self.watch = PredictionWatch(
-                block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
-            )
+            of_steps = running.step_clock, list(self.inner_layers), self._predictors, self._plan_again
+            self.watch = PredictionWatch(block.autotune, *of_steps, stage_group)
         self.updated: UpdatedParameters | None = None
         """The gather of updated parameters, where it is ours."""
         self.why_untuned: str | None = None
@@ -124,11 +125,6 @@ class FSMoEState:
         self.uncut = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._layers_uncut)
         running.checks.append(self.uncut.look)
 
-    @property
-    def inner_layers(self) -> dict[str, FSMoELayer]:
-        """Return the MoE layers of this rank, by label."""
-        return {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
-
     def begin(self, steps_whole: bool) -> None:
         """Begin to look at layers, as the engine is complete.
 
@@ -158,8 +154,7 @@ class FSMoEState:
             DisagreementError: every ``debug.check_every`` steps, if ranks differ by then.
         """
         self.running.at_step(number)
-        if self.routing is not None:
-            self.routing.at_step(number)
+        self.routing.at_step(number)
         if self._first_step is None:
             self._first_step = number
         elif number > self._first_step and not self._is_settled:
@@ -199,7 +194,6 @@ class FSMoEState:
         Raises:
             ReplayError: the choices of any rank do not fit the model; on every rank.
         """
-        assert self.routing is not None
         self.routing.replay(indices)
 
     def before_forward(self) -> None:
@@ -208,7 +202,11 @@ class FSMoEState:
         Raises:
             MeasuringError, DisagreementError: on every rank.
         """
-        if self.autotune is None or not self.autotune.counts_forward(self._forwards_before()):
+        if self.autotune is None:
+            return
+        # Where parameters are gathered under the forward, the first one that waits for them is among those before.
+        before = FORWARDS_BEFORE if self.updated is None else max(FORWARDS_BEFORE, self.micro_batches() + 1)
+        if not self.autotune.counts_forward(before):
             return
         self.wait_for_parameters()
         clock = self.running.step_clock
@@ -221,11 +219,6 @@ class FSMoEState:
         if self.reduction is not None and self.autotune.trials is None:
             self.reduction.plans_are_kept()
         self.plans_changed()
-
-    def _forwards_before(self) -> int:
-        """Return the forwards in training that the measuring comes after: where parameters are gathered under the
-        forward, the first one that waits for them is among these."""
-        return FORWARDS_BEFORE if self.updated is None else max(FORWARDS_BEFORE, self.micro_batches() + 1)
 
     def keeps_batches_whole(self) -> bool:
         """Return whether batches are measured, recorded or replayed whole for now; the same on every rank."""
@@ -278,11 +271,6 @@ class FSMoEState:
         if self.telemetry is not None:
             self.telemetry.plans_changed()
 
-    def step_ends(self, number: int) -> None:
-        """Take note that optimizer step ``number`` comes, or goes on."""
-        self.running.at_step(number)
-        self.routing.at_step(number)
-
     def step_is_over(self, next_step: int) -> StepComparison | None:
         """End an optimizer step: go on with trying plans, or compare the step with its prediction. Collective where
         something is due.
@@ -321,16 +309,6 @@ class FSMoEState:
         self.uncut.look_again()
         self.autotune.request_again(reason)
 
-    def before_optimizer_step(self, number: int) -> None:
-        """Check the results of experts where that is asked for, and share what devices have found. Collective.
-
-        Raises:
-            ExpertResultError: results are not what they should be.
-        """
-        if self.expert_results is not None:
-            self.expert_results.before_step(number)
-        self.running.late_faults.share()
-
     def after_optimizer_step(self) -> None:
         """Let gates learn from their counts, as parameters have changed. Collective if there are such gates."""
         inner, groups = list(self.inner_layers.values()), [self.stage_group]
@@ -352,18 +330,9 @@ class FSMoEState:
         """Give back the reduction of gradients, and end what runs: layers run on without the engine. Once."""
         if self.running.is_over:
             return
-        if self.autotune is not None:
-            self.autotune.close()
-        if self.telemetry is not None:
-            self.telemetry.close()
-        if self.routing is not None:
-            self.routing.close()
-        if self.splitter is not None:
-            self.splitter.close()
-        if self.updated is not None:
-            self.updated.close()
-        if self.reduction is not None:
-            self.reduction.close()
+        for each in (self.autotune, self.telemetry, self.routing, self.splitter, self.updated, self.reduction):
+            if each is not None:
+                each.close()
         for layer in self.inner_layers.values():
             layer.fsmoe.run_on_without_engine()
         self.running.close()
@@ -375,7 +344,7 @@ class FSMoEState:
 
     def chosen(self) -> dict[str, str]:
         """Return what runs, a word or two per field of the config, in the order a token meets them."""
-        return chosen(self).words
+        return {name: words for name, (words, _) in what_runs(self).items()}
 
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:
@@ -395,44 +364,37 @@ WORTH_SAYING = 0.1
 """The share of slots that have to be empty for a word about it."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Describes what an engine runs now."""
-
-    words: dict[str, str]
-    """Field of the config -> what runs, in the order a token meets them."""
-    telling: frozenset[str]
-    """The fields that were asked for, or whose words differ from what DeepSpeed does."""
-
-
-def chosen(state: FSMoEState) -> Chosen:
-    """Return what runs, from the plans that layers have now and not from what the config wished for."""
+def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
+    """Return field of the config -> what runs, and whether that differs from what DeepSpeed does: from the plans that
+    layers have now and not from what the config wished for, in the order a token meets them."""
     block, running = state.block, state.running
     blocks = _blocks(state)
     is_cut = any(each.degree > 1 for pair in blocks for each in pair)
     gates = sorted({describe_gate(layer.gate) for layer in state.inner_layers.values()})
     dispatch, alltoall = describe_dispatch(state), describe_alltoall(state)
-    # Field -> (words, whether they differ from what stock does).
-    parts: dict[str, tuple[str, bool]] = {
+    orders = dict.fromkeys(order_words(each.degree, each.links) for pair in blocks for each in pair if each.degree > 1)
+    untuned = "off" if state.why_untuned is None else f"off: {state.why_untuned}"
+    return {
         "schedule": (_describe_schedule(state, is_cut), True),
         "num_chunks": (_describe_chunks(blocks), is_cut),
-        "autotune": (_describe_autotune(state), state.autotune is not None or state.why_untuned is not None),
-        "links": (running.describe_links(_orders(blocks)), is_cut or running.one_link is not None),
+        "autotune": (
+            untuned if state.autotune is None else state.autotune.describe(),
+            state.autotune is not None or state.why_untuned is not None,
+        ),
+        "links": (running.describe_links(list(orders)), is_cut or running.one_link is not None),
         "expert_tensor_parallel_size": (str(block.esp_size), block.esp_size > 1),
         "gate": ("; ".join(gates), False),
         "order": (state.parts.order_name, False),
         "alltoall": (alltoall, alltoall != "flat"),
         "dispatch": (dispatch, "empty" in dispatch),
         "ops": (state.parts.ops.name, False),
-        "gradients": (_describe_gradients(state), state.reduction is not None or state.has_late_gradients),
+        "gradients": (
+            state.gradients if state.reduction is None else state.reduction.describe(),
+            state.reduction is not None or state.has_late_gradients,
+        ),
         "placement": (_describe_placement(state), state.placement is not None),
         "split_batch": (_describe_halves(state), _in_halves(state)),
     }
-    asked = {_FIELDS.get(each, each) for each in block.model_fields_set}
-    return Chosen(
-        {name: words for name, (words, _) in parts.items()},
-        frozenset(name for name, (_, differs) in parts.items() if differs or name in asked),
-    )
 
 
 _FIELDS = {
@@ -447,8 +409,9 @@ _FIELDS = {
 def summary(state: FSMoEState) -> Message:
     """Return what is on, as a table for the log: what was asked for or differs from stock, and the rest for details."""
     head = f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"
-    found = chosen(state)
-    rows = [each for each in found.words.items() if state.block.autotune.details or each[0] in found.telling]
+    asked = {_FIELDS.get(each, each) for each in state.block.model_fields_set}
+    found, says_all = what_runs(state).items(), state.block.autotune.details
+    rows = [(name, words) for name, (words, differs) in found if says_all or differs or name in asked]
     return Message([head, Table((), rows, indent="  ")])
 
 
@@ -462,12 +425,6 @@ def _blocks(state: FSMoEState) -> list[tuple[BlockPlan, BlockPlan]]:
 def _describe_chunks(blocks: Sequence[tuple[BlockPlan, BlockPlan]]) -> str:
     counts = dict.fromkeys((forward.degree, backward.degree) for forward, backward in blocks)
     return "; ".join("forward {}, backward {}".format(*each) for each in counts)
-
-
-def _orders(blocks: Sequence[tuple[BlockPlan, BlockPlan]]) -> list[str]:
-    """Return the orders of the tasks of those layers that run in chunks."""
-    found = (each for pair in blocks for each in pair if each.degree > 1)
-    return list(dict.fromkeys(order_words(each.degree, each.links) for each in found))
 
 
 def _in_halves(state: FSMoEState) -> bool:
@@ -493,16 +450,6 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
     if tuner is not None and tuner.rows:
         return f"{name}: one chunk, as predicted"
     return f"{name}: one chunk, so DeepSpeed's order"
-
-
-def _describe_autotune(state: FSMoEState) -> str:
-    if state.autotune is not None:
-        return state.autotune.describe()
-    return "off" if state.why_untuned is None else f"off: {state.why_untuned}"
-
-
-def _describe_gradients(state: FSMoEState) -> str:
-    return state.gradients if state.reduction is None else state.reduction.describe()
 
 
 def _describe_halves(state: FSMoEState) -> str:

@@ -33,7 +33,7 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.placement.events import Event, as_rows
+from ds_fsmoe.placement.events import as_rows
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.decide.plan import mode_of
@@ -224,7 +224,6 @@ class Telemetry:
     def __init__(self, engine: Any, state: FSMoEState) -> None:
         block = state.block
         self._engine = engine
-        self._monitor = engine.monitor
         self._gradient_plan: Any = None
         self._state = state
         self._every = block.metrics_every
@@ -243,7 +242,7 @@ class Telemetry:
         if block.record.dir is not None:
             state.running.instruments.append(self._note_sizes)
         if state.placement_watch is not None:
-            state.placement_watch.on_event.append(self._placement_decided)
+            state.placement_watch.on_event.append(lambda events: self._decided.extend(as_rows(events)))
         if block.metrics == "off":
             return
         # A script may have given its monitor to rank 0 alone; what is shared at the end of steps is shared by all.
@@ -272,7 +271,6 @@ class Telemetry:
     def _record_costs(self) -> None:
         """Record what the layers are and what their tasks cost, where that is new."""
         state, record = self._state, self.record
-        assert record is not None
         tuner = state.autotune
         micro_batches = self._engine.gradient_accumulation_steps()
         choices = {label: getattr(gate, "k", None) for label, gate in self._gates().items()}
@@ -346,16 +344,11 @@ class Telemetry:
             if self.record is not None:
                 self.record.compared(asdict(found) | {"busy": found.busy})
         if values and self._tells:
-            self._monitor.write_events(named(values, num_samples))
-
-    def _placement_decided(self, events: Sequence[Event]) -> None:
-        self._decided += as_rows(events)
+            self._engine.monitor.write_events(named(values, num_samples))
 
     def _with_places(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of a decision, those of layers that change with where their experts are and will be."""
         placement, watch = self._state.placement, self._state.placement_watch
-        assert placement is not None
-        assert watch is not None
         wanted, found = watch.wanted, []
         for row in rows:
             label = row["layer"]

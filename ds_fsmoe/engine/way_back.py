@@ -16,9 +16,8 @@ from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
 from ds_fsmoe.components.expert_compute.contract import OWN_NAMES
 from ds_fsmoe.config.reading import BLOCK
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
-from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_layers import check_left, restore_stock
-from ds_fsmoe.engine.cut_experts import join_parts
+from ds_fsmoe.engine.cut_experts import join_parts, wrappers_around
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, loaded_in, own_class_of, replace_all
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -92,7 +91,12 @@ def make_whole(model: nn.Module) -> nn.Module:
     for layer in stock.values():
         if isinstance(layer.deepspeed_moe.gate, FSMoEGate):  # with a gate of ours it runs on as ours
             restore_stock(layer)
-    _take_deepspeeds_off(model)
+    # What an engine has put on parameters is taken off, and they out of the buffers where it had them side by side.
+    for parameter in model.parameters():
+        # By these DeepSpeed knows the experts of its own layers.
+        strip(parameter, keeps=("allreduce", "group_name"))
+        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+            parameter.data = parameter.data.clone()
     return model
 
 
@@ -225,15 +229,6 @@ def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> N
             leave_experts(experts)
 
 
-def _take_deepspeeds_off(model: nn.Module) -> None:
-    """Take off parameters what an engine has put on them, and out of the buffers in which it had them side by side."""
-    for parameter in model.parameters():
-        # By these DeepSpeed knows the experts of its own layers.
-        strip(parameter, keeps=("allreduce", "group_name"))
-        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
-            parameter.data = parameter.data.clone()
-
-
 # ---- Turns modules of experts back: to their own class, as they lie, when their engine has ended; and to all
 # experts
 #
@@ -338,14 +333,10 @@ def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
         keeps: names of attributes that stay.
     """
     for name, value in list(vars(parameter).items()):
-        if name not in keeps and _is_put_on(name, value):
+        owner = getattr(getattr(value, "__func__", value), "__module__", None) or ""
+        is_known = name in (*OURS, *_DEEPSPEEDS) or name.startswith("ds_")
+        if name not in keeps and (is_known or owner.startswith(("deepspeed.", "ds_fsmoe."))):
             delattr(parameter, name)
-
-
-def _is_put_on(name: str, value: Any) -> bool:
-    owner = getattr(getattr(value, "__func__", value), "__module__", None) or ""
-    is_a_function = owner.startswith(("deepspeed.", "ds_fsmoe."))
-    return is_a_function or name in OURS or name in _DEEPSPEEDS or name.startswith("ds_")
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:
