@@ -33,7 +33,7 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.placement.events import Event, as_rows
+from ds_fsmoe.placement.watch import Event
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.decide.plan import mode_of
@@ -349,7 +349,7 @@ class Telemetry:
             self._monitor.write_events(named(values, num_samples))
 
     def _placement_decided(self, events: Sequence[Event]) -> None:
-        self._decided += as_rows(events)
+        self._decided += map(asdict, events)
 
     def _with_places(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of a decision, those of layers that change with where their experts are and will be."""
