@@ -187,7 +187,10 @@ class Stages1And2:
         self.optimizer: DeepSpeedZeroOptimizer = engine.optimizer
         self.sums_each = sums_every_micro_batch(engine, accumulate)
         """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
-        self._may_add_up_later = not by_rule and may_add_up_later(engine, accumulate)
+        several = self.optimizer.partition_gradients and engine.gradient_accumulation_steps() > 1
+        has_choice = not by_rule and several and accumulate == "auto"
+        self._may_add_up_later = has_choice and _obstacle(engine) is None and _room(engine.device) is not None
+        """Whether every micro-batch is summed only as long as it is not known that there is room to add them up."""
         self.device = engine.device
         self._group_of = {
             id(parameter): index for index, group in enumerate(self.optimizer.bit16_groups) for parameter in group
@@ -453,12 +456,6 @@ def sums_every_micro_batch(engine: Any, accumulate: str) -> bool:
             f'{_PATH} = "before_sum": cannot be here, because {reason}; the choices are "auto" and "after_sum"'
         )
     return accumulate != "before_sum"
-
-
-def may_add_up_later(engine: Any, accumulate: str) -> bool:
-    """Return whether every micro-batch is summed only as long as it is not known that there is room to add them up."""
-    several = engine.optimizer.partition_gradients and engine.gradient_accumulation_steps() > 1
-    return several and accumulate == "auto" and _obstacle(engine) is None and _room(engine.device) is not None
 
 
 def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
