@@ -19,7 +19,7 @@ from hf_finetune import LENGTH, small_olmoe
 from text_data import draw_batch, load_text, rank_generator
 
 import ds_fsmoe
-from ds_fsmoe.placement.events import Event
+from ds_fsmoe.placement.watch import Event
 from ds_fsmoe.routes.made import NAMES, choices
 
 SAMPLES, EXPERTS, TOP_K, LAYERS = 4, 16, 4, 2

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.distributed import groups as ours
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.distributed.topology import Topology
 from ds_fsmoe.execution.collectives import Collectives
@@ -148,7 +149,8 @@ def on_nodes(*node_of_rank: int) -> Iterator[None]:
     """As if the ranks lay so."""
     where = "ds_fsmoe.distributed.groups"
     # Groups are made once, on whatever nodes they lay then.
-    with patch(f"{where}.find_topology", lambda _: Topology(node_of_rank)), patch(f"{where}._made", {}):
+    made = ours._made().groups if dist.is_initialized() else {}
+    with patch(f"{where}.find_topology", lambda _: Topology(node_of_rank)), patch.dict(made, clear=True):
         yield
 
 

@@ -37,10 +37,10 @@ def spoil(engine: Any, layer: int, expert: int, value: float) -> None:
     """On the ranks that have this expert."""
     inner = engine.module.moes[layer].deepspeed_moe
     modules = list(inner.experts.deepspeed_experts)
-    first = engine.fsmoe.expert_results._first[f"moes.{layer}"]
-    if first <= expert < first + len(modules):
+    here = engine.fsmoe.expert_results._here[f"moes.{layer}"].tolist()
+    if expert in here:
         with torch.no_grad():
-            next(modules[expert - first].parameters())[0, 0] = value
+            next(modules[here.index(expert)].parameters())[0, 0] = value
 
 
 def find(rank: int, world_size: int, ep: int, esp: int, stage: int) -> dict[str, Any]:

@@ -92,7 +92,6 @@ class Bench:
                 group or dist.group.WORLD,
                 Scaling(before=lambda message: message.mul_(0.5)),
                 CPU,
-                2 * len(SIZES) if flat == len(groups) - 1 else 0,
             )
             for flat, (parameters, group) in enumerate(zip(per_flat, groups, strict=True))
         ]
@@ -329,8 +328,11 @@ def test_one_rank_is_enough(tmp_path: Path) -> None:
     assert run_on_ranks(alone, 1, tmp_path) == [[]]
 
 
-def test_room_for_the_marks_is_checked() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    flat = FlatGradients(GRAD, [parameter], torch.float32, None, Scaling(), CPU, extra=1)
-    with pytest.raises(ValueError, match="must be 2"):
-        GradientReducer([flat], lambda p: p.grad, lambda: True, plan_of("adaptive"), set_gradient)
+@pytest.mark.parametrize("all_used", [False, True])
+def test_the_last_buffer_has_room_for_the_marks(all_used: bool) -> None:
+    flats = [
+        FlatGradients(GRAD, [nn.Parameter(torch.zeros(3))], torch.float32, None, Scaling(), CPU)  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    GradientReducer(flats, lambda p: p.grad, lambda: True, plan_of("adaptive"), set_gradient, all_used=all_used)
+    assert [len(each.extra) for each in flats] == [0, 0 if all_used else 4]

@@ -22,7 +22,6 @@ from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.gradients.ways import (
     AllReduce,
     AllReduceByNodes,
-    Elements,
     Range,
     ReduceScatter,
     ReduceScatterByNodes,
@@ -51,7 +50,7 @@ def links(rank: int, world_size: int, per_node: int) -> NodeLinks:
     return NodeLinks(nodes, rank, between, make(Communicators("test_intra", nodes)))
 
 
-class OneTensor(Elements):
+class OneTensor:
     """Elements that lie in one tensor."""
 
     def __init__(self, values: torch.Tensor) -> None:

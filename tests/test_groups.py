@@ -270,10 +270,10 @@ def make_and_make_again(rank: int, world_size: int, folder: str) -> dict:
         with pytest.raises(ValueError, match="the choices are") as refusal:
             make_groups(**arguments)
         refusals.append(str(refusal.value))
-    held = len(ours._made)
+    held = len(ours._made().groups)
     dist.barrier()
     dist.destroy_process_group()
-    after = len(ours._made)
+    after = len(ours._made_under)
     start_again(folder, rank, world_size, 51)
     again = make_groups(2, 2)
     results.append((seen_by_sums(again), expected_sums(again)))
@@ -290,7 +290,7 @@ def make_and_make_again(rank: int, world_size: int, folder: str) -> dict:
         "overridden": overridden,
         "timeouts": timeouts,
         "second timeout": timeout_s_of(again.ep_group),
-        "kept": (held, after, again is first, third is again, len(ours._made)),
+        "kept": (held, after, again is first, third is again, len(ours._made().groups)),
         "refusals": refusals,
         "indices": [again.index_in(kind) for kind in ("ep", "esp", "blocks")],
     }

@@ -212,13 +212,13 @@ def test_a_rank_needs_at_most_3_percent_more_memory_than_with_stock(cases: list[
 def sums(rank: int, world_size: int, room: int | None) -> tuple[list[bool], list[str], int]:
     """Of each step, whether every micro-batch is summed over ranks, where GPUs have so many bytes left; what is said,
     and the bytes of all gradients."""
-    from ds_fsmoe.gradients import adding_up, reduction, zero_stages
+    from ds_fsmoe.gradients import reduction, zero_stages
     from tests.gradient_cases import LOOPS, Run, training
 
     said: list[str] = []
     if room is not None:
         # One rank has room for anything.
-        adding_up._room = lambda _: float(room if rank else 1e12)
+        zero_stages._room = lambda _: float(room if rank else 1e12)
     for module in (reduction, zero_stages):
         module.log_on_rank_0 = lambda text, *_: said.append(str(text))
     found = []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
-from ds_fsmoe.placement.holdings import ExpertTensor, fragments_of
+from ds_fsmoe.placement.moving import ExpertTensor, fragments_of
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, loss_of, model_of

@@ -15,9 +15,8 @@ pytest.importorskip("transformers")
 
 import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError, read_block
-from ds_fsmoe.placement.events import Event
-from ds_fsmoe.placement.holdings import PlacementError
-from ds_fsmoe.placement.watch import PlacementWatch, _Left
+from ds_fsmoe.placement.moving import PlacementError
+from ds_fsmoe.placement.watch import Event, PlacementWatch, _left_in
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.placed_models import BALANCED, NUM_EXPERTS, made, trained
 from tests.ranks import run_on_ranks
@@ -66,7 +65,7 @@ def states_out_of_reach(rank: int, world_size: int) -> str:
     engine = made(2, world_size, BALANCED)
     trained(engine, rank, range(2), (0, 1), world_size)
     try:
-        with patch("ds_fsmoe.placement.holdings.live_groups", return_value=None if rank == 1 else []):
+        with patch("ds_fsmoe.placement.moving.live_groups", return_value=None if rank == 1 else []):
             engine.fsmoe.placement.mover()
     except PlacementError as error:
         return str(error)
@@ -126,9 +125,9 @@ def test_moves_that_were_left_when_ranks_had_spare_places_are_decided_anew() -> 
     of_before = of_now | {"pending": {"L00": [[0, 3]]}, "wanted": {"L00": wanted.as_dict() | places}}
     placements: Any = SimpleNamespace(now={"L00": now})
     for found, pending in ((of_now, {"L00": [(0, 2)]}), (of_before, {})):
-        left = _Left.read(found, placements)
-        assert (left.since, left.pending, set(left.wanted)) == (6, pending, set(pending))
-        assert left.before["L00"].tolist() == rows["L00"]
+        since, before, left, placed = _left_in(found, placements)
+        assert (since, left, set(placed)) == (6, pending, set(pending))
+        assert before["L00"].tolist() == rows["L00"]
 
 
 def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:

@@ -16,7 +16,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
-from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
+from ds_fsmoe.checks.first_forwards import SavedBytes, describe, saved_bytes
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
 from ds_fsmoe.components.expert_compute.saved import SavedActivations

@@ -101,7 +101,7 @@ def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
         ValueError, match=r"fsmoe\.expert_tensor_parallel_size = 2: the nodes are not equally large"
     ) as refusal:
         make_groups(1, 2)
-    held = len(ours._made)
+    held = len(ours._made().groups)
     made = make_groups(1, 2, ranks_per_node=2)
     # A rank that left now would cut the connection to one that is still making its end of it.
     dist.barrier()

@@ -34,7 +34,7 @@ from benchmarks.models.contenders import MAX_DEGREE
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, begin
 from ds_fsmoe.config.blocks import PlacementBlock
-from ds_fsmoe.placement.events import Event
+from ds_fsmoe.placement.watch import Event
 
 EVERY = PlacementBlock().every
 """Steps of which loads are measured before each decision."""

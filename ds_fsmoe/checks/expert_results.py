@@ -45,33 +45,29 @@ class ExpertResults:
         self._group = group
         self._is_scaled = is_scaled
         self._found_E: dict[str, torch.Tensor] = {}
-        self._first: dict[str, int] = {}
         self._here: dict[str, torch.Tensor] = {}
 
-    def add(self, path: str, num_experts: int, first_expert: int, device: torch.device) -> None:
+    def add(self, path: str, num_experts: int, experts: Sequence[int], device: torch.device) -> None:
         """Add a layer, in the order in which layers are run.
 
         Args:
             path: its path in the model.
             num_experts: E, over all ranks.
-            first_expert: the first expert of this rank.
+            experts: the expert in each place of this rank.
             device: the device of its experts.
         """
-        # The last is for places without an expert.
-        self._found_E[path] = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-        self._first[path] = first_expert
+        self._found_E[path] = torch.zeros(num_experts, dtype=torch.int32, device=device)
+        self.place(path, experts)
 
     def place(self, path: str, experts: Sequence[int]) -> None:
         """Take note of which experts this rank computes from now on.
 
         Args:
             path: the path of their layer in the model.
-            experts: the expert in each place of this rank; negative where there is none.
+            experts: the expert in each place of this rank.
         """
         if path in self._found_E:
-            found = self._found_E[path]
-            numbers = [each if each >= 0 else len(found) - 1 for each in experts]
-            self._here[path] = torch.tensor(numbers, dtype=torch.int64, device=found.device)
+            self._here[path] = torch.tensor([*experts], dtype=torch.int64, device=self._found_E[path].device)
 
     def watch(self, call: LayerCall) -> None:
         """Check what the experts of a layer return in training."""
@@ -97,11 +93,7 @@ class ExpertResults:
 
     def _note(self, path: str, given_e: torch.Tensor, made_e: torch.Tensor) -> None:
         states_e = torch.where(given_e, _GIVEN, _MADE * made_e.int())
-        if path in self._here:
-            self._found_E[path].scatter_reduce_(0, self._here[path], states_e.to(torch.int32), "amax")
-            return
-        own_e = self._found_E[path].narrow(0, self._first[path], len(given_e))
-        torch.maximum(own_e, states_e, out=own_e)
+        self._found_E[path].scatter_reduce_(0, self._here[path], states_e.to(torch.int32), "amax")
 
     def look_at_rows(self, path: str, x_RM: torch.Tensor, y_RM: torch.Tensor, sizes: list[int]) -> None:
         """The same for rows that lie expert by expert, of each as many as ``sizes`` says."""
@@ -122,7 +114,7 @@ class ExpertResults:
         states = found.split([len(each) for each in self._found_E.values()])
         for each in self._found_E.values():
             each.zero_()
-        rows = ((path, each[:-1].tolist()) for path, each in zip(self._found_E, states, strict=True))
+        rows = ((path, each.tolist()) for path, each in zip(self._found_E, states, strict=True))
         path, row = next(((path, row) for path, row in rows if any(row)), ("", []))
         if not row:
             return

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
-from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, RandomState
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement
@@ -36,17 +37,6 @@ class FirstCall:
     """The number of tokens S on this rank."""
     expert_KS: torch.Tensor | None = None
     """[K, S] int64: the expert of each choice, E where it was dropped; ``None``: the gate's experts choose tokens."""
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Describes how a layer is called, in plain values."""
-
-    label: str
-    num_tokens: int
-    device: torch.device
-    degrees: tuple[int, int]
-    in_rows: bool
 
 
 class FirstForwards:
@@ -90,21 +80,29 @@ class FirstForwards:
                 call.gate = self._keeping_choices(call.gate, call.label)
             # Nothing of the call itself: its pipeline would hold it, and with its input the whole graph of a forward,
             # until garbage is collected.
-            seen = _Seen(call.label, call.x.shape[:-1].numel(), call.x.device, call.pipeline.degrees, call.in_rows)
-            call.pipeline = call.pipeline.watched(on_call=partial(self._note, seen, call.local_experts))
+            seen = call.label, call.x.shape[:-1].numel(), call.x.device, call.pipeline.degrees, call.in_rows
+            call.pipeline = call.pipeline.watched(on_call=partial(self._note, *seen, call.local_experts))
 
-    def _note(self, seen: _Seen, experts: ExpertSet, sizes: CallSizes) -> None:
+    def _note(
+        self,
+        label: str,
+        num_tokens: int,
+        device: torch.device,
+        degrees: tuple[int, int],
+        in_rows: bool,
+        experts: ExpertSet,
+        sizes: CallSizes,
+    ) -> None:
         # Slots are cut by their number for each expert, and rows by tokens.
-        can_be_cut_into = seen.num_tokens if seen.in_rows else sizes.capacity
-        if max(seen.degrees) > max(1, can_be_cut_into):
-            self._many.append((seen.label, can_be_cut_into, seen.degrees))
-        device = seen.device
+        can_be_cut_into = num_tokens if in_rows else sizes.capacity
+        if max(degrees) > max(1, can_be_cut_into):
+            self._many.append((label, can_be_cut_into, degrees))
         for recompute, kept in self._kept.items() if not self._is_told else ():
             kept.append(saved_bytes(experts, sizes, device, recompute))
         if self._keeps_calls:
             autocast = AutocastState.now(dict.fromkeys(("cpu", device.type)))
-            forms, expert_KS = experts.written_now(), self._expert_KS.pop(seen.label, None)
-            self.calls[seen.label] = FirstCall(experts, forms, sizes, autocast, seen.num_tokens, expert_KS)
+            forms, expert_KS = experts.written_now(), self._expert_KS.pop(label, None)
+            self.calls[label] = FirstCall(experts, forms, sizes, autocast, num_tokens, expert_KS)
 
     def _keeping_choices(self, gate: Gate, label: str) -> Gate:
         def kept(*args: Any) -> Any:
@@ -174,3 +172,107 @@ def _compare(capacity: int | None, x_SM: torch.Tensor, path: str, group: dist.Pr
         # All of these ranks are here. Where nothing is dropped they may have different numbers of tokens, so these are
         # not compared, and only named.
         check_agreement(exchanged | {"tokens": str(len(x_SM))}, group, what)
+
+
+# ---- how many bytes the experts' part of a layer keeps from a forward to its backward, from sizes alone
+# Letters: N ranks the rows came from, e experts on this rank, C slots per expert, M width, H hidden width.
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """The bytes kept for one call, or summed over several."""
+
+    rows: int
+    """The rows that came to the experts: [N, e, C, M]. N = ranks of the EP group x ranks of the ESP group."""
+    hidden: int
+    """The hidden layers of experts whose gradients are written out: [N, C, H / esp] for each tensor kept."""
+    rest: int
+    """The states of random-number generators, for experts that autograd differentiates."""
+    num_graphs: int
+    """The number of experts that also keep a graph of autograd, whose size is not known beforehand."""
+
+    @property
+    def total(self) -> int:
+        """The bytes that are known."""
+        return self.rows + self.hidden + self.rest
+
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(
+            self.rows + other.rows,
+            self.hidden + other.hidden,
+            self.rest + other.rest,
+            self.num_graphs + other.num_graphs,
+        )
+
+
+def saved_bytes(
+    experts: ExpertSet | StackedExperts, sizes: CallSizes, device: torch.device, recompute: bool
+) -> SavedBytes:
+    """Return the bytes that a call of these experts would keep now, under the current autocast.
+
+    Under activation checkpointing it is kept only while the layer's own backward lasts.
+
+    Args:
+        experts: the experts of this rank.
+        sizes: the sizes of the call.
+        device: the device of the rows.
+        recompute: whether all but the rows is computed again in the backward.
+    """
+    if isinstance(experts, StackedExperts):
+        return _of_stacked(experts, sizes, recompute)
+    forms = experts.written_now()
+    keeps_graphs = sizes.same_cuts and not recompute
+    needs_rows = [
+        not keeps_graphs if form is None else recompute or any(up.weight.requires_grad for up in form.up)
+        for form in forms
+    ]
+    rows = sizes.num_ranks * len(forms) * sizes.capacity * sizes.width * sizes.dtype.itemsize if any(needs_rows) else 0
+    hidden = 0
+    if not recompute:
+        a_row = sum(_hidden_bytes_of_a_row(form, sizes, device) for form in forms if form is not None)
+        hidden = sizes.num_ranks * sizes.capacity * a_row
+    num_through_autograd = sum(form is None for form in forms)
+    rest = 0 if keeps_graphs else sizes.num_chunks * num_through_autograd * RandomState.now(device).nbytes
+    return SavedBytes(rows, hidden, rest, num_through_autograd if keeps_graphs else 0)
+
+
+def _of_stacked(experts: StackedExperts, sizes: CallSizes, recompute: bool) -> SavedBytes:
+    num_rows = sizes.num_ranks * experts.num_experts * sizes.capacity
+    rows, hidden = (num_rows * each * sizes.dtype.itemsize for each in experts.kept_of_a_row(recompute))
+    is_graph = experts.own_forward is not None and sizes.same_cuts and not recompute
+    return SavedBytes(rows, hidden, 0, experts.num_experts if is_graph else 0)
+
+
+def _hidden_bytes_of_a_row(form: ManualExpert, sizes: CallSizes, device: torch.device) -> int:
+    # Asked of the expert itself, with one row: what is kept depends on the activation, and is a user's to write.
+    with torch.no_grad():
+        kept = form.kept(torch.zeros(1, 1, sizes.width, dtype=sizes.dtype, device=device))
+    return sum(each.nbytes for each in kept)
+
+
+def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recompute: bool) -> str:
+    """Return a sentence or two for the log.
+
+    Args:
+        kept: the bytes of each layer.
+        otherwise: the bytes with the other choice of ``recompute``.
+        recompute: the choice of ``recompute``.
+    """
+    kept = list(kept)
+    total, other = _sum(kept), _sum(otherwise)
+
+    def graphs(saved: SavedBytes) -> str:
+        return f" and what autograd keeps of {saved.num_graphs} expert(s), unknown" if saved.num_graphs else ""
+
+    said = f"MoE activations kept for the backward: {_megabytes(total.total)} per rank{graphs(total)}"
+    if recompute:
+        return said + f' (without "recompute": {_megabytes(other.total)}{graphs(other)})'
+    return said + f' ("recompute": true keeps {_megabytes(other.total)}, and computes experts once more)'
+
+
+def _sum(each: Iterable[SavedBytes]) -> SavedBytes:
+    return sum(each, SavedBytes(0, 0, 0, 0))
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.4g} MB"

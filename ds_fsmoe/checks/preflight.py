@@ -7,11 +7,12 @@ All of it runs on every rank before any process group is made, so a mistake cost
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any
 
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, join_problems, shown
-from ds_fsmoe.distributed.topology import find_topology, layout, why_not_sharded
+from ds_fsmoe.distributed.topology import find_topology, layout, sizes_that_divide, why_not_sharded
 from ds_fsmoe.planning.schedule import Lane
 
 
@@ -30,27 +31,22 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
     problems = []
     for name, layer in layers.items():
         if world_size is not None and (layer.ep_size < 1 or world_size % layer.ep_size):
-            fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
-            choices = [size for size in fitting if layer.num_experts % size == 0]
             problems.append(
-                f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; "
-                f"for {layer.num_experts} experts the choices are {', '.join(map(str, choices))}"
+                f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; for {layer.num_experts} "
+                f"experts the choices are {sizes_that_divide(gcd(world_size, layer.num_experts))}"
             )
         elif world_size is not None and world_size // layer.ep_size % esp_size:
-            left = world_size // layer.ep_size
-            choices = [size for size in range(1, left + 1) if left % size == 0]
             problems.append(
                 f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: times ep_size, it must divide the {world_size} "
-                f"ranks; with ep_size = {layer.ep_size} ({name}) the choices are {', '.join(map(str, choices))}"
+                f"ranks; with ep_size = {layer.ep_size} ({name}) the choices are "
+                f"{sizes_that_divide(world_size // layer.ep_size)}"
             )
         own_k = getattr(layer.deepspeed_moe.gate, "k", 1)
         k = own_k if gate is None or gate.k is None else gate.k
         if not 1 <= k <= layer.num_experts:
             where = f"{BLOCK}.gate.top_k" if k != own_k else f"{name}: k"
             problems.append(f"{where} = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
-        if gate is None:
-            continue
-        if gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
+        if gate is not None and gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
             problems.append(
                 f"{BLOCK}.gate.drop_policy = {shown(gate.drop_policy)}: for k >= 3 only; k = {k} in {name} has its own "
                 "rule (k = 1: at random or first come, k = 2: first come); leave it out"
@@ -110,11 +106,10 @@ def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_
     for name, layer in layers.items() if world_size is not None else ():
         dp_size = world_size // mp_size
         if flags[name] and dp_size % layer.ep_size:
-            choices = [size for size in range(1, dp_size + 1) if dp_size % size == 0 and not layer.num_experts % size]
             problems.append(
                 f"{name}.ep_size = {layer.ep_size}: with enable_expert_tensor_parallelism = True it must divide the "
                 f"{dp_size} data-parallel ranks; for {layer.num_experts} experts the choices are "
-                f"{', '.join(map(str, choices))}"
+                f"{sizes_that_divide(gcd(dp_size, layer.num_experts))}"
             )
     if problems:
         raise ConfigError(join_problems(problems))
@@ -200,59 +195,49 @@ def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
         )
 
 
-def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the zero_optimization block; a value that is no object is left for DeepSpeed to refuse."""
-    block = ds_config.get("zero_optimization")
-    return block if isinstance(block, Mapping) else {}
+def _at(ds_config: Any, *path: str, default: Any = None) -> Any:
+    """Return an option of DeepSpeed's; one whose block is no object is left for DeepSpeed to refuse."""
+    for key in path:
+        ds_config = ds_config.get(key, default) if isinstance(ds_config, Mapping) else default
+    return ds_config
 
 
 def _zero_stage(ds_config: Mapping[str, Any]) -> Any:
-    return _zero(ds_config).get("stage", 0)
-
-
-def _tensor_parallel_size(ds_config: Mapping[str, Any]) -> Any:
-    block = ds_config.get("tensor_parallel")
-    return block.get("autotp_size", 0) if isinstance(block, Mapping) else 0
-
-
-def _on(ds_config: Mapping[str, Any], *path: str) -> bool:
-    for key in path:
-        ds_config = ds_config.get(key) if isinstance(ds_config, Mapping) else None
-    return bool(ds_config)
+    return _at(ds_config, "zero_optimization", "stage", default=0)
 
 
 # Blocks of DeepSpeed itself that do not go together with ours: a test of the config, and the sentence.
-_CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+_CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], Any], str], ...] = (
     (
-        lambda c: _on(c, "fp16", "enabled") and _zero_stage(c) == 0,
+        lambda c: _at(c, "fp16", "enabled") and _zero_stage(c) == 0,
         "fp16.enabled = true with zero_optimization.stage = 0: DeepSpeed 0.19.8 divides by a loss scale that it never "
         "multiplied with; use stage 1 or 2, or bf16",
     ),
     (
-        lambda c: _zero(c).get("contiguous_gradients") is False,
+        lambda c: _at(c, "zero_optimization", "contiguous_gradients") is False,
         "zero_optimization.contiguous_gradients = false: DeepSpeed averages expert gradients over the wrong ranks or "
         "stops; leave it out",
     ),
     (
-        lambda c: _on(c, "expert_parallel", "enabled"),
+        lambda c: _at(c, "expert_parallel", "enabled"),
         "expert_parallel.enabled = true: AutoEP brings MoE layers of its own; take one of the two off, expert_parallel "
         "or fsmoe",
     ),
     (
-        lambda c: _tensor_parallel_size(c) not in (0, 1),
+        lambda c: _at(c, "tensor_parallel", "autotp_size", default=0) not in (0, 1),
         "tensor_parallel.autotp_size: DeepSpeed would split the layers' own matrices as well; set it to 1, and give "
         "initialize() an mpu with the tensor-parallel ranks of a model that splits its own",
     ),
     (
-        lambda c: _on(c, "compile", "deepcompile"),
+        lambda c: _at(c, "compile", "deepcompile"),
         "compile.deepcompile = true: not supported together with fsmoe; set it to false",
     ),
     (
-        lambda c: _on(c, "hybrid_engine", "enabled"),
+        lambda c: _at(c, "hybrid_engine", "enabled"),
         "hybrid_engine.enabled = true: not supported together with fsmoe; set it to false",
     ),
     (
-        lambda c: _on(c, "zero_optimization", "zenflow"),
+        lambda c: _at(c, "zero_optimization", "zenflow"),
         "zero_optimization.zenflow: not supported together with fsmoe; leave it out",
     ),
 )
@@ -278,7 +263,7 @@ def untested(ds_config: Mapping[str, Any], device_type: str) -> list[str]:
     """
     autocast = ds_config.get("torch_autocast")
     is_half = isinstance(autocast, Mapping) and autocast.get("enabled") and autocast.get("dtype") == "float16"
-    if device_type != "cpu" or not (_on(ds_config, "fp16", "enabled") or is_half):
+    if device_type != "cpu" or not (_at(ds_config, "fp16", "enabled") or is_half):
         return []
     name = "torch_autocast.dtype = float16" if is_half else "fp16.enabled = true"
     return [

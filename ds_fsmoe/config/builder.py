@@ -22,12 +22,13 @@ from ds_fsmoe.shapes import shape_in, words_for
 class Written(dict[str, Any]):
     """Holds what was written for a block, as a dict: DeepSpeed, JSON and other libraries take it as they take that."""
 
+    _word: ClassVar[str | None] = None
+    """The word for a block inside the whole one; ``None``: it is the whole one."""
+
     def __init__(self, **values: Any) -> None:
         super().__init__(values)
-        self._check()
-
-    def _check(self) -> None:
-        raise NotImplementedError
+        # Not enabled, so that only this part is asked what it is; how it goes with the others is asked of the whole.
+        read_block({BLOCK: self if self._word is None else {"enabled": False, self._word: self}})
 
     def as_dict(self) -> dict[str, Any]:
         """Return a copy in plain dicts, with what was given and nothing else."""
@@ -70,19 +71,6 @@ class Config(Written):
     def __init__(self, **values: Any) -> None:
         super().__init__(**{"enabled": True} | values)
 
-    def _check(self) -> None:
-        read_block({BLOCK: self})
-
-
-class _Part(Written):
-    """Builds one block inside the whole one."""
-
-    _word: ClassVar[str]
-
-    def _check(self) -> None:
-        # Not enabled, so that only this part is asked what it is; how it goes with the others is asked of the whole.
-        read_block({BLOCK: {"enabled": False, self._word: self}})
-
 
 def _signature(block: type[BaseModel]) -> inspect.Signature:
     """Return what shells show and complete, which have no type checker."""
@@ -96,7 +84,7 @@ def _signature(block: type[BaseModel]) -> inspect.Signature:
 def _add_part(word: str, block: type[BaseModel]) -> None:
     name = class_name(word)
     made = {"_word": word, "__doc__": block.__doc__, "__signature__": _signature(block), "__module__": __name__}
-    setattr(Config, name, type(name, (_Part,), made | {"__qualname__": f"Config.{name}"}))
+    setattr(Config, name, type(name, (Written,), made | {"__qualname__": f"Config.{name}"}))
 
 
 for _name, _field in FSMoEBlock.model_fields.items():

@@ -233,7 +233,7 @@ class Config(Written):
         schedule: Literal[
             "deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best"
         ] = ...,
-        gate: Config.Gate | dict[str, Any] | str = ...,
+        gate: Config.Gate | dict[str, Any] | str | None = ...,
         order: str | None = ...,
         alltoall: str | None = ...,
         dispatch: Literal["auto", "rows", "slots"] | None = ...,

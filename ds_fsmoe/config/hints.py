@@ -6,19 +6,20 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from functools import cache
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_fsmoe.config.blocks import FSMoEBlock, NullIsAuto, OrAlone
-from ds_fsmoe.shapes import shape_in, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.shapes import shape_in, shown, words_for
 
 _WIDTH = 120
-_OF_JSON = {"string": "str", "boolean": "bool", "integer": "int"}
+_OF_JSON = {"string": "str", "boolean": "bool", "integer": "int", "number": "float", "null": "None"}
 _HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
 # Written by `python -m ds_fsmoe.config.hints > ds_fsmoe/config/builder.pyi`, from the fields in config/blocks.py.
@@ -38,76 +39,50 @@ def class_name(word: str) -> str:
 
 def hints_of(block: type[BaseModel]) -> dict[str, str]:
     """Return, by its word of today, what each field of a block may be given, as a type hint."""
-    return {words_for(name, field)[0]: _hint(name, field) for name, field in block.model_fields.items()}
+    whole = _schema()
+    described = whole if block is FSMoEBlock else whole["$defs"][block.__name__]
+    kinds_of = {word: dict.fromkeys(_kinds(word, each)) for word, each in described["properties"].items()}
+    return {word: " | ".join(sorted(kinds, key="None".__eq__)) for word, kinds in kinds_of.items()}  # None comes last
 
 
-def _hint(name: str, field: FieldInfo) -> str:
-    kinds = [*_kinds(field.annotation)]
-    if shape_in(field):
-        kinds = [f"Config.{class_name(words_for(name, field)[0])}", "dict[str, Any]"]
-    for each in field.metadata:
-        if isinstance(each, NullIsAuto):
-            kinds.append("None")
-        if isinstance(each, OrAlone):
-            kinds += [kind for json_type in each.json_types for kind in _kinds_of_json(json_type)]
-    if isinstance(field.json_schema_extra, Mapping) and "null" in field.json_schema_extra["type"]:
-        kinds.append("None")
-    return " | ".join(dict.fromkeys(kinds))
+@cache
+def _schema() -> dict[str, Any]:
+    return FSMoEBlock.model_json_schema()
 
 
-def _kinds(annotation: Any) -> Iterator[str]:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        yield from _kinds(args[0])
-    elif origin in (Union, types.UnionType):
-        for each in args:
-            yield from _kinds(each)
-    elif origin is Literal:
-        yield _literal(args)
-    elif annotation is type(None):
-        yield "None"
-    else:
-        yield str(annotation) if args else annotation.__name__
+def _kinds(word: str, said: Mapping[str, Any]) -> Iterator[str]:
+    """Return the types of a field by its JSON schema."""
+    for each in said.get("anyOf", ()):
+        yield from _kinds(word, each)
+    if "$ref" in said:
+        yield from (f"Config.{class_name(word)}", "dict[str, Any]")
+    elif "items" in said:
+        yield f"list[{' | '.join(_kinds(word, said['items']))}]"
+    elif "enum" in said or "const" in said:
+        words = said.get("enum", [said.get("const")])
+        yield f"Literal[{', '.join(shown(each) for each in words if each is not None)}]"
+        yield from ["None"] if None in words else []
+    elif "type" in said:
+        kinds = said["type"] if isinstance(said["type"], list) else [said["type"]]
+        yield from (_OF_JSON[each] for each in kinds)
 
 
-def _kinds_of_json(json_type: Mapping[str, Any]) -> Iterator[str]:
-    if "type" in json_type:
-        yield _OF_JSON[json_type["type"]]
-        return
-    if words := [each for each in json_type["enum"] if each is not None]:
-        yield _literal(words)
-    if None in json_type["enum"]:
-        yield "None"
-
-
-def _literal(values: Any) -> str:
-    return f"Literal[{', '.join(map(_quoted, values))}]"
-
-
-def _quoted(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _init(block: type[BaseModel], indent: str) -> Iterator[str]:
-    yield f"{indent}def __init__("
-    yield f"{indent}    self,"
-    yield f"{indent}    *,"
-    for word, hint in hints_of(block).items():
-        line = f"{indent}    {word}: {hint} = ...,"
-        if len(line) > _WIDTH:  # one list of words, laid out as ruff does it
-            head, _, tail = line.partition("[")
-            listed, _, end = tail.partition("]")
-            line = f"{head}[\n{indent}        {listed}\n{indent}    ]{end}"
-        yield line
-    if block.model_config["extra"] == "allow":
-        yield f"{indent}    **options: Any,"
-    yield f"{indent}) -> None:"
-    yield f'{indent}    """'
-    yield f"{indent}    Args:"
-    for name, field in block.model_fields.items():
-        text = f"{words_for(name, field)[0]}: {_said_of(field)}"
-        yield textwrap.fill(text, _WIDTH, initial_indent=f"{indent}        ", subsequent_indent=f"{indent}            ")
-    yield f'{indent}    """'
+def _init(block: type[BaseModel], indent: str) -> str:
+    """Return the method that takes the fields of a block, and what each of them is."""
+    width = _WIDTH - len(indent)
+    taken = [f"    {word}: {hint} = ...," for word, hint in hints_of(block).items()]
+    taken += ["    **options: Any,"] if block.model_config["extra"] == "allow" else []
+    for index, line in enumerate(taken):
+        if len(line) > width:  # one list of words, laid out as ruff does it
+            taken[index] = re.sub(r"\[(.*?)\]", r"[\n        \1\n    ]", line, count=1)
+    said = [
+        textwrap.fill(
+            f"{words_for(name, field)[0]}: {_said_of(field)}", width, initial_indent=" " * 8, subsequent_indent=" " * 12
+        )
+        for name, field in block.model_fields.items()
+    ]
+    lines = ["def __init__(", "    self,", "    *,", *taken, ") -> None:", '    """', "    Args:", *said, '    """']
+    return textwrap.indent("\n".join(lines), indent)
 
 
 def _said_of(field: FieldInfo) -> str:
@@ -117,11 +92,12 @@ def _said_of(field: FieldInfo) -> str:
 
 def stub() -> str:
     """Return the hints for ``ds_fsmoe/config/builder.py``, as a file."""
-    lines = []
-    for name, field in FSMoEBlock.model_fields.items():
-        if inner := shape_in(field):
-            lines += [f"    class {class_name(words_for(name, field)[0])}(Written):", *_init(inner, "        "), ""]
-    return _HEAD + "\n".join([*lines, *_init(FSMoEBlock, "    ")]) + "\n"
+    parts = [
+        f"    class {class_name(words_for(name, field)[0])}(Written):\n{_init(inner, ' ' * 8)}\n\n"
+        for name, field in FSMoEBlock.model_fields.items()
+        if (inner := shape_in(field))
+    ]
+    return _HEAD + "".join(parts) + _init(FSMoEBlock, " " * 4) + "\n"
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.together import NotImported, not_imported, problems_together, unknown_keys_of_topk
-from ds_fsmoe.config.words import BLOCK, Words, elsewhere, without_gone, words_of
+from ds_fsmoe.config.words import BLOCK, Words, elsewhere, words_of
 from ds_fsmoe.shapes import known_keys, sentences, shown, words_for
 
 _SCHEDULES = '"best", or a system of docs/schedules.md to compare with'
@@ -55,7 +55,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     words = words_of(written)
     unfit = {**words.twice, **_unfit_null(written)}
     problems = [*_beside_the_block(ds_config), *_missing_switch(written), *unfit.values()]
-    block, wrong, mistakes = _validated(written, words)
+    block, wrong, mistakes = _validated(words)
     problems += mistakes
     failed: list[NotImported] = []
     if block.enabled:
@@ -73,32 +73,17 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     return block
 
 
-def _validated(written: Mapping[str, Any], words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
-    """Return the block, the names of its wrong fields, which have their defaults in it, and a sentence about each.
-
-    Args:
-        written: the block as the user has written it.
-        words: its words. Of a field that is written by both, the older word is left out.
-    """
-    once = without_gone(written)
-    for path in words.twice:
-        once = _without(once, path.split(".")[1:])
+def _validated(words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
+    """Return the block with these words, the names of its wrong fields, which have their defaults in it, and a sentence
+    about each."""
     try:
-        return FSMoEBlock.model_validate(once), set(), []
+        return FSMoEBlock.model_validate(words.once), set(), []
     except ValidationError as error:
         wrong = {_field_of(each["loc"][0]) for each in error.errors()}
         found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, {f"{BLOCK}.schedule": _SCHEDULES})
-    right = {word: value for word, value in once.items() if _field_of(word) not in wrong}
+    right = {word: value for word, value in words.once.items() if _field_of(word) not in wrong}
     # A block that was written as one value has an error for each field that it stands for.
     return FSMoEBlock.model_validate(right), wrong, list(dict.fromkeys(map(words.as_written, found)))
-
-
-def _without(written: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return a block without the field that these words lead to."""
-    first, *others = words
-    if not others:
-        return {word: value for word, value in written.items() if word != first}
-    return {word: _without(value, others) if word == first else value for word, value in written.items()}
 
 
 def _field_of(word: Any) -> str:

@@ -197,23 +197,20 @@ def not_imported(block: FSMoEBlock) -> list[NotImported]:
     Args:
         block: the block, enabled.
     """
-    failed = []
-    for name in block.plugins:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # whatever the module, or a name that is none, brings up
-            failed.append(
-                NotImported("plugins", f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}", error)
-            )
     # Without torch nothing runs, and hooks are of no use.
     hooks = block.hooks if importlib.util.find_spec("torch") is not None else ()
-    named = [("hooks", "hooks", each) for each in hooks]
+    named = [("plugins", "plugins", each) for each in block.plugins]
+    named += [("hooks", "hooks", each) for each in hooks]
     named += [("checkpoint", "checkpoint.trusted", each) for each in block.checkpoint.trusted]
+    failed = []
     for field, path, name in named:
         module, _, attribute = name.rpartition(".")
         try:
-            getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # likewise
+            if field == "plugins":
+                importlib.import_module(name)
+            else:
+                getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # whatever the module, or a name that is none, brings up
             failed.append(NotImported(field, f"{BLOCK}.{path} = {shown(name)}: cannot be imported: {error}", error))
     return failed
 

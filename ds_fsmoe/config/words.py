@@ -31,6 +31,9 @@ class Words:
     """A sentence for each older word that was used."""
     twice: dict[str, str] = field(default_factory=dict)
     """Path, by its older word, of each field that was written by both of its words -> a sentence about it."""
+    once: Any = None
+    """The block as it was written, but without the older words of these fields, and without what means nothing any
+    more."""
 
     def as_written(self, text: str) -> str:
         """Return a text with the paths in it as the user has written them."""
@@ -49,21 +52,18 @@ class Words:
 def words_of(written: Any) -> Words:
     """Return the words of a block as it is written in a config; any value is looked at, wrong ones as well."""
     found = Words()
-    _look(found, FSMoEBlock, written, [BLOCK], BLOCK)
-    if isinstance(written, Mapping):
-        gone = [name for name in written if name not in without_gone(written)]
-        found.old += [f"{BLOCK}.{name} = {shown(written[name])} means nothing any more: leave it out" for name in gone]
+    found.once = _look(found, FSMoEBlock, written, [BLOCK], BLOCK)
+    if isinstance(written, Mapping) and "solver" in written:
+        # Numbers of chunks are chosen by simulating all of them.
+        found.old.append(f"{BLOCK}.solver = {shown(found.once.pop('solver'))} means nothing any more: leave it out")
     return found
 
 
-def without_gone(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block without ``solver``: numbers of chunks are chosen by simulating all of them."""
-    return {name: value for name, value in written.items() if name != "solver"}
-
-
-def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> None:
-    """Add what is ``written`` at ``path`` for a block, whose path may be called by any of ``paths``."""
+def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> Any:
+    """Add what is ``written`` at ``path`` for a block, whose path may be called by any of ``paths``; return it with
+    each field by one word."""
     values = written if isinstance(written, Mapping) else {}
+    once = dict(values)
     for name, each in block.model_fields.items():
         words = words_for(name, each)
         used = [word for word in words if word in values] or [words[0]]
@@ -72,14 +72,18 @@ def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], 
             both = " and ".join(f"{path}.{word} = {shown(values[word])}" for word in used)
             older = f"{path}.{used[1]}"
             found.twice[older] = f"{both}: must be one of the two, which are names of the same; leave {older} out"
+            del once[used[1]]
         if used[0] != words[0]:
             found.old.append(f"{here} is now called {path}.{words[0]}; both work")
         names = [f"{parent}.{word}" for parent in paths for word in words]
         found.paths.update(dict.fromkeys(names, here))
         if inner := shape_in(each):
-            _look(found, inner, value, names, here)
-            if used[0] in values and not isinstance(value, Mapping):
-                found.paths.update({f"{parent}.{alone}": here for parent in names for alone in alone_in(each)})
+            inner_once = _look(found, inner, value, names, here)
+            if used[0] in values:
+                once[used[0]] = inner_once
+                alone = () if isinstance(value, Mapping) else alone_in(each)
+                found.paths.update({f"{parent}.{name}": here for parent in names for name in alone})
+    return once if isinstance(written, Mapping) else written
 
 
 # What other projects, or DeepSpeed's layer, call things that are not here under that name.

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -83,13 +83,24 @@ class FSMoEGroups:
         return self.ranks_of(kind).index(self.rank)
 
 
-# What was made, for as long as the default process group it was made under lives. DeepSpeed's own dictionaries are no
-# place for ours: it takes every key in them for an expert-parallel size.
-_made: dict[tuple, FSMoEGroups] = {}
-_made_parts: dict[tuple, dist.ProcessGroup | None] = {}
-_splits: list[bool] = []
-"""Whether groups are split off the default one, once that is known."""
-_made_under: weakref.ref | None = None
+@dataclass(frozen=True)
+class _Made:
+    """Holds what was made under one default process group. DeepSpeed's own dictionaries are no place for it: it takes
+    every key in them for an expert-parallel size."""
+
+    groups: dict[tuple, FSMoEGroups] = field(default_factory=dict)
+    parts: dict[tuple, dist.ProcessGroup | None] = field(default_factory=dict)
+    splits: list[bool] = field(default_factory=list)
+    """Whether groups are split off the default one, once that is known."""
+
+
+# When a default group goes, so does what was made under it: kept here, it would hold on to its sockets and threads.
+_made_under: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
+
+
+def _made() -> _Made:
+    """Return what was made under the present default process group."""
+    return _made_under.setdefault(dist.group.WORLD, _Made())
 
 
 def make_groups(
@@ -133,10 +144,8 @@ def make_groups(
         pp_size = mpu_pp_size if pp_size is None else pp_size
     key = (ep_size, esp_size, expert_before_data, ranks_per_node, mp_size, pp_size, tensor_parallel_experts)
     key = (*key, same_tokens, max_ctas, stock is not None)
-    if world_size_now() > 1:
-        _current_world()
-        if key in _made:
-            return _made[key]
+    if world_size_now() > 1 and key in _made().groups:
+        return _made().groups[key]
     found = layout(
         *(world_size_now(), ep_size, esp_size, expert_before_data),
         mp_size=mp_size,
@@ -148,31 +157,21 @@ def make_groups(
             # DeepSpeed's engine looks for its groups by their names on one rank too.
             _made_by_deepspeed(stock, found, 0, expert_before_data)
         return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
-    if key not in _made:
-        topology = find_topology(ranks_per_node)
-        if reason := why_not_sharded(topology, esp_size):
-            raise ValueError(reason)
-        agreeing = found.agreeing(same_tokens=same_tokens)
-        theirs = _theirs(stock, found, dist.get_rank(), expert_before_data)
-        _made[key] = _with_ours(theirs, found, topology, agreeing, max_ctas)
-    return _made[key]
-
-
-def _with_ours(
-    theirs: list[dist.ProcessGroup | None],
-    found: Layout,
-    topology: Topology,
-    agreeing: tuple[Ranks, ...],
-    max_ctas: int | None,
-) -> FSMoEGroups:
-    """Make the groups that DeepSpeed lacks. The order of these lines is the order on every rank, members or not: making
-    a group is collective. DeepSpeed's came first, as with a layer, which has made them before this is called."""
+    topology = find_topology(ranks_per_node)
+    if reason := why_not_sharded(topology, esp_size):
+        raise ValueError(reason)
+    agreeing = found.agreeing(same_tokens=same_tokens)
+    rank = dist.get_rank()
+    # The order of these lines is the order on every rank, members or not: making a group is collective. DeepSpeed's
+    # come first, as with a layer, which has made them before this is called; then those that DeepSpeed lacks.
+    theirs = _theirs(stock, found, rank, expert_before_data)
     wider = agreeing if agreeing != found.blocks else None
     ours = {each.purpose: make(each, max_ctas) for each in of_layers(found.kinds, wider)}
-    ep_group, esp_group, mp_group = (ours[kind] for kind in ("ep", "esp", "mp"))
     capacity_group = ours.get("capacity", theirs[0])
-    rank = dist.get_rank()
-    return FSMoEGroups(found, topology, rank, ep_group, esp_group, *theirs, mp_group, capacity_group, max_ctas)
+    groups = FSMoEGroups(
+        *(found, topology, rank, ours["ep"], ours["esp"], *theirs, ours["mp"], capacity_group, max_ctas)
+    )
+    return _made().groups.setdefault(key, groups)
 
 
 def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> list[dist.ProcessGroup | None]:
@@ -195,50 +194,25 @@ def make(listed: Communicators, max_ctas: int | None = None) -> dist.ProcessGrou
         listed: the sets and their purpose: two purposes with the same ranks have separate communicators.
         max_ctas: the most thread blocks that collectives of lanes may have on NCCL; ``None``: NCCL's own choice.
     """
-    world = _current_world()
+    made = _made().parts
     most = max_ctas if listed.is_on_lane else None
     key = listed, most
-    if key not in _made_parts:
-        _made_parts[key] = _communicator(listed, dist.get_rank(), _timeout_of(world), most)
-    return _made_parts[key]
+    if key not in made:
+        several = [ranks for ranks in listed.ranks if len(ranks) > 1]
+        made[key] = _new(several, f"fsmoe_{listed.purpose}", most)
+        _connect(made[key])
+    return made[key]
 
 
-def _current_world() -> Any:
-    """Return the default process group; what was made under another one is forgotten."""
-    global _made_under
-    world = dist.group.WORLD
-    if _made_under is None or _made_under() is not world:
-        _forget()
-        # When the default group goes, so do ours: kept here, they would hold on to its sockets and threads.
-        _made_under = weakref.ref(world, lambda _: _forget())
-    return world
-
-
-def _forget() -> None:
-    _made.clear()
-    _made_parts.clear()
-    _splits.clear()
-
-
-def _communicator(
-    listed: Communicators, rank: int, timeout: timedelta | None, max_ctas: int | None
-) -> dist.ProcessGroup | None:
-    """Make new communicators of one purpose; return this rank's, connected to its peers."""
-    several = [ranks for ranks in listed.ranks if len(ranks) > 1]
-    own = _new(several, f"fsmoe_{listed.purpose}", rank, timeout, max_ctas)
-    _connect(own)
-    return own
-
-
-def _new(
-    groups: Sequence[Ranks], name: str, rank: int, timeout: timedelta | None, max_ctas: int | None
-) -> dist.ProcessGroup | None:
+def _new(groups: Sequence[Ranks], name: str, max_ctas: int | None) -> dist.ProcessGroup | None:
     """Make groups, of which no two have a rank in common; return this rank's. Collective over all ranks of the job.
 
     Where the default group is bound to a device, every rank takes part in each group that NCCL makes: so all of them
     are made at once there.
     """
     own = None
+    rank = dist.get_rank()
+    timeout = _timeout()
     with waiting("a new process group"):
         if groups and _is_splitting():
             ranks, asked = [list(each) for each in groups], nccl.options(max_ctas, timeout)
@@ -252,9 +226,10 @@ def _new(
 
 def _is_splitting() -> bool:
     """Return whether groups are split off the default one: the same on every rank. Collective at the first call."""
-    if not _splits:
-        _splits.append(nccl.is_used() and all(on_every_rank(nccl.can_split())))
-    return _splits[0]
+    splits = _made().splits
+    if not splits:
+        splits.append(nccl.is_used() and all(on_every_rank(nccl.can_split())))
+    return splits[0]
 
 
 def _connect(group: dist.ProcessGroup | None) -> None:
@@ -264,8 +239,9 @@ def _connect(group: dist.ProcessGroup | None) -> None:
         nccl.warm(group)
 
 
-def _timeout_of(world: Any) -> timedelta | None:
+def _timeout() -> timedelta | None:
     """Return the default group's timeout. A new group gets its backend's instead, half an hour on gloo."""
+    world: Any = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
@@ -392,10 +368,9 @@ def passing_communicators(
         max_ctas: see :func:`make`.
     """
     made: list[dist.ProcessGroup] = []
-    timeout = _timeout_of(dist.group.WORLD) if kinds else None
     try:
         for groups in kinds:
-            own = _new(groups, name, dist.get_rank(), timeout, max_ctas)
+            own = _new(groups, name, max_ctas)
             made += [] if own is None else [own]
         yield made
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -140,35 +140,14 @@ def warm(group: dist.ProcessGroup) -> None:
     with waiting("the connections of a communicator"):
         for num_bytes in _WARM_BYTES:
             whole = torch.zeros(max(1, num_bytes // (4 * group.size())) * group.size(), device=device)
-            for collective in _COLLECTIVES:
-                collective(group, whole)
+            part = whole[: len(whole) // group.size()]
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+            _gather(torch.empty_like(whole), part, group=group)
+            _scatter(torch.empty_like(part), whole, group=group)
+            dist.all_reduce(whole, group=group)
         if is_used(group):
             torch.cuda.synchronize(device)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_used(group) else torch.device("cpu")
-
-
-def _all_to_all(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
-    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-
-
-def _all_gather(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
-    _gather(torch.empty_like(whole), whole[: len(whole) // group.size()], group=group)
-
-
-def _reduce_scatter(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
-    _scatter(whole.new_empty(len(whole) // group.size()), whole, group=group)
-
-
-def _all_reduce(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
-    dist.all_reduce(whole, group=group)
-
-
-_COLLECTIVES: tuple[Callable[[dist.ProcessGroup, torch.Tensor], None], ...] = (
-    _all_to_all,
-    _all_gather,
-    _reduce_scatter,
-    _all_reduce,
-)

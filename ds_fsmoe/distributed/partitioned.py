@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
     gather = getattr(coordinator, _GATHER)
 
     def gather_in_order(params: Iterable[torch.Tensor], forward: bool) -> None:
-        gather(sorted(params, key=_number_of), forward)
+        gather(sorted(params, key=attrgetter("ds_id")), forward)
 
     setattr(coordinator, _GATHER, gather_in_order)
     # These are called chunk by chunk, or as often as there are rows; what they need is gathered with the experts.
@@ -115,7 +116,3 @@ def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
     for handle in (*offload.forward_hooks, *offload.backward_hooks):
         if id(handle.hooks_dict_ref()) in hooks:
             handle.remove()
-
-
-def _number_of(parameter: torch.Tensor) -> int:
-    return parameter.ds_id

@@ -23,9 +23,8 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checks.expert_results import ExpertResults
-from ds_fsmoe.checks.launchers import accelerate_warnings, launcher_warnings
 from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
-from ds_fsmoe.checks.speed_warnings import speed_warnings
+from ds_fsmoe.checks.surroundings import accelerate_warnings, launcher_warnings, speed_warnings
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed import nccl
@@ -167,7 +166,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             inner = layer.deepspeed_moe
             number = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
             first, _ = Numbering(layer.num_experts, inner.ep_size, state.block.esp_size).meant(number)
-            state.expert_results.add(path, layer.num_experts, first, state.running.device)
+            experts = range(first, first + layer.num_experts // inner.ep_size)
+            state.expert_results.add(path, layer.num_experts, experts, state.running.device)
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:

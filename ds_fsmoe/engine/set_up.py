@@ -33,7 +33,7 @@ from ds_fsmoe.layer.replay import Taped
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0, logger
-from ds_fsmoe.placement.holdings import PlacementError
+from ds_fsmoe.placement.moving import PlacementError
 from ds_fsmoe.placement.placements import Placements, obstacle_to_placement
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.placement_costs import Prices

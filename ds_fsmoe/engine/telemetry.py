@@ -33,7 +33,6 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.placement.events import as_rows
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.decide.plan import mode_of
@@ -242,7 +241,7 @@ class Telemetry:
         if block.record.dir is not None:
             state.running.instruments.append(self._note_sizes)
         if state.placement_watch is not None:
-            state.placement_watch.on_event.append(lambda events: self._decided.extend(as_rows(events)))
+            state.placement_watch.on_event.append(lambda events: self._decided.extend(map(asdict, events)))
         if block.metrics == "off":
             return
         # A script may have given its monitor to rank 0 alone; what is shared at the end of steps is shared by all.

@@ -101,16 +101,16 @@ class BesideThreads(Beside):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lanes: dict[bool, ThreadPoolExecutor] = {}
+        # A thread begins with its first step.
+        self._lanes = {
+            between: ThreadPoolExecutor(1, thread_name_prefix=f"fsmoe-gradients-{name}")
+            for between, name in ((True, "inter"), (False, "intra"))
+        }
 
     def _now(self) -> None:
         return None
 
     def _give(self, between: bool, step: Callable[[], None], after: Future[None] | None) -> Future[None]:
-        if between not in self._lanes:
-            name = f"fsmoe-gradients-{'inter' if between else 'intra'}"
-            self._lanes[between] = ThreadPoolExecutor(1, thread_name_prefix=name)
-
         def run() -> None:
             if after is not None:
                 after.result()
@@ -126,7 +126,6 @@ class BesideThreads(Beside):
         """End the threads. What they still have to do is done first."""
         for lane in self._lanes.values():
             lane.shutdown()
-        self._lanes = {}
 
 
 class BesideStreams(Beside):

@@ -20,7 +20,6 @@ from ds_fsmoe.gradients.ways import (
     MOST_NUMEL,
     AllReduce,
     AllReduceByNodes,
-    Elements,
     Range,
     ReduceScatter,
     ReduceScatterByNodes,
@@ -48,7 +47,7 @@ class Scaling:
     after: Callable[[torch.Tensor], object] | None = None
 
 
-class FlatGradients(Elements):
+class FlatGradients:
     """Holds the gradients that travel over one group in one type, from their coming until whoever needs the sums has
     them.
 
@@ -58,7 +57,6 @@ class FlatGradients(Elements):
         dtype: the type on the wire.
         group: the ranks that are summed over, for this traffic alone.
         scaling: what is done before and after the sum.
-        extra: the number of elements at the end that belong to no parameter, and are not scaled.
         beside: runs started reductions beside the caller; ``None``: they are sent in its stream.
         nodes: the ranks node by node, where they can be added up in two levels.
         owners: tells who needs which elements; ``None``: everybody all of them. What a rank does not own is not the
@@ -75,7 +73,6 @@ class FlatGradients(Elements):
         group: dist.ProcessGroup,
         scaling: Scaling,
         device: torch.device,
-        extra: int = 0,
         beside: Beside | None = None,
         nodes: NodeLinks | None = None,
         owners: Owners | None = None,
@@ -90,11 +87,15 @@ class FlatGradients(Elements):
         self._scaling = scaling
         self.dtype, self.device = dtype, device
         self.numel = sum(each.numel() for each in parameters)
-        self.extra = torch.zeros(extra, dtype=dtype, device=device)
+        self.make_room(0)
         self._is_needed = is_needed
         self._most = most
         self._given = tuple(parameters)
         self.arrange(parameters)
+
+    def make_room(self, num_extra: int) -> None:
+        """Have so many elements at the end that belong to no parameter, and are not scaled."""
+        self.extra = torch.zeros(num_extra, dtype=self.dtype, device=self.device)
 
     @property
     def element_bytes(self) -> int:
@@ -109,12 +110,8 @@ class FlatGradients(Elements):
             in_levels: whether they are added up inside nodes first, and then between them.
         """
         self.parameters = tuple(parameters)
-        self.starts: list[int] = []
+        self.starts = [*accumulate((each.numel() for each in parameters), initial=0)][:-1]
         """The index at which each parameter's gradient begins."""
-        at = 0
-        for each in self.parameters:
-            self.starts.append(at)
-            at += each.numel()
         self.way = self.way_in(in_levels)
         """The way in which stretches are added up."""
         self._steps: dict[tuple[int, int], Steps] = {}
@@ -127,10 +124,14 @@ class FlatGradients(Elements):
 
     def release_sent(self, first: int, stop: int) -> None:
         """Give back gradients that nobody needs here, and that end in [first, stop)."""
-        for index in range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop)):
+        for index in self._between(first, stop):
             ends = self.starts[index] + self.parameters[index].numel()
             if first < ends <= stop and not self._is_needed(self.parameters[index]):
                 self.let_go(index)
+
+    def _between(self, first: int, stop: int) -> range:
+        """Return the parameters that may have any of the elements [first, stop)."""
+        return range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop))
 
     def let_go(self, index: int) -> None:
         """Hold a parameter's gradient no more."""
@@ -234,7 +235,7 @@ class FlatGradients(Elements):
         return _laid_out(self.value(index), self.parameters[index])
 
     def packed(self, ranges: Sequence[Range]) -> torch.Tensor:
-        """See :class:`~ds_fsmoe.gradients.ways.Elements`."""
+        """Return a new tensor with the elements of ranges, one behind the other, made ready for the sum."""
         views = [view for each in ranges for view in self._views(*each)]
         message = torch.cat(views) if views else self.extra[:0].clone()
         if self._scaling.before is not None:
@@ -242,7 +243,7 @@ class FlatGradients(Elements):
         return message
 
     def put(self, ranges: Sequence[Range], sums: torch.Tensor) -> None:
-        """See :class:`~ds_fsmoe.gradients.ways.Elements`."""
+        """Write sums where :meth:`packed` has read."""
         if self._scaling.after is not None:
             self._scaling.after(sums[: self._num_gradients(ranges)])
         at = 0
@@ -257,7 +258,7 @@ class FlatGradients(Elements):
     def _views(self, first: int, stop: int) -> list[torch.Tensor]:
         """Return elements [first, stop); those that are extra follow the gradients."""
         found = []
-        for index in range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop)):
+        for index in self._between(first, stop):
             start, value = self.starts[index], self.value(index)
             if first < start + len(value):
                 found.append(value[max(0, first - start) : stop - start])

@@ -47,7 +47,7 @@ def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torc
         if parameter.grad is None or getattr(parameter, PIPE_REPLICATED, False):
             continue
         norm = parameter.grad.detach().float().norm(2)
-        if is_moe_param(parameter) and _ranks_of(parameter.group_name).size() > 1:
+        if is_moe_param(parameter) and stock_groups._get_expert_parallel_group(parameter.group_name).size() > 1:
             split[parameter.group_name].append(norm)
         elif is_counted or is_model_parallel_parameter(parameter):
             whole.append(norm)
@@ -57,17 +57,13 @@ def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torc
     for name in sorted(split):
         of_group = _sum_of_squares(split[name], device)
         with waiting("the norm of gradients"):
-            dist.all_reduce(of_group, group=_ranks_of(name))
+            dist.all_reduce(of_group, group=stock_groups._get_expert_parallel_group(name))
         # Tensor-parallel ranks are among those of the group, and have all found the same.
         total = total + of_group if is_counted else total
     if mpu is not None:
         with waiting("the norm of gradients"):
             dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt()
-
-
-def _ranks_of(group_name: str) -> dist.ProcessGroup:
-    return stock_groups._get_expert_parallel_group(group_name)
 
 
 def _sum_of_squares(norms: list[torch.Tensor], device: torch.device | None) -> torch.Tensor:

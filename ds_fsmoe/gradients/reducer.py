@@ -19,22 +19,62 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.gradients.beside import end_gathers
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
-from ds_fsmoe.gradients.planned_rounds import MakePlan, PlannedRounds
-from ds_fsmoe.gradients.waiting_gradients import WaitingGradients
-from ds_fsmoe.planning.decide.gradient_plan import GradientSlice
+from ds_fsmoe.layer.stock_layer import FSMoELayer
+from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, never_above
+
+MakePlan = Callable[[Sequence[BufferReadiness]], GradientPlan]
 
 
-class GradientReducer(PlannedRounds):
+class WaitingGradients:
+    """Bounds the gradients that wait to be sent, where a rank is not to hold what others update (ZeRO 2). Until a
+    backward has been seen, gradients are taken to come in the order of the model, from its end to its start; what comes
+    later than that is sent again, as ever.
+
+    Args:
+        engine: the engine.
+        most: the elements of a buffer that may wait behind a layer.
+        layers: the MoE layers.
+    """
+
+    def __init__(self, engine: Any, most: int, layers: Sequence[FSMoELayer]) -> None:
+        self.most = most
+        self._number_of = {id(each): number for number, each in enumerate(engine.module.parameters())}
+        ends = sorted(
+            (max((self._number_of.get(id(each), -1) for each in layer.parameters()), default=-1), layer.label)
+            for layer in layers
+        )
+        self._ends = [end for end, _ in ends]
+        self._in_backward = tuple(label for _, label in reversed(ends))
+
+    def _ready_of(self, parameter: nn.Parameter) -> int:
+        """Return the number of layers whose backward begins before a gradient comes."""
+        return len(self._ends) - bisect_left(self._ends, self._number_of[id(parameter)])
+
+    def guessed(self, flats: Sequence[FlatGradients]) -> tuple[tuple[str, ...], tuple[tuple[GradientSlice, ...], ...]]:
+        """Return the windows, and what is sent in each part of them, as long as there is no plan; none, if nothing
+        would wait for too long. Arranges the buffers."""
+        for flat in flats:
+            flat.arrange(flat.in_order(self._ready_of))
+        count = len(self._in_backward)
+        supplies = [flat.readiness(self._ready_of, count) for flat in flats]
+        nothing = GradientPlan(((),) * count, ((),) * count, tuple(flat.numel for flat in flats))
+        parts = never_above(nothing, supplies, self.most).parts
+        return (self._in_backward, parts) if any(parts) else ((), ())
+
+
+class GradientReducer:
     """Owns the buffers and the state of a round.
 
     Args:
-        flats: the buffers; the last one's ranks include those of all others, and its ``extra`` has room for two
+        flats: the buffers; the last one's ranks include those of all others, and its ``extra`` gets room for two
             elements per parameter of all buffers.
         gradient_of: returns the present gradient of a parameter, or ``None``.
         is_sending: returns whether a backward under way now is to be reduced; the same on every rank.
@@ -57,18 +97,35 @@ class GradientReducer(PlannedRounds):
         all_used: bool = False,
         waiting: WaitingGradients | None = None,
     ) -> None:
-        super().__init__(flats, make_plan, looks, waiting)
+        self.flats = tuple(flats)
+        self._make_plan = make_plan
+        self._waiting = waiting
         self._gradient_of = gradient_of
-        self.is_sending = is_sending
         self._replace = replace
+        self.is_sending = is_sending
         self._all_used = all_used
-        num_extra = 0 if all_used else 2 * len(self._numbers)
-        if len(self.flats[-1].extra) != num_extra:
-            raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
+        self.plan: GradientPlan | None = None
+        # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
+        self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
+        self.flats[-1].make_room(0 if all_used else 2 * len(self._numbers))
+        self._ready_at = [0] * len(self._numbers)
+        self._looks_left = looks
+        self._passed: list[list[str]] = []
+        """The layers, in the order of the windows they opened, for each observed round."""
+        self._windows: tuple[str, ...] = ()
+        """The layers that the plan counts on."""
+        self._seen_windows: tuple[str, ...] = ()
+        """The layers that the observed rounds passed."""
+        self._coming: tuple[GradientPlan, tuple[str, ...]] | None = None
+        """The plan of the next round and the layers it counts on, if they are others than now."""
+        self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
         self.rounds, self.sent_again = 0, 0
         """The number of finished rounds, and of gradients that had to travel twice in all of them."""
         self._backwards: set[int] = set()
         """Autograd's numbers of the backwards that have begun and not ended."""
+        # Where a gradient has to be early enough, nothing is guessed.
+        if waiting is not None and not all_used:
+            self._windows, self._parts = waiting.guessed(self.flats)
         self._locate()
         self._begin()
 
@@ -106,7 +163,7 @@ class GradientReducer(PlannedRounds):
         self.begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
-        self._came_at[self._numbers[id(parameter)]] = self._num_passed
+        self._came_at[id(parameter)] = self._num_passed
         # What comes behind the stretch stays with the parameter: it is late.
         if self._sent[flat] <= self.flats[flat].starts[index]:
             self._move(parameter)
@@ -133,8 +190,8 @@ class GradientReducer(PlannedRounds):
 
     def _move(self, parameter: nn.Parameter) -> None:
         """Take over the gradient that a parameter has."""
-        number, gradient = self._numbers[id(parameter)], self._gradient_of(parameter)
-        at, index = self._places[id(parameter)]
+        key, gradient = id(parameter), self._gradient_of(parameter)
+        at, index = self._places[key]
         flat = self.flats[at]
         if gradient is None:
             return
@@ -144,8 +201,8 @@ class GradientReducer(PlannedRounds):
         else:
             # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
             flat.place(index).copy_(gradient)
-        self._lent.add(number)
-        self._there.add(number)
+        self._lent.add(key)
+        self._there.add(key)
 
     def open(self, label: str) -> tuple[GradientSlice, ...]:
         """Begin the window of a layer's backward; return what is to be sent in it, in this order."""
@@ -231,8 +288,9 @@ class GradientReducer(PlannedRounds):
         present, late = ([0.0] * len(self._numbers) for _ in range(2))
         for flat, each in enumerate(self.flats):
             for index, parameter in enumerate(each.parameters):
-                number, has_own = self._numbers[id(parameter)], self._gradient_of(parameter) is not None
-                present[number] = float(has_own or number in self._there)
+                key, has_own = id(parameter), self._gradient_of(parameter) is not None
+                number = self._numbers[key]
+                present[number] = float(has_own or key in self._there)
                 # When its place was sent, a gradient that was there left the parameter.
                 late[number] = float(has_own and self._sent[flat] > each.starts[index])
         return present + late
@@ -243,35 +301,25 @@ class GradientReducer(PlannedRounds):
             self._begin()
 
     def _begin(self) -> None:
-        if self._new_plan is not None:
+        if self._coming is not None:
             # Not before: until now the reduced gradients of the last round may have been read.
-            self.plan, self._new_plan = self._new_plan, None
+            self.plan, self._windows = self._coming
+            self._coming = None
             for index, flat in enumerate(self.flats):
                 flat.arrange(flat.in_order(self._ready_of), self.plan.is_in_levels(index))
             self._locate()
             self._parts = self.plan.parts
-            self._windows, self._new_windows = self._new_windows, ()
-        elif self._is_new:
-            self._send_as_the_model_is()
-        self._is_new = self._is_over = False
+        self._is_over = False
         self.release()
         self._sent, self._released = ([0] * len(self.flats) for _ in range(2))
-        self._num_open = 0
-        self._opened = 0
+        self._num_open = self._opened = self._next_part = 0
         self._layers: list[str] = []
-        self._next_part = 0
+        # By id, as what came when.
         self._there: set[int] = set()
         # Of those, which the parameters can still see.
         self._lent: set[int] = set()
         self._came_at: dict[int, int] = {}
         self._under_way: list[Callable[[], None]] = []
-
-    def _send_as_the_model_is(self) -> None:
-        """Send what would wait for too long, until there is a plan, in the order of the model."""
-        # Where a gradient has to be early enough, nothing is guessed.
-        if self._waiting is not None and not self._all_used:
-            self._windows, self._parts = self._waiting.guessed(self.flats)
-            self._locate()
 
     def _locate(self) -> None:
         self._places = {
@@ -309,14 +357,14 @@ class GradientReducer(PlannedRounds):
         # One that began in an earlier stretch was filled with it.
         for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
             parameter = flat.parameters[index]
-            number = self._numbers[id(parameter)]
-            if number in self._lent and not self._is_in_place(parameter):
+            key = id(parameter)
+            if key in self._lent and not self._is_in_place(parameter):
                 # A hook or a script has put another in its stead, or none; or it is of another type.
-                self._there.discard(number)
+                self._there.discard(key)
                 self._move(parameter)
-            if number not in self._there and at_end:
+            if key not in self._there and at_end:
                 self._move(parameter)
-            if number in self._there:
+            if key in self._there:
                 self._replace(parameter, None)
             else:
                 flat.let_go(index)
@@ -332,12 +380,83 @@ class GradientReducer(PlannedRounds):
 
     def _send_again(self, numbers: Sequence[int]) -> None:
         parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}
-        for number in numbers:
-            parameter = parameters[number]
+        for parameter in (parameters[number] for number in numbers):
             flat, index = self._places[id(parameter)]
             self.flats[flat].add(index, self._gradient_of(parameter))
             self._replace(parameter, None)
         self.sent_again += len(numbers)
+
+    def _look(self, was_late: bool) -> None:
+        """Record what came when, if this round was an observed one; after the last one agree on it, and plan."""
+        if not self._looks_left:
+            self._looks_left = int(was_late)
+            return
+        # What was late once stays late: ranks may take turns.
+        for each, number in self._numbers.items():
+            self._ready_at[number] = max(self._ready_at[number], self._came_at.get(each, self._num_passed))
+        if self.plan is None or not self._windows:
+            self._passed.append(self._layers)
+        self._looks_left -= 1
+        if self._looks_left:
+            return
+        facts = on_every_rank((self._passed, self._ready_at), self.flats[-1].group)
+        self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
+        seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
+        # Where not every backward passes the same layers, there is no telling when a window opens.
+        self._seen_windows = seen.pop() if len(seen) == 1 else ()
+        self._plan_by(self._make_plan)
+
+    def _plan_by(self, make_plan: MakePlan) -> None:
+        supplies = self._supplies(len(self._seen_windows))
+        plan = make_plan(supplies)
+        plan = plan if self._waiting is None else never_above(plan, supplies, self._waiting.most)
+        self._coming = plan, self._seen_windows
+
+    @property
+    def _num_passed(self) -> int:
+        """The number of layers whose backward has begun; by name, if that is known."""
+        return len(self._layers) if self.plan is None else self._opened
+
+    def try_plan(self, make_plan: MakePlan) -> None:
+        """Send by another plan from the next round on, if a round was observed to make one; else observe one more."""
+        self._looks_left = min(self._looks_left, 1)
+        if self._seen_windows:
+            self._plan_by(make_plan)
+
+    @property
+    def coming_plan(self) -> GradientPlan | None:
+        """The plan of the next round: the one in force, unless another waits for that round to begin."""
+        return self.plan if self._coming is None else self._coming[0]
+
+    def memory(self) -> dict[str, list]:
+        """Return what the coming plan rests on, as plain data: the layers whose windows it counts on, and how many
+        windows had opened when each gradient came."""
+        windows = self._windows if self._coming is None else self._coming[1]
+        return {"windows": list(windows), "ready_at": list(self._ready_at)}
+
+    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
+        """Send by a plan from another run, of the same model on as many ranks; between two rounds.
+
+        Args:
+            plan: the plan to use.
+            windows, ready_at: its :meth:`memory`.
+
+        Raises:
+            ValueError: the plan is for other buffers or parameters.
+        """
+        sizes = tuple(flat.numel for flat in self.flats)
+        if plan.sizes != sizes or len(ready_at) != len(self._numbers):
+            raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
+        self._looks_left, self._ready_at = 0, list(ready_at)
+        self._seen_windows = tuple(windows)
+        self._coming = plan, self._seen_windows
+        self._begin()
+
+    def _supplies(self, num_windows: int) -> list[BufferReadiness]:
+        return [flat.readiness(self._ready_of, num_windows) for flat in self.flats]
+
+    def _ready_of(self, parameter: nn.Parameter) -> int:
+        return self._ready_at[self._numbers[id(parameter)]]
 
 
 def _refuse(late: Sequence[tuple[int, ...]]) -> None:

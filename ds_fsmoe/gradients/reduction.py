@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -25,14 +24,10 @@ from torch import nn
 from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
-from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.gradients.adding_up import words_of_stage_2
 from ds_fsmoe.gradients.beside import Beside, end_gathers, make_beside
 from ds_fsmoe.gradients.flat_buffers import MOST_PIECES, PIECE_NUMEL, FlatGradients
-from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.stage_0 import Stage0
-from ds_fsmoe.gradients.waiting_gradients import waiting_gradients
-from ds_fsmoe.gradients.zero_stages import Stages1And2, partitions_are_ours
+from ds_fsmoe.gradients.reducer import GradientReducer, WaitingGradients
+from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_are_ours, words_of_stage_2
 from ds_fsmoe.layer.parts import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
@@ -125,6 +120,7 @@ class Reduction:
         self._door = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
         self.beside = make_beside(engine.device) if beside else None
         """What sends beside the caller; ``None``: nothing does."""
+        most = self._door.most_waiting
         self.reducer = GradientReducer(
             _flats(self._door, groups, block.gradient_partition, mode, self.beside),
             self._door.gradient_of,
@@ -133,7 +129,7 @@ class Reduction:
             self._door.replace,
             looks=LOOKS if block.autotune.enabled else 1,
             all_used=block.gradient_partition.all_used,
-            waiting=waiting_gradients(engine, self._door.most_waiting, layers),
+            waiting=None if most is None else WaitingGradients(engine, most, layers),
         )
         self.foreseen: tuple[WindowBytes, ...] | None = None
         """The bytes that are sent in each window, as the plan of layers has it; ``None``: by rule."""
@@ -224,7 +220,7 @@ class Reduction:
     def bytes_of_plan(self) -> tuple[int, int]:
         """Return (all bytes, those that travel before the backward is over), once there is a plan."""
         assert self.reducer.plan is not None
-        return _bytes_of(self.reducer.plan, [each.element_bytes for each in self.reducer.flats])
+        return _bytes_of(self.reducer.plan, self.reducer.flats)
 
     def close(self) -> None:
         """Give the reduction back to DeepSpeed."""
@@ -260,20 +256,20 @@ def _total(slices: Sequence[tuple[str, float]]) -> float:
     return sum(size_bytes for _, size_bytes in slices)
 
 
-def _bytes_in(each: GradientSlice, supplies: Sequence[BufferReadiness]) -> int:
+def _bytes_in(each: GradientSlice, flats: Sequence[FlatGradients] | Sequence[BufferReadiness]) -> int:
     """Return the bytes of a slice."""
-    return (each.stop - each.first) * supplies[each.flat].element_bytes
+    return (each.stop - each.first) * flats[each.flat].element_bytes
 
 
-def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, int]:
+def _bytes_of(plan: GradientPlan, flats: Sequence[FlatGradients]) -> tuple[int, int]:
     """Return (all bytes, those that travel in windows)."""
-    early = sum((each.stop - each.first) * element_bytes[each.flat] for parcels in plan.parts for each in parcels)
-    return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
+    early = sum(_bytes_in(each, flats) for parcels in plan.parts for each in parcels)
+    return sum(each.numel * each.element_bytes for each in flats), early
 
 
 def _describe(plan: GradientPlan, flats: Sequence[FlatGradients]) -> str:
     """Say how much is sent when."""
-    total, early = _bytes_of(plan, [each.element_bytes for each in flats])
+    total, early = _bytes_of(plan, flats)
     if not early:
         return f"{total / 1e6:.4g} MB, all reduced after the backward"
     return f"{early / total:.0%} of {total / 1e6:.4g} MB reduced during the backward"
@@ -298,24 +294,16 @@ def _flats(
             experts[parameter.group_name, door.wire_type(parameter)].append(parameter)
     if not dense:
         dense[torch.float32] = []
-    made: list[FlatGradients] = []
-    count = sum(map(len, (*dense.values(), *experts.values())))
     # A slice of one tensor mostly has one owner, whose link alone would carry what all other ranks have of it.
     owners = door.owners if asked.collective != "all_reduce" and mode != "micro_ops" else None
     if isinstance(door, Stages1And2) and not partitions_are_ours(door.optimizer, groups):
         owners = None
-
-    def among(of: FSMoEGroups, kind: str) -> tuple[dist.ProcessGroup | None, NodeLinks | None]:
-        return communicator_like(of, kind), None if asked.levels == 1 else node_links(of, kind, "gradients")
-
-    communicators = {name: among(groups[name], "edp") for name in dict.fromkeys(n for n, _ in experts)}
-    for (name, dtype), parameters in experts.items():
-        group, nodes = communicators[name]
-        of_kind = EXPERT_GRAD, parameters, dtype, group, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, 0, beside, nodes, owners, door.is_needed, door.most))
-    of_all, nodes = among(everyone, "dp")
-    for place, (dtype, parameters) in enumerate(dense.items(), 1):
-        extra = 2 * count if place == len(dense) and not asked.all_used else 0
-        of_kind = GRAD, parameters, dtype, of_all, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, extra, beside, nodes, owners, door.is_needed, door.most))
+    sets = [(EXPERT_GRAD, of, dtype, groups[name], "edp") for (name, dtype), of in experts.items()]
+    sets += [(GRAD, of, dtype, everyone, "dp") for dtype, of in dense.items()]
+    made = []
+    for kind, parameters, dtype, of, ranks in sets:
+        group = communicator_like(of, ranks)
+        nodes = None if asked.levels == 1 else node_links(of, ranks, "gradients")
+        of_kind = kind, parameters, dtype, group, door.scaling(), door.device
+        made.append(FlatGradients(*of_kind, beside, nodes, owners, door.is_needed, door.most))
     return made

@@ -117,28 +117,37 @@ class _Among:
         nodes, group = self.nodes, parts[0].group
         if nodes is None:
             of_each = [of_owners([rank]) for rank in range(self.group.size())]
-            return {GRAD: _exchange(self.group, of_each, self.group.rank(), group)}
+            return {GRAD: _Exchange(self.group, of_each, self.group.rank(), group)}
         of_nodes = [of_owners([ranks[nodes.place]]) for ranks in nodes.ranks]
         of_places = [of_owners(ranks) for ranks in zip(*nodes.ranks, strict=True)]
         return {
-            GRAD: _exchange(nodes.between, of_nodes, nodes.node, group),
-            GRAD_GATHER: _exchange(nodes.inside, of_places, nodes.place, group),
+            GRAD: _Exchange(nodes.between, of_nodes, nodes.node, group),
+            GRAD_GATHER: _Exchange(nodes.inside, of_places, nodes.place, group),
         }
 
 
-@dataclass(frozen=True)
 class _Exchange:
-    """Sends the parts that this rank has to all others of a group, and receives theirs."""
+    """Sends the parts that this rank has to all others of a group, and receives theirs.
 
-    group: dist.ProcessGroup | None
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-    """Rank in the group -> the elements that it gets from this rank, and that this rank gets from it."""
-    own: tuple[ParameterPart, ...]
-    others: tuple[ParameterPart, ...]
-    """The parts that arrive, in the order of the ranks."""
-    flat: int
-    """One of the message's flat groups, for the type of its elements."""
+    Args:
+        group: the ranks.
+        of_each: the parts that each of them has.
+        own: this rank's index among them.
+        flat: one of the message's flat groups, for the type of its elements.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, of_each: Sequence[Sequence[ParameterPart]], own: int, flat: int
+    ) -> None:
+        counts = [sum(part.stop - part.first for part in each) for each in of_each]
+        self._group = group
+        self._flat = flat
+        self._own = of_each[own]
+        # Rank in the group -> the elements that it gets from this rank, and that this rank gets from it.
+        self._sends = [0 if each == own else counts[own] for each in range(len(counts))]
+        self._receives = [0 if each == own else count for each, count in enumerate(counts)]
+        # In the order in which they arrive.
+        self._others = [part for each, those in enumerate(of_each) if each != own for part in those]
 
     def run(self, flats: Sequence[torch.Tensor]) -> None:
         """Exchange: collective over the group.
@@ -146,27 +155,16 @@ class _Exchange:
         Args:
             flats: ZeRO's flat groups.
         """
-        own = torch.cat([flats[self.flat][:0], *_views(flats, self.own)])
-        packed = own.expand(len(self.sends) - 1, -1).flatten()
-        received = exchange_sized(packed, self.sends, self.receives, self.group)
-        if self.others:
-            sizes = [part.stop - part.first for part in self.others]
-            torch._foreach_copy_(_views(flats, self.others), received.split(sizes))
+        own = torch.cat([flats[self._flat][:0], *_views(flats, self._own)])
+        packed = own.expand(len(self._sends) - 1, -1).flatten()
+        received = exchange_sized(packed, self._sends, self._receives, self._group)
+        if self._others:
+            sizes = [part.stop - part.first for part in self._others]
+            torch._foreach_copy_(_views(flats, self._others), received.split(sizes))
 
 
 def _views(flats: Sequence[torch.Tensor], parts: Sequence[ParameterPart]) -> list[torch.Tensor]:
     return [flats[part.group][part.first : part.stop] for part in parts]
-
-
-def _exchange(
-    group: dist.ProcessGroup | None, of_each: Sequence[Sequence[ParameterPart]], own: int, flat: int
-) -> _Exchange:
-    """Return the exchange between ranks of which each has some parts; ``own``: this rank's index among them."""
-    counts = [sum(part.stop - part.first for part in each) for each in of_each]
-    sends = tuple(0 if each == own else counts[own] for each in range(len(counts)))
-    receives = tuple(0 if each == own else count for each, count in enumerate(counts))
-    others = tuple(part for each, those in enumerate(of_each) if each != own for part in those)
-    return _Exchange(group, sends, receives, tuple(of_each[own]), others, flat)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ import torch.distributed as dist
 from ds_fsmoe.execution.collectives import all_gather
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
+
+if TYPE_CHECKING:
+    from ds_fsmoe.gradients.flat_buffers import FlatGradients
 
 Steps = dict[str, Callable[[], None]]
 
@@ -41,18 +45,6 @@ Range = tuple[int, int]
 """Elements [first, stop)."""
 
 
-class Elements(ABC):
-    """Elements that are added up over ranks, numbered from end to end wherever each lies."""
-
-    @abstractmethod
-    def packed(self, ranges: Sequence[Range]) -> torch.Tensor:
-        """Return a new tensor with the elements of ranges, one behind the other, made ready for the sum."""
-
-    @abstractmethod
-    def put(self, ranges: Sequence[Range], sums: torch.Tensor) -> None:
-        """Write sums where :meth:`packed` has read."""
-
-
 class Way(ABC):
     """A way to add up stretches of one buffer."""
 
@@ -65,7 +57,7 @@ class Way(ABC):
         return self.words
 
     @abstractmethod
-    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
+    def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
         """Return kind of task -> what it does to elements [first, stop), in the order of the tasks; the same kinds on
         every rank. Each is collective."""
 
@@ -84,7 +76,7 @@ class AllReduce(Way):
     words = "all-reduce"
     most_kinds = (GRAD,)
 
-    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
+    def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
 
         def reduce() -> None:
@@ -108,7 +100,7 @@ class AllReduceByNodes(Way):
     words = "all-reduce in two levels"
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
-    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
+    def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
         nodes, per_node = self.nodes, self.nodes.per_node
         each = -(-(stop - first) // per_node)
@@ -145,53 +137,23 @@ class AllReduceByNodes(Way):
         return lambda: _summed(whole, [len(part)] * nodes.per_node, nodes.place, nodes.inside)
 
 
-class _Owned:
-    """The stretches of a buffer by their owners, and what of them lies between two elements."""
-
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
-        self._stretches = tuple(stretches)
-        self._firsts = [each.first for each in self._stretches]
-
-    def within(self, first: int, stop: int) -> list[Stretch]:
-        found = []
-        for each in self._stretches[max(0, bisect_right(self._firsts, first) - 1) :]:
-            if each.first >= stop:
-                break
-            begin, end = max(each.first, first), min(each.stop, stop)
-            if begin < end:
-                found.append(Stretch(begin, end, each.owner))
-        return found
-
-    def shares(self, first: int, stop: int, num_ranks: int) -> list[int]:
-        """Return how many elements each rank owns."""
-        counts = [0] * num_ranks
-        for each in self.within(first, stop):
-            counts[each.owner] += each.stop - each.first
-        return counts
-
-
+@dataclass(frozen=True, repr=False)
 class ReduceScatter(Way):
-    """Sends every element to its owner, who adds up; in one collective among all ranks.
+    """Sends every element to its owner, who adds up; in one collective among all ranks."""
 
-    Args:
-        group: the ranks.
-        stretches: who owns what of the buffer, in its order and without gaps.
-        most: the elements of a message, at the most.
-    """
-
+    group: dist.ProcessGroup
+    stretches: Sequence[Stretch]
+    """Who owns what of the buffer, in its order and without gaps."""
+    most: int = MOST_NUMEL
+    """The elements of a message, at the most."""
     words = "reduce-scatter"
     most_kinds = (GRAD,)
 
-    def __init__(self, group: dist.ProcessGroup, stretches: Sequence[Stretch], most: int = MOST_NUMEL) -> None:
-        self._group = group
-        self._most = most
-        self._owned = _Owned(stretches)
-
-    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
+    def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
-        group = self._group
+        group = self.group
         order = [(owner,) for owner in range(group.size())]
-        pieces = [self._owned.within(*piece) for piece in _cut(first, stop, self._most)]
+        pieces = [_within(self.stretches, *piece) for piece in _cut(first, stop, self.most)]
 
         def scatter() -> None:
             for stretches in pieces:
@@ -202,30 +164,26 @@ class ReduceScatter(Way):
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
         """See :class:`Way`."""
-        return _summing_equally(scratch, self._group.rank(), self._group)
+        return _summing_equally(scratch, self.group.rank(), self.group)
 
 
+@dataclass(frozen=True, repr=False)
 class ReduceScatterByNodes(Way):
     """Adds up inside the node what ranks of one place own, and between nodes at its owner; or, where a stretch belongs
-    to so few ranks that their links alone would carry it, adds up for all ranks in two levels.
+    to so few ranks that their links alone would carry it, adds up for all ranks in two levels."""
 
-    Args:
-        nodes: the ranks.
-        stretches: who owns what of the buffer, in its order and without gaps.
-    """
-
+    nodes: NodeLinks
+    stretches: Sequence[Stretch]
+    """Who owns what of the buffer, in its order and without gaps."""
     words = "reduce-scatter in two levels"
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
-    def __init__(self, nodes: NodeLinks, stretches: Sequence[Stretch]) -> None:
-        self._nodes = nodes
-        self._owned = _Owned(stretches)
-        self._for_all = AllReduceByNodes(nodes)
-
     def pays(self, first: int, stop: int) -> bool:
         """Return whether no rank sends or receives more between nodes than if the sum were for all ranks."""
-        nodes = self._nodes
-        counts = self._owned.shares(first, stop, nodes.num_nodes * nodes.per_node)
+        nodes = self.nodes
+        counts = [0] * (nodes.num_nodes * nodes.per_node)
+        for each in _within(self.stretches, first, stop):
+            counts[each.owner] += each.stop - each.first
         of_place = [sum(counts[ranks[place]] for ranks in nodes.ranks) for place in range(nodes.per_node)]
         most = max(
             max((nodes.num_nodes - 1) * counts[rank], of_place[place] - counts[rank])
@@ -234,11 +192,11 @@ class ReduceScatterByNodes(Way):
         )
         return most * nodes.num_nodes * nodes.per_node <= 2 * (nodes.num_nodes - 1) * (stop - first)
 
-    def steps(self, buffer: Elements, first: int, stop: int) -> Steps:
+    def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
         """See :class:`Way`."""
         if not self.pays(first, stop):
-            return self._for_all.steps(buffer, first, stop)
-        nodes, stretches = self._nodes, self._owned.within(first, stop)
+            return AllReduceByNodes(self.nodes).steps(buffer, first, stop)
+        nodes, stretches = self.nodes, _within(self.stretches, first, stop)
         of_place: list[torch.Tensor] = []
 
         def scatter() -> None:
@@ -258,8 +216,8 @@ class ReduceScatterByNodes(Way):
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
         """See :class:`Way`."""
         if kind != GRAD:
-            return self._for_all.alone(kind, scratch)
-        nodes = self._nodes
+            return AllReduceByNodes(self.nodes).alone(kind, scratch)
+        nodes = self.nodes
         part = scratch[: -(-len(scratch) // nodes.per_node)]
         return _summing_equally(part, nodes.node, nodes.between)
 
@@ -269,13 +227,21 @@ def _cut(first: int, stop: int, most: int) -> list[Range]:
     return [(at, min(stop, at + most)) for at in range(first, stop, most)] or [(first, stop)]
 
 
+def _within(stretches: Sequence[Stretch], first: int, stop: int) -> list[Stretch]:
+    """Return what lies between two elements."""
+    begin = max(0, bisect_right(stretches, first, key=lambda each: each.first) - 1)
+    begun = takewhile(lambda each: each.first < stop, stretches[begin:])
+    cut = [Stretch(max(each.first, first), min(each.stop, stop), each.owner) for each in begun]
+    return [each for each in cut if each.first < each.stop]
+
+
 def _of(stretches: Sequence[Stretch], owner: int) -> list[Range]:
     """Return what one rank owns."""
     return [(each.first, each.stop) for each in stretches if each.owner == owner]
 
 
 def _packed(
-    buffer: Elements, stretches: Sequence[Stretch], order: Sequence[tuple[int, ...]]
+    buffer: FlatGradients, stretches: Sequence[Stretch], order: Sequence[tuple[int, ...]]
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the elements of each set of owners, one set behind the other and owner by owner, and how many they are."""
     of_sets = [[each for owner in owners for each in _of(stretches, owner)] for owners in order]

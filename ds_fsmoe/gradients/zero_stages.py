@@ -37,21 +37,137 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.gradients.adding_up import (
-    STEPS_WATCHED,
-    holds_all,
-    may_add_up_later,
-    sums_every_micro_batch,
-)
 from ds_fsmoe.gradients.flat_buffers import PIECE_NUMEL, Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.stage_0 import shared_by_stages
 from ds_fsmoe.gradients.ways import Stretch
 from ds_fsmoe.log import log_on_rank_0
+
+STEPS_WATCHED = 2
+"""The steps after which the peak is known: the first of all makes what the others use again."""
+_MARGIN = 1.1
+
+_PATH = "fsmoe.gradient_partition.accumulate"
+
+
+class Stage0:
+    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters when the backward is over.
+
+    Args:
+        engine: the engine, with its optimizer.
+        accumulate: the option of that name.
+    """
+
+    sums_each = False
+    """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
+
+    def __init__(self, engine: Any, accumulate: str = "auto") -> None:
+        refuse_before_stage_2(accumulate)
+        self._engine = engine
+        self.device = engine.device
+        self._handles: list[Any] = []
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients we reduce, in module order. Sparse ones, and those that stages share,
+        are left to DeepSpeed."""
+        sparse = {
+            id(module.weight)
+            for module in self._engine.module.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
+        return [each for each in _of_one_stage(self._engine) if id(each) not in sparse]
+
+    def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._engine.communication_data_type
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Made so by a function, and not by a module that says so beforehand.
+            parameter.grad = parameter.grad.to_dense()
+        return parameter.grad
+
+    def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        parameter.grad = gradient
+
+    def is_sending(self) -> bool:
+        engine = self._engine
+        # Who asks for the reduction later may want to see to the gradients before.
+        reduces = engine.pipeline_parallelism or engine.enable_backward_allreduce
+        return reduces and not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary()
+
+    owners = None
+    """Every rank updates all parameters."""
+    most = 500_000_000
+    """The elements of a message: as many as DeepSpeed sends at a time."""
+    most_waiting = None
+    """Gradients stay with their parameters until the step."""
+
+    def is_needed(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    def scaling(self) -> Scaling:
+        """Divide as ``DeepSpeedEngine.allreduce_bucket`` does, for experts too: by the data-parallel size."""
+        engine = self._engine
+        size = dist.get_world_size(stock_groups._get_sequence_data_parallel_group())
+        if not engine.gradient_average:
+            return Scaling()
+        if not engine.postscale_gradients():
+            return Scaling(before=lambda message: message.mul_(1.0 / size))
+        first = engine.gradient_predivide_factor()
+        return Scaling(
+            before=None if first == 1.0 else lambda message: message.mul_(1.0 / first),
+            after=None if first == size else lambda message: message.mul_(first / size),
+        )
+
+    def take(self, reducer: GradientReducer) -> None:
+        def on_gradient(parameter: nn.Parameter) -> None:
+            if self.is_sending():
+                reducer.ready(parameter)
+
+        for parameter in reducer.parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+
+        def gradients_for_reduction() -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+            reducer.finish()
+            found = self._write_back(reducer)
+            reducer.release()
+            return found
+
+        self._engine._get_gradients_for_reduction = gradients_for_reduction
+
+    def _write_back(self, reducer: GradientReducer) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+        """Put reduced gradients where DeepSpeed looks for them; return what it still has to reduce."""
+        dense: list[torch.Tensor] = []
+        experts: dict[str, list[torch.Tensor]] = {name: [] for name in self._engine.expert_data_parallel_group}
+        for parameter in self._engine.module.parameters():
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            if parameter in reducer:
+                # Where it was reduced, if its type is the parameter's; one that is missing is zero there.
+                parameter.grad = reducer.place(parameter).to(parameter.dtype)
+                continue
+            if parameter.grad is None:
+                # A gradient that is missing is zero, as DeepSpeed has it.
+                parameter.grad = torch.zeros_like(parameter)
+            if is_moe_param(parameter):
+                experts[parameter.group_name].append(parameter.grad.data)
+            else:
+                # As DeepSpeed has it.
+                dense.append(SparseTensor(parameter.grad) if parameter.grad.is_sparse else parameter.grad.data)
+        return dense, experts
+
+    def give_back(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        vars(self._engine).pop("_get_gradients_for_reduction", None)
 
 
 class Stages1And2:
@@ -71,7 +187,10 @@ class Stages1And2:
         self.optimizer: DeepSpeedZeroOptimizer = engine.optimizer
         self.sums_each = sums_every_micro_batch(engine, accumulate)
         """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
-        self._may_add_up_later = not by_rule and may_add_up_later(engine, accumulate)
+        several = self.optimizer.partition_gradients and engine.gradient_accumulation_steps() > 1
+        has_choice = not by_rule and several and accumulate == "auto"
+        self._may_add_up_later = has_choice and _obstacle(engine) is None and _room(engine.device) is not None
+        """Whether every micro-batch is summed only as long as it is not known that there is room to add them up."""
         self.device = engine.device
         self._group_of = {
             id(parameter): index for index, group in enumerate(self.optimizer.bit16_groups) for parameter in group
@@ -82,12 +201,7 @@ class Stages1And2:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are to be reduced, in the order of the module. Those that stages share
         are left to DeepSpeed."""
-        shared = shared_by_stages(self._engine)
-        return [
-            each
-            for each in self._engine.module.parameters()
-            if each.requires_grad and each.numel() and id(each) in self._group_of and id(each) not in shared
-        ]
+        return [each for each in _of_one_stage(self._engine) if id(each) in self._group_of]
 
     def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
         return self.optimizer.get_param_comm_dtype(parameter)
@@ -238,7 +352,8 @@ class Stages1And2:
         reducer.release()
 
     def _look_for_room(self, reducer: GradientReducer) -> None:
-        """Add micro-batches up from the next step on if all gradients have room; two steps have shown what there is."""
+        """Add micro-batches up from the next step on if the GPUs of all ranks have room for all gradients besides what
+        they needed so far; two steps have shown that. Collective."""
         engine = self._engine
         if not self._may_add_up_later or engine.global_steps < STEPS_WATCHED:
             return
@@ -246,7 +361,9 @@ class Stages1And2:
             return
         self._may_add_up_later = False
         size = sum(each.numel * each.element_bytes for each in reducer.flats)
-        self.sums_each = not holds_all(engine, size)
+        room = _room(engine.device)
+        has_room = room is not None and size * _MARGIN <= room
+        self.sums_each = not all(on_every_rank(has_room, self.optimizer.dp_process_group))
         fits, are = ("do not fit", "summed one by one") if self.sums_each else ("fit", "added up first")
         log_on_rank_0(
             f"ZeRO 2: gradients of {size / 1e6:.4g} MB {fits} into what GPUs have left, so micro-batches are {are}"
@@ -267,6 +384,17 @@ class Stages1And2:
             vars(self.optimizer).pop(name, None)
         vars(self._engine).pop("_flush_coalesced_reduction_zero12", None)
         self.optimizer.overlap_comm = self._overlap_comm
+
+
+def _of_one_stage(engine: Any) -> list[nn.Parameter]:
+    """Return the parameters of a model that get a gradient, but for those that several stages of a pipeline share.
+    DeepSpeed sums the gradients of these over the stages when all micro batches are through, and over the ranks of a
+    stage after that."""
+    tied = engine.module.get_tied_weights_and_groups() if engine.pipeline_parallelism else ()
+    shared = {id(weight) for weight, _ in tied}
+    return [
+        each for each in engine.module.parameters() if each.requires_grad and each.numel() and id(each) not in shared
+    ]
 
 
 def cut_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:
@@ -302,3 +430,74 @@ _METHODS = (
     "overlapping_partition_gradients_reduce_epilogue",
     "reduce_gradients",
 )
+
+
+# ---- Whether micro-batches of a step are added up on each rank before the sum over ranks, or summed one by one.
+# Adding up takes room for all gradients of a rank, and ZeRO 2 promises to do without. So it is done there if it is
+# asked for, or if the memory of the GPU is known to hold them: by what two steps have needed at their peak.
+
+
+def sums_every_micro_batch(engine: Any, accumulate: str) -> bool:
+    """Return whether each is summed over ranks at ZeRO stage 1 or 2, and not the last one of a step alone.
+
+    Args:
+        engine: the engine, with its optimizer.
+        accumulate: the option of that name.
+
+    Raises:
+        ConfigError: what was asked for cannot be.
+    """
+    if not engine.optimizer.partition_gradients:
+        refuse_before_stage_2(accumulate)
+        return False
+    reason = _obstacle(engine)
+    if accumulate == "before_sum" and reason is not None:
+        raise ConfigError(
+            f'{_PATH} = "before_sum": cannot be here, because {reason}; the choices are "auto" and "after_sum"'
+        )
+    return accumulate != "before_sum"
+
+
+def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
+    """Say which micro-batches are summed over ranks at stage 2, and why; ``size``: all gradients of a rank in MB."""
+    if not sums_each:
+        return f'ZeRO 2: micro-batches are added up first, as "accumulate" says, in {size:.4g} MB of gradients'
+    sentence = "ZeRO 2: every micro-batch is summed over ranks, so that a rank keeps its own part of the gradients"
+    if accumulate == "auto":
+        sentence += (
+            f'; adding up first takes all {size:.4g} MB of them: "gradient_partition": {{"accumulate": "before_sum"}}, '
+            "or by itself where a GPU has room"
+        )
+    return sentence
+
+
+def _room(device: torch.device) -> float | None:
+    """Return the bytes of a GPU that nobody has needed at the peak; ``None``: its memory is not known."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+
+
+def refuse_before_stage_2(accumulate: str) -> None:
+    """Refuse to sum every micro-batch where DeepSpeed does not do it either.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    if accumulate == "after_sum":
+        raise ConfigError(f'{_PATH} = "after_sum": only at zero_optimization.stage 2; leave it out')
+
+
+def _obstacle(engine: Any) -> str | None:
+    """Return why micro-batches cannot be added up here at stage 2 before the sum over ranks; ``None``: they can."""
+    optimizer = engine.optimizer
+    if not engine.managed_gradient_accumulation():
+        return "managed_gradient_accumulation is false, so nobody knows which micro-batch is the last one"
+    if optimizer.use_separate_grad_accum:
+        return "gradients are added up in another type (data_types.grad_accum_dtype) than they are computed in"
+    if optimizer.zenflow:
+        return "ZenFlow looks at the gradients of every micro-batch"
+    if optimizer.cpu_offload:
+        return "gradients are added up in the memory of the host (offload_optimizer)"
+    return None

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.placement.holdings import ExpertTensor, expert_tensors
-from ds_fsmoe.placement.moving import Mover, Seat, Swap
+from ds_fsmoe.placement.moving import ExpertTensor, Mover, Seat, expert_tensors
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.untrusted import read_json
 
@@ -38,16 +36,6 @@ FORMAT = 1
 """The version of the format of a placement's file."""
 _MOST_BYTES = 1 << 28
 """The bytes exchanged at once where experts go home or back, if an expert has fewer: they take memory twice."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What moving some experts took."""
-
-    num_swaps: int
-    nbytes: int
-    """What the rank with most to send has sent."""
-    took_ms: float
 
 
 def obstacle_to_placement(layer: Any) -> str | None:
@@ -95,11 +83,6 @@ class Placements:
         for label, layer in self._layers.items():
             self._place(label, ExpertPlacement.at_start(layer.num_local_experts * layer.ep_size, layer.ep_size))
 
-    @property
-    def num_layers(self) -> int:
-        """The number of layers whose experts may move."""
-        return len(self._layers)
-
     def layer(self, label: str) -> Any:
         """Return a layer by its label."""
         return self._layers[label]
@@ -125,12 +108,15 @@ class Placements:
     def _tensors(self) -> list[ExpertTensor]:
         return [each for label, layer in self._layers.items() for each in expert_tensors(label, layer)]
 
-    def swap(self, mover: Mover, swaps: Sequence[tuple[str, int, int]]) -> Moved:
+    def swap(self, mover: Mover, swaps: Sequence[tuple[str, int, int]]) -> tuple[int, float]:
         """Exchange experts, and send rows to where they are from now on. Collective, between two steps.
 
         Args:
             mover: made since the optimizer's states were last made or loaded.
             swaps: (label, place, place), each place at most once; the same on every rank.
+
+        Returns:
+            (the bytes that the rank with most to send has sent, the milliseconds that it took).
 
         Raises:
             PlacementError: on every rank, before anything has changed.
@@ -139,14 +125,15 @@ class Placements:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         began_s = time.perf_counter()
-        nbytes = mover.swap([self._swap_of(*each) for each in swaps])
+        homes = [(label, *(divmod(each, self.now[label].num_local) for each in places)) for label, *places in swaps]
+        num_bytes = mover.swap(homes)
         for label, first, second in swaps:
             self._place(label, self.now[label].swapped(first, second))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         # Of the rank that was at it for the longest: others have nothing to send.
         (took_ms,) = most_of([(time.perf_counter() - began_s) * 1e3], device_of(self._group), self._group)
-        return Moved(len(swaps), nbytes, took_ms)
+        return num_bytes, took_ms
 
     def go_to(self, wanted: Mapping[str, ExpertPlacement]) -> None:
         """Bring experts of any layers to other places, all before this returns. Collective, between two steps.
@@ -256,10 +243,6 @@ class Placements:
         self.go_to(wanted)
         moved = sum(len(start.swaps_to(wanted[label])) for label, start in self._homes().items())
         log_on_rank_0(f"{path}: experts of {len(wanted)} layer(s) placed, with {moved} exchange(s)", logging.INFO)
-
-    def _swap_of(self, label: str, first: int, second: int) -> Swap:
-        now = self.now[label]
-        return Swap(label, *(divmod(each, now.num_local) for each in (first, second)))
 
     def _place(self, label: str, placement: ExpertPlacement) -> None:
         self.now[label] = placement

@@ -98,17 +98,10 @@ def _balanced(asked: _Asked) -> np.ndarray:
     return order[(draw.permutation(first_S)[:, None] + np.arange(asked.k)) % asked.num_experts]
 
 
-def _hot_expert(asked: _Asked) -> np.ndarray:
-    return _with_hot(asked, int(asked.order()[0]))
-
-
-def _rotating(asked: _Asked) -> np.ndarray:
-    """Another expert is hot in every step."""
-    return _with_hot(asked, int(asked.order()[asked.step % asked.num_experts]))
-
-
-def _with_hot(asked: _Asked, hot: int) -> np.ndarray:
-    """Give a share of the tokens one expert for their first choice; all other choices are even."""
+def _with_hot(asked: _Asked, place: int) -> np.ndarray:
+    """Give a share of the tokens one expert for their first choice, by its place in the order of popularity; all other
+    choices are even."""
+    hot = int(asked.order()[place % asked.num_experts])
     found = _by_popularity(asked, np.ones(asked.num_experts))
     is_hot_S = asked.of_call().permutation(asked.num_tokens) < round(HOT_SHARE * asked.num_tokens)
     has_it_S = (found == hot).any(axis=1)
@@ -153,12 +146,13 @@ def _drifting(asked: _Asked) -> np.ndarray:
 
 _MAKERS: dict[str, Callable[[_Asked], np.ndarray]] = {
     "balanced": _balanced,
-    "hot_expert": _hot_expert,
+    "hot_expert": lambda asked: _with_hot(asked, 0),
     "hot_rank": _hot_rank,
     "zipf_1.0": _zipf(1.0),
     "zipf_1.5": _zipf(1.5),
     "drifting": _drifting,
-    "rotating": _rotating,
+    # Another expert is hot in every step.
+    "rotating": lambda asked: _with_hot(asked, asked.step),
 }
 NAMES = tuple(_MAKERS)
 """The names, from even to always another."""

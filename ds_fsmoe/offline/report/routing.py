@@ -14,8 +14,7 @@ import numpy as np
 
 from ds_fsmoe.offline.report.charts import draw_heat, draw_lines
 from ds_fsmoe.offline.report.page import Page
-from ds_fsmoe.routes.parts import RoutingFileError
-from ds_fsmoe.routes.recorded import Recording, read_routing
+from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
 from ds_fsmoe.routes.written import RoutedLayer, parts_of
 from ds_fsmoe.terminal.progress import Progress
 from ds_fsmoe.terminal.tables import Table
