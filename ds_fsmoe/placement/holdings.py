@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.checkpoint.optimizer_states import live_groups, names_in_files
-from ds_fsmoe.checkpoint.shared_out import piece_of
+from ds_fsmoe.checkpoint.optimizer_states import live_groups, names_in_files, piece_of
 from ds_fsmoe.checkpoint_files.expert_parts import Layout, parts_in
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Piece
 from ds_fsmoe.distributed.partitioned import is_shared_out
