@@ -11,7 +11,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -107,17 +106,7 @@ class Ranks:
     @contextmanager
     def at_barriers(self) -> Iterator[None]:
         """Make ranks :meth:`meet` where DeepSpeed's engine waits at a barrier, within the block."""
-        comm = stock_engine.dist
-
-        def barrier(*args: Any, **options: Any) -> None:
-            if not args and not options:
-                self.meet()
-                return
-            with waiting("a barrier of a save or load"):  # of some ranks only
-                comm.barrier(*args, **options)
-
-        # The engine's own view of deepspeed.comm: others wait at barriers as ever.
-        with replaced(stock_engine, "dist", SimpleNamespace(**vars(comm) | {"barrier": barrier})):
+        with replaced(stock_engine, "dist", _Meeting(stock_engine.dist, self.meet)):
             yield
 
     def _compare(self, what: str, error: Exception | None) -> None:
@@ -150,3 +139,21 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
         delattr(thing, name)
         for found in own.values():
             setattr(thing, name, found)
+
+
+class _Meeting:
+    """Wraps ``deepspeed.comm`` with another barrier."""
+
+    def __init__(self, comm: Any, meet: Callable[[], None]) -> None:
+        self._comm = comm
+        self._meet = meet
+
+    def barrier(self, *args: Any, **options: Any) -> None:
+        if args or options:  # of some ranks only
+            with waiting("a barrier of a save or load"):
+                self._comm.barrier(*args, **options)
+        else:
+            self._meet()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
