@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -16,6 +17,8 @@ from pydantic import (
     FailFast,
     Field,
     InstanceOf,
+    StrictInt,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -30,6 +33,12 @@ Number = Annotated[int, Field(gt=-_LARGEST, lt=_LARGEST)] | InstanceOf[float]
 _T = TypeVar("_T")
 Items = Annotated[list[_T], FailFast()]
 """A list that is read up to its first mistake: it may have millions."""
+Listed = Annotated[tuple[_T, ...], FailFast()]
+"""A list of a dataclass that :func:`made` makes, read up to its first mistake."""
+Counted = Annotated[StrictInt, Field(ge=0, lt=_LARGEST)]
+"""A whole number of such a dataclass, where only what is marked as strict is read strictly."""
+Positive = Annotated[StrictInt, Field(ge=1, lt=_LARGEST)]
+"""Such a number from 1 on."""
 _OF_PYDANTIC = re.compile(r"(int|float|bool|constrained-int|literal\[.*\]|function-\w+\[.*\])$")
 """Matches what Pydantic adds to a location that is not a key."""
 _MOST_SHOWN = 200
@@ -86,6 +95,25 @@ def error_in(value: Any, shape: type[BaseModel]) -> ValidationError | None:
 def fits(value: Any, shape: type[BaseModel]) -> bool:
     """Return whether a value has a shape."""
     return error_in(value, shape) is None
+
+
+def made(kind: type[_T], value: Any) -> _T:
+    """Return the object of a dataclass that data describes.
+
+    Raises:
+        ValueError: the data does not fit the fields; the message says in one line what is wrong first.
+    """
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path, found = ".".join(map(str, first["loc"])), shown(first["input"])[:_MOST_SHOWN]
+        raise ValueError(f"{path} = {found}: {first['msg']}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def wrong_in(value: Any, shape: type[BaseModel]) -> list[str]:

@@ -31,6 +31,7 @@ MOST_BYTES = 64 << 20
 MOST_RUN_BYTES = 1 << 30
 """The bytes of a file that grows with the steps of a run."""
 
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _MARGIN_BYTES = 1 << 20
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -121,3 +122,31 @@ def check_regular(path: Path, number: int) -> None:
 def no_file(path: Path) -> OSError:
     """Return the error of a path that is no regular file."""
     return OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def problem_of(path: Path, folder: Path) -> str | None:
+    """Return why a file must not be opened, in words; ``None`` if it may be.
+
+    Opening a FIFO or a device may wait forever, and a link may lead to any file of the user.
+
+    Args:
+        path: the file.
+        folder: the folder that it has to be in, also after all links are followed.
+    """
+    try:
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode) and path.parent == folder:
+            return None  # no link: where it leads does not have to be looked for
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return f"{path} is a folder"
+        if not stat.S_ISREG(mode):
+            return f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')} and no regular file"
+        real = path.resolve()
+        if not real.is_relative_to(folder.resolve()):
+            return f"{path} is a link to {real}, which is outside of {folder}"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing"
+    except (OSError, RuntimeError) as error:  # the latter for links that lead in a circle
+        return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    return None

@@ -60,8 +60,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning"),
     ),
     "checkpoint_files": (
-        *("torch", "numpy", "safetensors", "transformers", "huggingface_hub"),
-        *("ds_fsmoe.files", "ds_fsmoe.untrusted", "ds_fsmoe.versions"),
+        *("torch", "numpy", "pydantic", "safetensors", "transformers", "huggingface_hub"),
+        *("ds_fsmoe.files", "ds_fsmoe.shapes", "ds_fsmoe.untrusted", "ds_fsmoe.versions"),
     ),
     "layer": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config"),
@@ -84,8 +84,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.components", "ds_fsmoe.config"),
-        *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log", "ds_fsmoe.planning"),
-        *("ds_fsmoe.registry", "ds_fsmoe.telemetry", "ds_fsmoe.terminal"),
+        *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files", "ds_fsmoe.layer", "ds_fsmoe.log"),
+        *("ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.telemetry", "ds_fsmoe.terminal"),
     ),
     "placement": (
         *("torch", "numpy", "ds_fsmoe.checkpoint", "ds_fsmoe.checkpoint_files", "ds_fsmoe.components"),
@@ -139,7 +139,6 @@ DEEPSPEED: dict[str, str] = {
     "checkpoint/ranks.py": "stands in for the barriers of DeepSpeed's saving",
     "checkpoint/saving.py": "asks DeepSpeed's groups for the rank whose file holds the states of an optimizer",
     "checkpoint/expert_files.py": "asks DeepSpeed's groups for the rank that writes experts",
-    "checkpoint/shared_out.py": "asks DeepSpeed which parameters it optimizes",
     "checkpoint/whole_weights.py": "asks DeepSpeed's groups for the ranks that share experts",
     "engine/saving_engine.py": (
         "overrides what DeepSpeed's engine does about files; "

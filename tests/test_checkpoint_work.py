@@ -257,7 +257,7 @@ def test_a_missing_end_is_refused_where_the_index_says_how_many_elements_there_w
 def test_copies_empty_parameters_and_padding_are_no_faults(tmp_path: Path) -> None:
     """Without ZeRO each file has a copy; with it there is padding between pieces; an empty parameter has nothing."""
     whole = shared_out(0, 3, 1).groups[0]
-    padded = tuple(replace(each, at=2 * each.at) for each in whole.pieces)
+    padded = tuple(each._replace(at=2 * each.at) for each in whole.pieces)
     copies = tuple(replace(whole, file=states_file(rank), pieces=padded) for rank in range(2))
     empty = replace(whole, items={"fp32": ("other",)}, pieces=(pieces.Piece("empty", 0, 0, 0),))
     index = Index("Adam", (*copies, empty), {})

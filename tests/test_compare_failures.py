@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.files.owners import OF_COMPARISON, OF_RECORD, Ownership
+from ds_fsmoe.files.whole_files import OF_COMPARISON, OF_RECORD, Ownership
 from ds_fsmoe.offline.commands.training_command import first_error, with_free_port
 
 OF_OTHERS = (
@@ -151,7 +151,7 @@ def test_two_comparisons_in_one_folder_are_refused(
 
 
 def test_an_owner_that_was_killed_is_replaced(tmp_path: Path) -> None:
-    code = "import os, pathlib, sys; from ds_fsmoe.files.owners import OF_RECORD, Ownership; "
+    code = "import os, pathlib, sys; from ds_fsmoe.files.whole_files import OF_RECORD, Ownership; "
     code += "held = Ownership(pathlib.Path(sys.argv[1]), name=OF_RECORD); os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert done.returncode == -9

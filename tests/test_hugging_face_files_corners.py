@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("peft")
 
-from ds_fsmoe.checkpoint.relaid import Relaid
+from ds_fsmoe.checkpoint.loading import Relaid
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from tests.hf_families import model_of

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.convert import export_stock, export_tensors, open_checked
+from ds_fsmoe.checkpoint_files.huggingface import read_tensors
 from ds_fsmoe.checkpoint_files.manifest import NAME, omissions, read_manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertFile
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.pieces import NAME as PIECES
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.tensor_files import read_tensors
 from ds_fsmoe.checkpoint_files.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks

@@ -18,8 +18,8 @@ from ds_fsmoe.checkpoint_files import publishing, tags
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest, Sizes, names_in, sum_of
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.files import owners
-from ds_fsmoe.files.owners import OWNER, owner_of
+from ds_fsmoe.files import whole_files
+from ds_fsmoe.files.whole_files import OWNER, owner_of
 
 TOKENS = [f"{number:08x}" for number in range(1000)]
 SIZES = Sizes(world=1, mp=1, pp=1, zero_stage=0, esp=1, dtype="float32")
@@ -223,7 +223,7 @@ def test_where_locks_are_not_known_the_process_is_looked_up(tmp_path: Path, monk
     file = publication.unfinished / OWNER
     said = json.loads(file.read_text())
     assert (said["host"], said["process"], said["is_locked"]) == (socket.gethostname(), os.getpid(), False)
-    monkeypatch.setattr(owners.os, "kill", lambda *_: (_ for _ in ()).throw(ProcessLookupError()))
+    monkeypatch.setattr(whole_files.os, "kill", lambda *_: (_ for _ in ()).throw(ProcessLookupError()))
     assert owner_of(publication.unfinished).life == "dead"
     file.write_text(json.dumps(said | {"host": "elsewhere"}))
     assert owner_of(publication.unfinished).life == "unknown"

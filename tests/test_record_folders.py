@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.files.owners import OF_RECORD, OF_ROUTING, Ownership, owner_of
 from ds_fsmoe.files.runs import COMPARISON, FACTS, PLANNED, ROUTER, RUN, STEPS, check_run_folder, clear_run, read_run
 from ds_fsmoe.files.traces import _ABOUT
+from ds_fsmoe.files.whole_files import OF_RECORD, OF_ROUTING, Ownership, owner_of
 from ds_fsmoe.routes.written import parts_of
 from ds_fsmoe.shapes import error_in
 from tests.ranks import run_on_ranks

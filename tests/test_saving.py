@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_fsmoe.checkpoint.plan_state import random_states, set_random_states
 from ds_fsmoe.checkpoint_files.manifest import (
     NAME,
     FileSum,
@@ -25,7 +26,6 @@ from ds_fsmoe.checkpoint_files.manifest import (
     read_manifest,
     sum_of,
 )
-from ds_fsmoe.checkpoint_files.random_states import random_states, set_random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 SIZES = Sizes(world=2, mp=1, pp=1, zero_stage=1, esp=1, dtype="float32")

@@ -17,25 +17,31 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_fsmoe.checkpoint.expert_files import sizes_of_parts
-from ds_fsmoe.checkpoint.layout import Comparison, check_model, check_packing, check_reach
+from ds_fsmoe.checkpoint.layout import (
+    Comparison,
+    check_model,
+    check_packing,
+    check_reach,
+    sizes_of,
+    tie,
+    without_tying,
+)
 from ds_fsmoe.checkpoint.loading import Reading
 from ds_fsmoe.checkpoint.optimizer_states import (
+    check_settings,
     index_of,
     optimizer_name,
     reads_own_states,
     refresh_masters,
-    settings_missing,
 )
-from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, read_rank_state
+from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, read_rank_state, set_random_states
 from ds_fsmoe.checkpoint.ranks import Ranks
-from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, warn_of_what_is_lost
-from ds_fsmoe.checkpoint.stages import tie, without_tying
+from ds_fsmoe.checkpoint.saving import Saving, state_file, states_file, warn_of_what_is_lost
 from ds_fsmoe.checkpoint_files import guards, tags
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files.manifest import Manifest, PartSizes
 from ds_fsmoe.checkpoint_files.pieces import Index
 from ds_fsmoe.checkpoint_files.publishing import recover, state_of
-from ds_fsmoe.checkpoint_files.random_states import set_random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import on_every_rank
@@ -84,7 +90,7 @@ class Checkpoints:
         self.check_tag(folder, tag, save_latest)
         place = Path(folder) / tag
         self._ranks.together(f"saving {place}", lambda: warn_of_what_is_lost(self._engine, place, client_state))
-        return Saving(self._engine, self._ranks, Path(folder), tag).save(write, save_latest)
+        return Saving(self._engine, self._ranks, Path(folder), tag, self._parts).save(write, save_latest)
 
     def check_tag(self, folder: str | Path, tag: str, save_latest: bool) -> None:
         """Check that all ranks save under the same tag, and that it can be found again.
@@ -158,21 +164,17 @@ class Checkpoints:
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
         elif index is None:
-            ranks.together(f"reading {place}", lambda: self._check_settings(place))
+            ranks.together(f"reading {place}", lambda: check_settings(self._engine, place))
         if moved:
-            self._fill_optimizer(place, reading, differences, result[1])
+            ranks.together(f"moving {place}", reading.fill_optimizer)
+            reading.round_weights()
+            log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
+            if result[1] is not None:
+                result[1].pop("optimizer", None)
         if result[0] is not None and own is not None:
             self._go_on(own)
         ranks.on_leaders(f"reading {place}", lambda: self._check_not_saved_over(place))
         return result
-
-    def _fill_optimizer(self, place: Path, reading: Reading, differences: Sequence[str], client_state: Any) -> None:
-        """Put the optimizer's states where this job has them. Collective."""
-        self._ranks.together(f"moving {place}", reading.fill_optimizer)
-        reading.round_weights()
-        log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
-        if client_state is not None:
-            client_state.pop("optimizer", None)
 
     def check(
         self, folder: Path, tag: str | None, asked: dict[str, Any], with_optimizer: bool
@@ -263,25 +265,22 @@ class Checkpoints:
         if all(on_every_rank(own.plans is not None)) and own.plans is not None:
             go_on_with(self._engine.fsmoe, own.plans)
 
-    def _lies_alike(self, place: Path, index: Index | None) -> bool:
-        """Return whether each rank's states are where this job would have put them; without an index, assume so."""
+    def _hidden_differences(self, place: Path, index: Index | None) -> list[str]:
+        """Return, in words, why states have to be moved although the layout is the same by its numbers. Without an
+        index, each rank's states are assumed to be where this job would have put them."""
+        if not all(on_every_rank(reads_own_states(self._engine))):
+            return ["BF16_Optimizer without ZeRO, whose own states DeepSpeed does not find"]
 
-        def compare() -> bool | None:
+        def lies_alike() -> bool:
             if index is None:
-                return None
+                return True
             file = states_file(self._engine, place)
             there = [each.pieces for each in index.groups if each.file == file]
             found = index_of(self._engine, file)
             return found is None or [each.pieces for each in found.groups] == there
 
-        own = self._ranks.together(f"comparing {place}", compare)
-        return all(each is None or each for each in on_every_rank(own))
-
-    def _hidden_differences(self, place: Path, index: Index | None) -> list[str]:
-        """Return, in words, why states have to be moved although the layout is the same by its numbers."""
-        if not all(on_every_rank(reads_own_states(self._engine))):
-            return ["BF16_Optimizer without ZeRO, whose own states DeepSpeed does not find"]
-        return [] if self._lies_alike(place, index) else ["the order of ranks or of parameters"]
+        own = self._ranks.together(f"comparing {place}", lies_alike)
+        return [] if all(on_every_rank(own)) else ["the order of ranks or of parameters"]
 
     def _check_stock_states(self, place: Path, layout: Comparison) -> None:
         """Check that states of the optimizer that stock DeepSpeed has saved can be loaded."""
@@ -303,15 +302,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"{place} has states of {index.optimizer}, and this job's optimizer is {now}. Load it with "
                 "load_optimizer_states=False, which takes the weights, or with the optimizer of then"
-            )
-
-    def _check_settings(self, place: Path) -> None:
-        """Check, after loading, states whose optimizer is not known, such as those of stock DeepSpeed."""
-        missing = settings_missing(self._engine)
-        if missing:
-            raise CheckpointError(
-                f"{place} has states of another optimizer than {optimizer_name(self._engine)}: its groups lack "
-                f"{', '.join(missing)}. Load it with load_optimizer_states=False, which takes the weights"
             )
 
     def _check_move(self, place: Path, differences: Sequence[str], reading: Reading) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.shared_out import FROZEN
-from ds_fsmoe.checkpoint.stages import stage_of
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, part_of, parts_file, parts_in
+from ds_fsmoe.checkpoint.layout import stage_of
+from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_of, parts_file, parts_in
 from ds_fsmoe.checkpoint_files.guards import guarded
 from ds_fsmoe.checkpoint_files.manifest import STAGE_3, PartSizes
 from ds_fsmoe.checkpoint_files.numbering import expert_name
+from ds_fsmoe.checkpoint_files.pieces import FROZEN
 
 _SHAPES, _FROZEN_SHAPES = "param_shapes", "frozen_param_shapes"
 _TOPS = {"module", "optimizer", "optimizer_state_dict"}
@@ -28,16 +28,6 @@ _TOPS = {"module", "optimizer", "optimizer_state_dict"}
 def sizes_of_parts(engine: Any) -> dict[str, PartSizes]:
     """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
     return {name: PartSizes.of(part, stage_of(engine)) for name, _, part in parts_in(engine.module)}
-
-
-def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
-    """Return name -> this rank's parameter, and which part of the whole it is."""
-    return {name: (parameter, part) for name, parameter, part in parts_in(engine.module)}
-
-
-def number_of_job(engine: Any) -> int | None:
-    """Return which part of all experts this rank has; ``None`` for a model without such experts."""
-    return next((part.number for _, _, part in parts_in(engine.module)), None)
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -58,19 +48,19 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
         place: the folder of the tag.
         exclude_frozen: whether to leave out what is not trained.
     """
-    parts = live_parts(engine)
+    parts = list(parts_in(engine.module))
     if not parts or engine.zero_optimization_partition_weights():
         return
-    first, of_all = next(iter(parts.values()))
-    group_name, number = first.group_name, of_all.number
-    if not engine.checkpoint_engine.is_data_parallel_writer(stock_groups._get_expert_data_parallel_rank(group_name)):
+    _, first, of_all = parts[0]
+    rank = stock_groups._get_expert_data_parallel_rank(first.group_name)
+    if not engine.checkpoint_engine.is_data_parallel_writer(rank):
         return
     state = {
         part_name(name, part.number): parameter.detach().to("cpu", copy=True)
-        for name, (parameter, part) in parts.items()
+        for name, parameter, part in parts
         if parameter.requires_grad or not exclude_frozen
     }
-    engine.checkpoint_engine.save(guarded(state), str(place / parts_file(number, stage_of(engine))))
+    engine.checkpoint_engine.save(guarded(state), str(place / parts_file(of_all.number, stage_of(engine))))
 
 
 def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -1,25 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares how a checkpoint was laid out over ranks with how this job is.
+"""Says how a job is laid out over ranks and pipeline stages, and compares it with how a checkpoint was.
 
 Each stage of a pipeline has layers of its own. So a rank compares what it has, all ranks tell each other, and what is
-decided by it is the same on every one.
+decided by it is the same on every one. A checkpoint may move to other ranks within each stage. To another number of
+stages, or to stages with other layers, it does not: DeepSpeed's files have what a whole stage has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_fsmoe.checkpoint.ranks import Ranks
-from ds_fsmoe.checkpoint.saving import sizes_of, stock_layers
-from ds_fsmoe.checkpoint.stages import check_stages, stage_of
-from ds_fsmoe.checkpoint_files.manifest import STAGE_3, Manifest, PartSizes
-from ds_fsmoe.checkpoint_files.numbering import Numbering
+from ds_fsmoe.checkpoint.ranks import Ranks, replaced
+from ds_fsmoe.checkpoint_files.manifest import STAGE_3, Manifest, PartSizes, Sizes
+from ds_fsmoe.checkpoint_files.numbering import Numbering, Stage
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+
+_TIE = "_synchronize_tied_weights"
+"""The method by which a ``PipelineModule`` shares its tied weights."""
+
+
+def sizes_of(engine: Any) -> Sizes:
+    """Return how an engine's job is laid out."""
+    running = engine.fsmoe.running
+    dtype = next((str(each.dtype) for each in engine.module.parameters()), "none")
+    return Sizes(
+        world=dist.get_world_size(),
+        mp=running.mp_size,
+        pp=running.pp_size,
+        zero_stage=engine.zero_optimization_stage(),
+        esp=engine.fsmoe.block.esp_size,
+        dtype=dtype.removeprefix("torch."),
+    )
+
+
+def stock_layers(engine: Any) -> dict[str, Any]:
+    """Return path -> every layer of ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have files."""
+    layers = engine.fsmoe.layers.items()
+    return {path: each for path, each in layers if not isinstance(each, HuggingFaceLayer)}
+
+
+def stage_of(engine: Any) -> int:
+    """Return the number of the stage that this rank has; 0 without stages."""
+    return engine.stage_id if has_known_stages(engine) else 0
+
+
+def has_known_stages(engine: Any) -> bool:
+    """Return whether the model is a ``PipelineModule`` of several stages, with no tensor-parallel ranks in them."""
+    running = engine.fsmoe.running
+    return engine.pipeline_parallelism and running.pp_size > 1 and running.mp_size == 1
+
+
+def described(engine: Any) -> Stage | None:
+    """Describe the stage that this rank has; ``None`` without stages."""
+    if not has_known_stages(engine):
+        return None
+    model, number = engine.module, engine.stage_id
+    first, end = map(int, model.parts[number : number + 2])
+    if engine.has_moe_layers:
+        return Stage(first, end)
+    path_of = {module: path for path, module in model.named_modules()}
+    layers = enumerate(model.forward_funcs)
+    return Stage(
+        first,
+        end,
+        {
+            Path(model.ckpt_layer_path("", at)).name: path_of[layer]
+            for at, layer in layers
+            if hasattr(layer, "state_dict")
+        },
+    )
+
+
+def without_tying(engine: Any) -> AbstractContextManager[None]:
+    """Keep stages from sharing what they have in common within the block; :func:`tie` does it on all of them.
+
+    DeepSpeed shares it while it loads a stage without MoE layers, and not with one: the first would wait for the other.
+    """
+    return replaced(engine.module, _TIE, lambda: None) if engine.pipeline_parallelism else nullcontext()
+
+
+def tie(engine: Any) -> None:
+    """Share what stages have in common, from the first of them. Collective; call it where no rank can have failed."""
+    if engine.pipeline_parallelism:
+        getattr(engine.module, _TIE)()
+
+
+def check_stages(engine: Any, place: Path, manifest: Manifest) -> None:
+    """Check that each stage of a checkpoint has the layers that it has in this job.
+
+    Raises:
+        CheckpointError: the number of stages is another one, or a stage has other layers.
+    """
+    was, now = manifest.sizes.pp, engine.fsmoe.running.pp_size
+    if was != now:
+        cure = f"PipelineModule(num_stages={was})" if was > 1 else "a model without a PipelineModule"
+        raise CheckpointError(
+            f"{place} has {was} pipeline stage{'s' * (was > 1)}, and this job has {now}: checkpoints move to other "
+            f"ranks within a stage, and not to other stages. Load it into {cure}; or write its whole weights with "
+            "'ds_fsmoe convert --to fp32', and put them into the model before initialize"
+        )
+    own = described(engine)
+    if own is None or not manifest.stages:
+        return
+    before = manifest.stages[stage_of(engine)]
+    if (before.first, before.end) != (own.first, own.end):
+        raise CheckpointError(
+            f"{place}: stage {stage_of(engine)} of the pipeline has {before.layers} there and {own.layers} here: give "
+            "PipelineModule the partition_method of then"
+        )
 
 
 class Comparison:
@@ -43,7 +138,7 @@ class Comparison:
         self, engine: Any, ranks: Ranks, place: Path, manifest: Manifest | None, parts: Mapping[str, PartSizes]
     ) -> None:
         self._engine, self._manifest, self._parts = engine, manifest, parts
-        own = ranks.together(f"comparing {place}", lambda: (self._differences(), self._recut(), bool(parts)))
+        own = ranks.together(f"comparing {place}", self._own)
         of_ranks = on_every_rank(own)
         self.differences = [*dict.fromkeys(each for differences, *_ in of_ranks for each in differences)]
         self.is_recut = own[1]
@@ -73,30 +168,26 @@ class Comparison:
         stages = 0 if self._manifest is None else self._manifest.sizes.zero_stage, sizes_of(self._engine).zero_stage
         return self._manifest is not None and STAGE_3 in stages
 
-    def _differences(self) -> list[str]:
-        manifest, sizes = self._manifest, sizes_of(self._engine)
+    def _own(self) -> tuple[list[str], bool, bool]:
+        """Return what differs, in words; whether the files of this rank's experts would; whether it has parts."""
+        manifest, sizes, has_parts = self._manifest, sizes_of(self._engine), bool(self._parts)
         if manifest is None:
             # Stock's, and whatever else has no manifest, has whole experts.
-            return [f"expert_tensor_parallel_size 1 -> {sizes.esp}"] if sizes.esp > 1 else []
-        differences = manifest.sizes.differences(sizes)
-        now = {name: layer.deepspeed_moe.ep_size for name, layer in stock_layers(self._engine).items()}
-        now |= {name: each.ep for name, each in self._parts.items()}
-        was = {each.path: each.ep for each in manifest.layers}
-        was |= {name: each.ep for name, each in manifest.parts.items()}
+            is_cut = sizes.esp > 1
+            return [f"expert_tensor_parallel_size 1 -> {sizes.esp}"] if is_cut else [], is_cut, has_parts
+        differences, layers = manifest.sizes.differences(sizes), stock_layers(self._engine).items()
+        before = {each.path: Numbering(each.num_experts, each.ep, manifest.sizes.esp) for each in manifest.layers}
+        here = {name: Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, sizes.esp) for name, layer in layers}
+        was = {name: each.ep for name, each in (*before.items(), *manifest.parts.items())}
+        now = {name: each.ep for name, each in (*here.items(), *self._parts.items())}
         both = was.keys() & now.keys()
-        was, now = ({name: each[name] for name in both} for each in (was, now))
-        if was != now:
-            differences.append(f"ep_size {sorted(set(was.values()))} -> {sorted(set(now.values()))}")
-        return differences
-
-    def _recut(self) -> bool:
-        manifest, esp = self._manifest, sizes_of(self._engine).esp
-        if manifest is None:
-            return esp > 1
-        was = {each.path: Numbering(each.num_experts, each.ep, manifest.sizes.esp) for each in manifest.layers}
-        layers = stock_layers(self._engine).items()
-        now = {name: Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp) for name, layer in layers}
-        return any(was.get(name) != each and max(was[name].esp, esp) > 1 for name, each in now.items() if name in was)
+        if any(was[name] != now[name] for name in both):
+            sets = ({ep_of[name] for name in both} for ep_of in (was, now))
+            differences.append("ep_size " + " -> ".join(str(sorted(each)) for each in sets))
+        is_recut = any(
+            before[name] != here[name] and max(before[name].esp, sizes.esp) > 1 for name in before.keys() & here.keys()
+        )
+        return differences, is_recut, has_parts
 
 
 def check_model(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str, PartSizes]) -> None:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes DeepSpeed read files safely while our engine loads: nothing in them is run, and experts are cut as this
 job's are. Of files of another layout a rank reads the ranges that it keeps.
+
+Experts of Hugging Face models may have been spread over other ranks, and ZeRO 3 may have cut every parameter, or has
+now. Below ZeRO 3 DeepSpeed wants one file with this rank's weights; at ZeRO 3 one with what is not optimized, and one
+with the pieces that are.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -17,20 +22,18 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
-from ds_fsmoe.checkpoint.expert_files import live_parts, number_of_job, shapes_of, with_parts
-from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimizer_name
+from ds_fsmoe.checkpoint.expert_files import shapes_of, with_parts
+from ds_fsmoe.checkpoint.layout import stage_of, stock_layers
+from ds_fsmoe.checkpoint.optimizer_states import live_groups, piece_of
 from ds_fsmoe.checkpoint.ranks import replaced
-from ds_fsmoe.checkpoint.relaid import Relaid
-from ds_fsmoe.checkpoint.saving import stock_layers
-from ds_fsmoe.checkpoint.shared_out import FROZEN
-from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files import guards
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, parts_in, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
+from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS
 from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name, main_file
-from ds_fsmoe.checkpoint_files.pieces import MASTER, Index, read_index
+from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, Index, read_index
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import Source
+from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
@@ -41,6 +44,129 @@ def trusted_classes(names: list[str]) -> tuple[Any, ...]:
     """Return what files may name beside plain data: DeepSpeed's few classes, and those that the config trusts."""
     parts = (name.rpartition(".") for name in (*OF_DEEPSPEED, *names))
     return tuple(getattr(importlib.import_module(module), attribute) for module, _, attribute in parts)
+
+
+class Relaid:
+    """Makes, for DeepSpeed to load, the files of weights that this rank would have saved, from those of another layout.
+
+    Args:
+        engine: our engine.
+        whole: the checkpoint.
+        sources: says where elements are that this rank has of a parameter, by its name here, or of its state. Without
+            a state: of its weights.
+        parts: name -> what this rank has of it, of parameters that are spread over ranks.
+        sharper: whether weights are taken from the optimizer's copies where there are any.
+        with_optimizer: whether the files of its states may be read where weights are elsewhere.
+        rounds: whether weights may get their values from the optimizer's copies afterwards.
+
+    Attributes:
+        main_file: the file of this rank's stage that DeepSpeed is to read, from which all else is made.
+        main_files: those of all stages, of which DeepSpeed picks this rank's.
+        rounds: whether weights have to get their values from the optimizer's copies, of which each rank reads its own:
+            ZeRO 3 has saved no others, and whole they would be twice as many bytes as the weights.
+        has_filled_masters: whether the optimizer has got its copies of the parameters with them.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        whole: Whole,
+        sources: Callable[[str, str | None, int, int], Iterator[Source]],
+        parts: Mapping[str, ExpertPart],
+        sharper: bool,
+        with_optimizer: bool,
+        rounds: bool,
+    ) -> None:
+        self._engine, self._whole, self._sources, self._parts, self._sharper = engine, whole, sources, parts, sharper
+        self.has_filled_masters = False
+        self._has_masters = with_optimizer or whole.is_shared_out
+        self._live = engine.module.state_dict(keep_vars=True)
+        self._copies = Copies()
+        self._is_shared_out = bool(engine.zero_optimization_partition_weights())
+        saved = None if whole.manifest is None else getattr(torch, whole.manifest.sizes.dtype)
+        now = next(engine.module.parameters()).dtype
+        is_low = now != torch.float32 and saved in (torch.float32, now)
+        self.rounds = rounds and is_low and whole.is_shared_out and not self._is_shared_out
+        groups = (live_groups(engine) or ()) if self.rounds else ()
+        self._rounded = {whole_name(each) for group in groups if group.master is not None for each in group.names}
+        stage = stage_of(engine)
+        self._names = {each for each in whole.dense_names_of(stage) if expert_name(each) is None}
+        self._main = whole.main(stage)
+        self.main_files = [whole.place / each for each in whole.main_files]
+        self.main_file = self.main_files[stage]
+
+    def file(self, path: Path) -> Any:
+        """Return what a file would hold, had this job saved it; ``None`` for a file that does not have to be made."""
+        place, made = self._whole.place, None
+        if path == self.main_file:
+            made = self._weights()
+        elif self._is_shared_out and path == Path(self._engine._get_zero_ckpt_name(str(place.parent), place.name)):
+            made = {OPTIMIZER: self._optimized()}
+        self._copies.run()
+        return made
+
+    def _weights(self) -> dict[str, Any]:
+        # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
+        left_out = ("module", FROZEN, AUTO_EP_LAYERS)
+        others = {name: each for name, each in self._main.items() if name not in left_out}
+        sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
+        # What was saved without MoE layers does not say so.
+        others = {"num_experts": list(self._engine.num_experts)} | others | sizes
+        if not self._is_shared_out:
+            return others | {"module": {name: self._own(name) for name in self._names}, FROZEN: None}
+        here = dict(self._engine.module.named_parameters(remove_duplicate=False))
+        module = {
+            name: here[name].data if name in here else self._own(name) for name in self._names
+        }  # parameters have no elements here, and DeepSpeed compares only their names
+        return others | {"module": module, FROZEN: self._frozen()}
+
+    def _own(self, name: str) -> Any:
+        """Return a parameter or buffer, or this rank's part of it: in its file, or in memory that is filled later."""
+        live, part = self._live.get(name), self._parts.get(name)
+        if not torch.is_tensor(live):
+            return self._whole.weights(name)
+        if name in self._rounded and live.dtype != torch.float32:
+            return live.data
+        shape = self._whole.part_shape(name, part)
+        sources = list(self._sources(name, self._item(name), 0, math.prod(shape)))
+        if len(sources) == 1:
+            return sources[0].take().view(shape)
+        own = torch.empty(shape, dtype=live.dtype)
+        self._copies.add(sources, own.view(-1))
+        return own
+
+    def _item(self, name: str) -> str | None:
+        """Return the state that has a parameter's weights; ``None``: the weights have them."""
+        return MASTER if self._sharper and self._whole.has_state(name, MASTER) else None
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of what is not optimized."""
+        found = {}
+        for name in self._engine._get_zero_frozen_param_attributes(lambda parameter: None):
+            parameter = self._engine.module.get_parameter(name)
+            found[name] = fragment = parameter.ds_tensor.detach().clone()
+            piece = piece_of(parameter, name)
+            if piece is not None and name in self._names:
+                values = self._sources(name, self._item(name), piece.first, piece.size)
+                self._copies.add(values, fragment.view(-1)[: piece.size])
+        return found
+
+    def _optimized(self) -> dict[str, Any]:
+        """Return this rank's pieces of what is optimized; its states are loaded afterwards."""
+        groups = live_groups(self._engine)
+        if groups is None:
+            raise CheckpointError(
+                f"{self._whole.place}: weights of ZeRO 3 that are swapped out cannot be laid out here"
+            )
+        flat = [torch.empty(0)] * len(groups)
+        for group in groups:
+            flat[group.keys[-1]] = target = group.tensor.detach().clone()
+            for piece in group.pieces:
+                if whole_name(piece.name) in self._names:
+                    values = self._sources(piece.name, MASTER if self._has_masters else None, piece.first, piece.size)
+                    self._copies.add(values, target[piece.at : piece.at + piece.size])
+        self.has_filled_masters = self._has_masters
+        return self._engine.optimizer.state_dict() | {FLAT: flat}
 
 
 class Reading:
@@ -78,7 +204,7 @@ class Reading:
 
     @cached_property
     def _parts(self) -> dict[str, ExpertPart]:
-        return {name: part for name, (_, part) in live_parts(self._engine).items()} if self._has_parts else {}
+        return {name: part for name, _, part in parts_in(self._engine.module)} if self._has_parts else {}
 
     @contextmanager
     def in_use(
@@ -131,20 +257,20 @@ class Reading:
                 is_of_others = path.name == main_file(0) != main
                 found = read_file(path, self._trusted, map_location or "cpu", in_place=is_of_others)
             if sharper and path.name == main and found["module"] is not None:
-                found["module"] |= {name: self._sharp(name) for name in found["module"]}
+                found["module"] |= {name: self.whole.exact(name) for name in found["module"]}
             elif sharper and (layer := self._layer_in(path.name)) is not None:
-                found |= {name: self._sharp(f"{layer}.{name}") for name in found}
+                found |= {name: self.whole.exact(f"{layer}.{name}") for name in found}
             if path.name == main and self._parts:
                 frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
-        with replaced(files, "load", load):
-            if own is None:
-                yield
-                return
-            with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: list(map(str, own.main_files))):
-                yield
+        with ExitStack() as stack:
+            stack.enter_context(replaced(files, "load", load))
+            if own is not None:
+                names = list(map(str, own.main_files))
+                stack.enter_context(replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: names))
+            yield
 
     def _in_place(self, name: str, main: str) -> dict[str, Any]:
         """Return what a file of weights holds, which stay in the file; what scripts have saved beside them does not."""
@@ -162,9 +288,9 @@ class Reading:
 
     def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
         """Return this rank's experts, where they are spread over ranks as they were."""
-        number = number_of_job(self._engine)
-        if number is None or self._manifest is None:
+        if self._manifest is None:
             return {}
+        number = next(iter(self._parts.values())).number
         path = self._place / parts_file(number, stage_of(self._engine))
         self._check_named(path)
         found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
@@ -204,23 +330,7 @@ class Reading:
         Raises:
             CheckpointError: they cannot be; the message says why.
         """
-        index = self.whole.states_of(stage_of(self._engine))
-        if index is None:
-            raise CheckpointError(
-                f"{self._place} does not say where its states of the optimizer lie (saved by stock DeepSpeed, by an "
-                "older version, or with an optimizer that is not known)"
-            )
-        if index.optimizer != optimizer_name(self._engine):
-            raise CheckpointError(
-                f"{self._place} has states of {index.optimizer}, and this job's optimizer is "
-                f"{optimizer_name(self._engine)}"
-            )
-        missing, unexpected = missing_and_unexpected(self._engine, index)
-        if missing or unexpected:
-            raise CheckpointError(
-                f"{self._place}: parameters with states here and not there: {', '.join(missing) or 'none'}; there and "
-                f"not here: {', '.join(unexpected) or 'none'}"
-            )
+        optimizer_states.check_states(self._engine, self.whole.states_of(stage_of(self._engine)), self._place)
 
     def fill_optimizer(self) -> None:
         """Load the optimizer's states; called after the weights are loaded.
@@ -239,9 +349,6 @@ class Reading:
         if self._relaid is not None and self._relaid.rounds:
             with waiting("weights that are rounded after a load"):
                 optimizer_states.round_weights(self._engine)
-
-    def _sharp(self, name: str) -> torch.Tensor:
-        return self.whole.state(name, MASTER) if self.whole.has_state(name, MASTER) else self.whole.weights(name)
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
         """Return what the file of an expert would hold, had this job saved it."""

@@ -3,11 +3,15 @@
 
 One view serves both directions: :func:`index_of` says where a checkpoint will have them; :func:`fill` fills them from
 a checkpoint of another layout.
+
+At ZeRO 3 DeepSpeed flattens each parameter, cuts it into one piece for each of its ranks, and lays a rank's pieces of a
+sub-group of parameters end to end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,21 +20,64 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.checkpoint import shared_out
-from ds_fsmoe.checkpoint.live_group import LiveGroup
 from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_of, whole_name
 from ds_fsmoe.checkpoint_files.numbering import EXPERTS, ExpertName, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Keys, Piece
+from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, WEIGHTS, Group, Index, Keys, Piece
 from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 Sources = Callable[[str, str, int, int], Iterable[Source]]
 """Takes this job's name for a parameter, a state, and which elements of it in this job's layout -> where they are."""
+
+
+@dataclass
+class LiveGroup:
+    """The parameters that are in the same tensors of an optimizer.
+
+    Attributes:
+        names: the names of all parameters in the group, on any rank.
+        pieces: the pieces of them that are on this rank.
+        master: the tensor that is optimized; ``None``: the parameter itself.
+        state: the optimizer's state for it.
+        options: the optimizer's settings.
+        keys: the keys of the master in the file.
+        state_keys: the keys of the states in the file.
+    """
+
+    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    tensor: torch.Tensor
+    master: torch.Tensor | None
+    state: dict[str, Any]
+    options: dict[str, Any]
+    keys: Keys
+    state_keys: Keys
+
+    def per_element(self) -> dict[str, torch.Tensor]:
+        """Return the states that have a number for each element."""
+        size = self.tensor.numel()
+        found = {name: each for name, each in self.state.items() if torch.is_tensor(each) and each.numel() == size}
+        return {name: each for name, each in found.items() if each.dim() > 0}
+
+    def scalars(self) -> dict[str, float]:
+        """Return the states that are one number."""
+        found = {name: each for name, each in self.state.items() if name not in self.per_element()}
+        return {
+            name: float(each)
+            for name, each in found.items()
+            if isinstance(each, (int, float)) or (torch.is_tensor(each) and each.numel() == 1)
+        }
+
+    def others(self) -> list[str]:
+        """Return the names of all other states, which cannot be interpreted."""
+        known = {*self.per_element(), *self.scalars()}
+        return [name for name, each in self.state.items() if name not in known and each is not None]
 
 
 def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
@@ -59,63 +106,88 @@ def live_groups(engine: Any) -> list[LiveGroup] | None:
     if base is None:
         return None
     if isinstance(outer, DeepSpeedZeroOptimizer_Stage3):
-        return shared_out.live_groups_at_stage_3(outer, base, names)
-    found, at = [], 0
+        return _at_stage_3(outer, base, names)
+    found: list[LiveGroup] = []
     for number, options in enumerate(base.param_groups):
         for place, tensor in enumerate(options["params"]):
-            described = _described(outer, base, number, place, at, tensor, names)
+            described = _described(outer, base, number, place, len(found), tensor, names)
             if described is None:
                 return None
             parameters, pieces, master, keys, state_keys = described
             named = tuple(names[each] for each in parameters)
             state = base.state.get(tensor, {})
             found.append(LiveGroup(named, tuple(pieces), tensor, master, state, options, keys, state_keys))
-            at += 1
+    return found
+
+
+def _at_stage_3(outer: Any, base: Any, names: Mapping[nn.Parameter, str]) -> list[LiveGroup] | None:
+    """Return the groups of ZeRO 3's optimizer; ``None`` where its tensors are not in memory."""
+    found: list[LiveGroup] = []
+    # In this order the states are numbered in the file.
+    order = sorted(range(len(outer.fp16_groups)), key=outer.sub_group_to_group_id.__getitem__)
+    for at, number in enumerate(order):
+        parameters, tensor = outer.fp16_groups[number], outer.fp32_partitioned_groups_flat[number]
+        if tensor.numel() != sum(each.ds_tensor.ds_numel for each in parameters):
+            return None  # swapped out
+        named, pieces = tuple(names[each] for each in parameters), tuple(_end_to_end(parameters, names))
+        state, options = base.state.get(tensor, {}), base.param_groups[outer.sub_group_to_group_id[number]]
+        keys, state_keys = (OPTIMIZER, FLAT, number), (OPTIMIZER, OPTIMIZER, "state", at)
+        found.append(LiveGroup(named, pieces, tensor, tensor, state, options, keys, state_keys))
     return found
 
 
 def _described(
     outer: Any, base: Any, number: int, place: int, at: int, tensor: torch.Tensor, names: Mapping[nn.Parameter, str]
-) -> tuple[Iterable[nn.Parameter], list[Piece], torch.Tensor | None, Keys, Keys] | None:
+) -> tuple[Iterable[nn.Parameter], Iterable[Piece], torch.Tensor | None, Keys, Keys] | None:
     if isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         is_zero = isinstance(outer, DeepSpeedZeroOptimizer)
         parameters = (outer.bit16_groups if is_zero else outer.bf16_groups)[number]
-        top: Keys = ("optimizer_state_dict",)
         listed = is_zero and outer.elastic_checkpoint
-        states: Keys = (*top, "base_optimizer_state", *((number,) if listed else ("state", at)))
-        return parameters, _of_fragments(parameters, names), tensor, (*top, _FP32, number), states
+        states: Keys = (OPTIMIZER, "base_optimizer_state", *((number,) if listed else ("state", at)))
+        return parameters, _of_fragments(parameters, names), tensor, (OPTIMIZER, _FP32, number), states
     if isinstance(outer, FP16_Optimizer):
-        parameters = outer.fp16_groups[number]
-        pieces = list(_end_to_end(parameters, names))
-        return parameters, pieces, tensor, ("optimizer", "fp32_groups_flat", number), (*_INNER, at)
+        parameters, keys = outer.fp16_groups[number], ("optimizer", "fp32_groups_flat", number)
+        return parameters, _end_to_end(parameters, names), tensor, keys, (*_INNER, at)
     if isinstance(outer, FP16_UnfusedOptimizer):
-        parameters = [outer.fp16_groups[number][place]]
-        pieces = list(_end_to_end(parameters, names))
-        return parameters, pieces, tensor, ("optimizer", "fp32_groups", number, place), (*_INNER, at)
+        parameters, keys = [outer.fp16_groups[number][place]], ("optimizer", "fp32_groups", number, place)
+        return parameters, _end_to_end(parameters, names), tensor, keys, (*_INNER, at)
     if outer is base and tensor in names:
-        return [tensor], list(_end_to_end([tensor], names)), None, (), ("optimizer", "state", at)
+        return [tensor], _end_to_end([tensor], names), None, (), ("optimizer", "state", at)
     return None
 
 
 _FP32 = "single_partition_of_fp32_groups"
-_INNER: Keys = ("optimizer", "optimizer_state_dict", "state")
+_INNER: Keys = ("optimizer", OPTIMIZER, "state")
 
 
-def _of_fragments(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> list[Piece]:
-    found = []
+def _of_fragments(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
     for each in parameters:
-        link = each._hp_mapping
-        if link is not None:
+        if (link := each._hp_mapping) is not None:
             of, at = link.lp_fragment_address, link.get_hp_fragment_address()
-            found.append(Piece(names[each], of.start, of.numel, at.start))
-    return found
+            yield Piece(names[each], of.start, of.numel, at.start)
 
 
 def _end_to_end(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
     at = 0
     for each in parameters:
-        yield Piece(names[each], 0, each.numel(), at)
-        at += each.numel()
+        if (piece := piece_of(each, names[each], at)) is not None:
+            yield piece
+        at += each.ds_tensor.ds_numel if hasattr(each, "ds_tensor") else each.numel()
+
+
+def piece_of(parameter: nn.Parameter, name: str, at: int = 0) -> Piece | None:
+    """Return which elements of a parameter this rank has; ``None`` where it has padding alone.
+
+    Args:
+        parameter: a parameter, which ZeRO 3 may have shared out.
+        name: its name in the files.
+        at: where its piece begins in the tensor that holds it.
+    """
+    if not hasattr(parameter, "ds_tensor"):
+        return Piece(name, 0, parameter.numel(), at)
+    first = parameter.ds_zero_partition_rank * parameter.ds_tensor.ds_numel
+    size = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - first)
+    return Piece(name, first, size, at) if size > 0 else None
 
 
 def index_of(engine: Any, file: str, frozen_file: str | None = None) -> Index | None:
@@ -144,8 +216,19 @@ def index_of(engine: Any, file: str, frozen_file: str | None = None) -> Index | 
         for each in groups
     )
     if frozen_file is not None:
-        described += tuple(shared_out.frozen_groups(engine, names_in_files(engine), frozen_file))
-    return Index(optimizer_name(engine), described, _numbers(_scaler(engine.optimizer)))
+        described += tuple(_frozen_groups(engine, frozen_file))
+    scaler = _scaler(engine.optimizer)
+    numbers = {} if scaler is None else {name: each for name, each in vars(scaler).items() if _is_number(each)}
+    return Index(optimizer_name(engine), described, numbers)
+
+
+def _frozen_groups(engine: Any, file: str) -> Iterator[Group]:
+    """Return where this rank's pieces of what is not optimized will be: in its file of weights, at ZeRO 3."""
+    for parameter, name in names_in_files(engine).items():
+        if is_optimized_parameter(parameter) or not hasattr(parameter, "ds_id"):
+            continue
+        if (piece := piece_of(parameter, name)) is not None:
+            yield Group(file, {WEIGHTS: (FROZEN, engine.param_names[parameter])}, {}, {}, (piece,))
 
 
 def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: bool) -> None:
@@ -164,11 +247,9 @@ def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: 
     groups = live_groups(engine)
     if groups is None:
         raise CheckpointError(f"{place}: the states of {type(engine.optimizer).__name__} cannot be laid out otherwise")
-    copies = Copies()
-    source = {piece.name: group for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
-    in_source = _in_source(source)
+    copies, saved = Copies(), _with_states(index)
     for group in groups:
-        of = next((source[name] for name in map(in_source, group.names) if name is not None), None)
+        of = next((saved[kind] for kind in map(_kind, group.names) if kind in saved), None)
         if of is None:
             raise CheckpointError(f"{place} has no states of the optimizer for {', '.join(group.names[:3])}")
         _fill_options(group.options, of.options)
@@ -190,16 +271,17 @@ def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: 
     copies.run()
     scaler = _scaler(engine.optimizer)
     for name, value in index.scaler.items():
-        if scaler is not None and type(getattr(scaler, name, None)) in (int, float, bool):
+        if scaler is not None and _is_number(getattr(scaler, name, None)):
             setattr(scaler, name, type(getattr(scaler, name))(value))
 
 
-def _in_source(source: Mapping[str, Group]) -> Callable[[str], str | None]:
-    """Return a function that finds a name of the same parameter: numbers of experts and ranks differ by layout."""
-    by_kind: dict[str, str] = {}
-    for name in source:
-        by_kind.setdefault(_kind(name), name)
-    return lambda name: by_kind.get(_kind(name))
+def _with_states(index: Index) -> dict[str, Group]:
+    """Return kind -> a group with states of it: numbers of experts and ranks differ by layout."""
+    of_names = {piece.name: group for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
+    found: dict[str, Group] = {}
+    for name, group in of_names.items():
+        found.setdefault(_kind(name), group)
+    return found
 
 
 def _kind(name: str) -> str:
@@ -234,13 +316,32 @@ def reads_own_states(engine: Any) -> bool:
     return engine.zero_optimization() or not isinstance(engine.optimizer, BF16_Optimizer)
 
 
-def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[str]]:
-    """Return which optimized parameters a checkpoint's states lack, and which of its parameters this job lacks."""
+def check_states(engine: Any, index: Index | None, place: Path) -> None:
+    """Check, before anything is loaded, that the optimizer's states can be moved to this job's layout.
 
+    Args:
+        engine: our engine.
+        index: the index of the checkpoint; of this rank's stage, in a pipeline.
+        place: the checkpoint's folder, for messages.
+
+    Raises:
+        CheckpointError: they cannot be; the message says why.
+    """
+    now = optimizer_name(engine)
+    if index is None:
+        raise CheckpointError(
+            f"{place} does not say where its states of the optimizer lie (saved by stock DeepSpeed, by an older "
+            "version, or with an optimizer that is not known)"
+        )
+    if index.optimizer != now:
+        raise CheckpointError(f"{place} has states of {index.optimizer}, and this job's optimizer is {now}")
     here = {_kind(name) for group in live_groups(engine) or () for name in group.names}
-    names = {piece.name for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
-    there = set(map(_kind, names))
-    return sorted(here - there), sorted(there - here)
+    there = _with_states(index).keys()
+    if here != there:
+        raise CheckpointError(
+            f"{place}: parameters with states here and not there: {', '.join(sorted(here - there)) or 'none'}; there "
+            f"and not here: {', '.join(sorted(there - here)) or 'none'}"
+        )
 
 
 def optimizer_name(engine: Any) -> str:
@@ -248,11 +349,20 @@ def optimizer_name(engine: Any) -> str:
     return "none" if engine.optimizer is None else type(_base(engine.optimizer)).__name__
 
 
-def settings_missing(engine: Any) -> list[str]:
-    """Return the settings that an optimizer needs and its groups lack, because they came from another optimizer."""
+def check_settings(engine: Any, place: Path) -> None:
+    """Check, after loading, states whose optimizer is not known, such as those of stock DeepSpeed.
+
+    Raises:
+        CheckpointError: the optimizer's groups lack settings that it needs, because they came from another one.
+    """
     base = _base(engine.optimizer)
     groups, wanted = getattr(base, "param_groups", ()), getattr(base, "defaults", {})
-    return sorted({name for group in groups for name in wanted if name not in group})
+    missing = sorted({name for group in groups for name in wanted if name not in group})
+    if missing:
+        raise CheckpointError(
+            f"{place} has states of another optimizer than {optimizer_name(engine)}: its groups lack "
+            f"{', '.join(missing)}. Load it with load_optimizer_states=False, which takes the weights"
+        )
 
 
 def _base(outer: Any) -> Any:
@@ -263,19 +373,15 @@ def _scaler(outer: Any) -> Any:
     return getattr(outer, "loss_scaler", None) or getattr(outer, "loss_scale_config", None)
 
 
-def _numbers(thing: Any) -> dict[str, float | bool]:
-    found = {} if thing is None else vars(thing)
-    return {name: each for name, each in found.items() if type(each) in (int, float, bool)}
+def _is_number(each: Any) -> bool:
+    return type(each) in (int, float, bool)
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    def is_number(each: Any) -> bool:
-        return type(each) in (int, float, bool)
-
     return {
         name: list(each) if isinstance(each, (list, tuple)) else each
         for name, each in options.items()
-        if name != "params" and (is_number(each) or (isinstance(each, (list, tuple)) and all(map(is_number, each))))
+        if name != "params" and (_is_number(each) or (isinstance(each, (list, tuple)) and all(map(_is_number, each))))
     }
 
 
@@ -284,7 +390,7 @@ def _fill_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
         now = options.get(name)
         if isinstance(now, tuple) and isinstance(value, list):
             options[name] = tuple(value)
-        elif now is None or type(now) in (int, float, bool):
+        elif now is None or _is_number(now):
             options[name] = value
 
 

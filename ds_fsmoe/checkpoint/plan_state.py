@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the plans that an engine has settled on as plain data with a checkpoint, so that they are not measured again.
+"""Stores what a rank goes on with as plain data with a checkpoint: its random generators, so that it goes on drawing
+where it stopped, and the plans that an engine has settled on, so that they are not measured again.
 
 The contents of each message decide in which order numbers are summed: a run that continues with other plans gets
 other last bits.
@@ -8,13 +9,16 @@ other last bits.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from ds_fsmoe import registry
-from ds_fsmoe.checkpoint_files.random_states import check_random_states
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
@@ -33,6 +37,52 @@ STATE_FORMAT = 1
 _ANYBODY = 64
 """The number of chunks that any job may have, whatever it would choose itself."""
 _MOST_MESSAGES = 100_000
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of Python, numpy, torch, and the GPUs that this process uses."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "name": name,
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restore the states that :func:`random_states` returned.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: the states have another form.
+    """
+    python, numpy = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Check that :func:`set_random_states` would succeed; every generator keeps its state.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: the generators do not take them.
+    """
+    before = random_states()
+    try:
+        set_random_states(states)
+    finally:
+        set_random_states(before)
 
 
 def is_settled(state: FSMoEState) -> bool:
@@ -97,7 +147,6 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
         if chunks > most:
             raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.num_chunks allows {most}")
-    for each in layers.values():
         if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
             raise ValueError(f"an all-to-all {each['alltoall']!r}")
     read = None

@@ -8,7 +8,6 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,23 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, sizes_of_parts, without_parts
+from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, without_parts
+from ds_fsmoe.checkpoint.layout import described, has_known_stages, sizes_of, stage_of, stock_layers
 from ds_fsmoe.checkpoint.optimizer_states import index_of
-from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
+from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of, random_states
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
-from ds_fsmoe.checkpoint.shared_out import FROZEN
-from ds_fsmoe.checkpoint.stages import described, has_known_stages, stage_of
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
 from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
 from ds_fsmoe.checkpoint_files.numbering import Stage, main_file
-from ds_fsmoe.checkpoint_files.pieces import merged
-from ds_fsmoe.checkpoint_files.plain_files import to_disk
+from ds_fsmoe.checkpoint_files.pieces import FROZEN, merged
 from ds_fsmoe.checkpoint_files.publishing import Publication
-from ds_fsmoe.checkpoint_files.random_states import random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, on_first_rank
-from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.files.whole_files import to_disk
 from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
 from ds_fsmoe.terminal.progress import followed
 
@@ -51,20 +47,6 @@ def state_file(rank: int) -> str:
     return f"fsmoe_rank_{rank:05d}.pt"
 
 
-def sizes_of(engine: Any) -> Sizes:
-    """Return how an engine's job is laid out."""
-    running = engine.fsmoe.running
-    dtype = next((str(each.dtype) for each in engine.module.parameters()), "none")
-    return Sizes(
-        world=dist.get_world_size(),
-        mp=running.mp_size,
-        pp=running.pp_size,
-        zero_stage=engine.zero_optimization_stage(),
-        esp=engine.fsmoe.block.esp_size,
-        dtype=dtype.removeprefix("torch."),
-    )
-
-
 def states_file(engine: Any, place: Path) -> str:
     """Return where DeepSpeed writes the states of this rank's optimizer, in the folder of a tag."""
     if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
@@ -75,12 +57,6 @@ def states_file(engine: Any, place: Path) -> str:
     return Path(engine._get_optimizer_ckpt_name(str(place.parent), place.name, expert_rank)).name
 
 
-def stock_layers(engine: Any) -> dict[str, Any]:
-    """Return path -> every layer of ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have files."""
-    layers = engine.fsmoe.layers.items()
-    return {path: each for path, each in layers if not isinstance(each, HuggingFaceLayer)}
-
-
 class Saving:
     """One save. Every method is collective.
 
@@ -89,22 +65,17 @@ class Saving:
         ranks: the ranks of its job.
         folder: the folder of all tags.
         tag: a name, or a path in the folder, the same on all ranks.
+        parts: how each parameter that is spread over ranks is cut.
     """
 
-    def __init__(self, engine: Any, ranks: Ranks, folder: Path, tag: str) -> None:
-        self._engine, self._ranks, self._folder, self._tag = engine, ranks, folder, tag
+    def __init__(self, engine: Any, ranks: Ranks, folder: Path, tag: str, parts: dict[str, PartSizes]) -> None:
+        self._engine, self._ranks, self._folder, self._tag, self._parts = engine, ranks, folder, tag, parts
         # Not from a generator that the training draws from.
-        self._token = from_first_rank(secrets.token_hex(4))
-        self._name = tags.unfinished_name(tag, self._token)
-        self._place = folder / self._name
+        self._publication = Publication(folder, tag, from_first_rank(secrets.token_hex(4)))
+        self._place = self._publication.unfinished
         self._written: list[Path] = []
         self._frozen_file: str | None = None
         """The file with this rank's pieces of what is not optimized, at ZeRO 3."""
-
-    @cached_property
-    def _parts(self) -> dict[str, PartSizes]:
-        """Return how each parameter that is spread over ranks is cut. Walks through the model, once."""
-        return sizes_of_parts(self._engine)
 
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
         """Write a tag, publish it, and make ``latest`` name it.
@@ -119,19 +90,18 @@ class Saving:
         Raises:
             CheckpointError: on every rank; see :meth:`~ds_fsmoe.checkpoint.checkpoints.Checkpoints.save`.
         """
-        ranks, folder, tag = self._ranks, self._folder, self._tag
-        publication = Publication(folder, tag, self._token)
+        ranks, folder, tag, publication = self._ranks, self._folder, self._tag, self._publication
         try:
             ranks.on_leaders(f"making room for {folder / tag}", publication.begin)
             ranks.together(f"looking for {self._place}", self._look)
             files = self._engine.checkpoint_engine
             with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):
-                result = ranks.together(f"writing {self._place}", lambda: write(self._name))
+                result = ranks.together(f"writing {self._place}", lambda: write(str(self._place.relative_to(folder))))
             own = self._place / state_file(dist.get_rank())
             ranks.together(f"writing {own}", lambda: self._write_state(own))
             self._write_index()
             self._describe()
-            ranks.together(f"syncing {self._place}", lambda: self._sync(publication))
+            ranks.together(f"syncing {self._place}", self._sync)
             ranks.on_leaders(f"publishing {folder / tag}", publication.publish)
         except CheckpointError:
             publication.abandon()
@@ -215,11 +185,11 @@ class Saving:
         of_ranks = ranks.for_leaders(on_first_rank(ranks.together(f"summing up {place}", sum_up)))
         ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(of_ranks).write(place))
 
-    def _sync(self, publication: Publication) -> None:
+    def _sync(self) -> None:
         for each in self._written:
             to_disk(each)
         if self._ranks.is_leader:
-            publication.sync(self._written)
+            self._publication.sync(self._written)
 
     def _of_stage(self) -> _OfStage | None:
         """Describe what ranks of the same pipeline stage have in common, on the first of them."""

@@ -15,7 +15,13 @@ from typing import Literal
 import torch
 
 from ds_fsmoe.checkpoint_files import tags
-from ds_fsmoe.checkpoint_files.huggingface import is_of_huggingface, write_pretrained
+from ds_fsmoe.checkpoint_files.huggingface import (
+    CONFIG,
+    UnreadTensor,
+    read_tensors,
+    write_pretrained,
+    write_tensors,
+)
 from ds_fsmoe.checkpoint_files.manifest import (
     NAME,
     LayerSizes,
@@ -29,10 +35,8 @@ from ds_fsmoe.checkpoint_files.manifest import (
 )
 from ds_fsmoe.checkpoint_files.names import Rename, from_huggingface, renamed, to_huggingface
 from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.tensor_files import UnreadTensor, read_tensors, write_tensors
 from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, SHARED_OUT_FILE, Whole
 
 Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
@@ -69,8 +73,7 @@ def check_tag(tag: str) -> None:
     Raises:
         CheckpointError: it is not.
     """
-    parts = Path(tag).parts
-    if not parts or Path(tag).is_absolute() or ".." in parts or "\0" in tag or tag != tag.strip():
+    if not tags.is_inside(tag) or tag != tag.strip():
         raise CheckpointError(f"--tag {tag!r}: must be the name of a folder, without .. and without blanks around it")
     if tag in (tags.LATEST, f"{tags.LATEST}{tags.SAVING}") or tag.endswith((tags.SAVING, tags.BEFORE)):
         raise CheckpointError(f"--tag {tag!r}: names of this kind are kept for what is written beside a checkpoint")
@@ -110,7 +113,7 @@ def export_tensors(
         FileExistsError: the folder is there and not empty.
     """
     whole.check_shared()
-    if form == "huggingface" and is_of_huggingface(whole):
+    if form == "huggingface" and (whole.place / CONFIG).is_file():
         if renames:
             raise CheckpointError("--rename: the names are those of the model's own save_pretrained; leave it out")
 
@@ -121,7 +124,7 @@ def export_tensors(
         def read(name: str) -> torch.Tensor:
             wanted = like(name)
             is_cast = dtype is not None and wanted.is_floating_point()
-            return _reader(whole, name, wanted.dtype)() if is_cast else whole.weights(name)
+            return whole.exact(name).to(wanted.dtype) if is_cast else whole.weights(name)
 
         yield from _into(target, lambda folder: write_pretrained(whole, folder, like, read, limit_bytes, dtype), whole)
         return
@@ -139,16 +142,12 @@ def export_tensors(
         new = renamed(to_huggingface(name) if form == "huggingface" else name, renames)
         if new in sources:
             raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
-        sources[new] = UnreadTensor(like.shape, like.numel() * wanted.itemsize, _reader(whole, name, wanted))
+        sources[new] = UnreadTensor(
+            like.shape,
+            like.numel() * wanted.itemsize,
+            lambda name=name, wanted=wanted: whole.exact(name).to(wanted),
+        )
     yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes), whole)
-
-
-def _reader(whole: Whole, name: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        is_optimized = whole.has_state(name, MASTER)
-        return (whole.state(name, MASTER) if is_optimized else whole.weights(name)).to(dtype)
-
-    return read
 
 
 def export_stock(whole: Whole, target: Path) -> Told:
@@ -183,15 +182,12 @@ def export_stock(whole: Whole, target: Path) -> Told:
                 shutil.copy2(file, place / file.name)
                 yield file.name, file.stat().st_size
         if cut:
-            yield from _write_experts(place, _expert_sources(whole), whole.file_of)
+            names = [each for each in map(expert_name, whole.names()) if each is not None]
+            sources = {each: lambda name=str(each): whole.weights(name) for each in names}
+            yield from _write_experts(place, sources, whole.file_of)
         (folder / tags.LATEST).write_text(place.name)
 
     yield from _into(target, write, whole)
-
-
-def _expert_sources(whole: Whole) -> dict[ExpertName, Callable[[], torch.Tensor]]:
-    names = [each for each in map(expert_name, whole.names()) if each is not None]
-    return {each: lambda name=str(each): whole.weights(name) for each in names}
 
 
 def _write_experts(
@@ -228,17 +224,19 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
             raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
         found[new] = each
     names = from_huggingface(found)
-    experts = {each: found[name].read for name in found if (each := expert_name(names[name])) is not None}
+    experts = {each: found[name] for name in found if (each := expert_name(names[name])) is not None}
     # In the order in which a model would have them: 2 before 10.
     layers = sorted({each.layer for each in experts}, key=_by_numbers)
     if not layers:
         raise CheckpointError(
             f"{source} has no experts: no name like <layer>.experts.0.w1.weight; is there a --rename?"
         )
-    for parameter in dict.fromkeys((each.layer, each.parameter) for each in experts):
-        shapes = {found[name].shape for name in found if _kind(names[name]) == parameter}
-        if len(shapes) > 1:
-            raise CheckpointError(f"{'.'.join(parameter)} has shapes {sorted(map(list, shapes))} in different experts")
+    shapes: dict[str, set[torch.Size]] = defaultdict(set)
+    for each, tensor in experts.items():
+        shapes[f"{each.layer}.{each.parameter}"].add(tensor.shape)
+    for parameter, of_experts in shapes.items():
+        if len(of_experts) > 1:
+            raise CheckpointError(f"{parameter} has shapes {sorted(map(list, of_experts))} in different experts")
     counts = [_num_experts(layer, [each for each in experts if each.layer == layer]) for layer in layers]
 
     def write(folder: Path) -> Told:
@@ -248,7 +246,8 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
         dtype = next(iter(dense.values()), torch.empty(0)).dtype
         torch.save(_dense_state(dense, counts), place / DENSE_FILE)
         yield DENSE_FILE, sum(each.numel() * each.itemsize for each in dense.values())
-        yield from _write_experts(place, experts, lambda layer, number: str(ExpertFile(0, layers.index(layer), number)))
+        reads = {each: tensor.read for each, tensor in experts.items()}
+        yield from _write_experts(place, reads, lambda layer, number: str(ExpertFile(0, layers.index(layer), number)))
         sizes = Sizes(world=1, mp=1, pp=1, zero_stage=0, esp=1, dtype=str(dtype).removeprefix("torch."))
         of_layers = tuple(LayerSizes(layer, count, 1) for layer, count in zip(layers, counts, strict=True))
         sums = {name: sum_of(place / name) for name in names_in(place)}
@@ -257,11 +256,6 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
         (folder / tags.LATEST).write_text(tag)
 
     yield from _into(target, write)
-
-
-def _kind(name: str) -> tuple[str, str] | None:
-    expert = expert_name(name)
-    return None if expert is None else (expert.layer, expert.parameter)
 
 
 def _num_experts(layer: str, names: Sequence[ExpertName]) -> int:

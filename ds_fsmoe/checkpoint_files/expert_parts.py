@@ -186,10 +186,6 @@ class ExpertPart:
         """Return the description of the whole parameter, as one rank alone would have it."""
         return replace(self, ep_size=1, ep_rank=0, shard=None)
 
-    def of_rank(self, ep_rank: int) -> ExpertPart:
-        """Return the description of another rank's part of the same parameter."""
-        return replace(self, ep_rank=ep_rank)
-
     def _dim_of(self, shape: Sequence[int], num_experts: int) -> int:
         dim = LAYOUTS.index(self.layout)
         if len(shape) <= dim or shape[dim] % num_experts:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the weights of a checkpoint of a Hugging Face model as its ``save_pretrained`` would, without its ranks.
+"""Folders of safetensors files as Hugging Face lays them out: ``model.safetensors``, or parts and an index of them.
 
-A checkpoint has the model's own config beside its files. transformers makes an empty model of it, which knows the names
-that published checkpoints of the family have: some keep each expert's matrices apart.
+The weights of a Hugging Face model are written as its ``save_pretrained`` would, without its ranks. A checkpoint has
+the model's own config beside its files. transformers makes an empty model of it, which knows the names that published
+checkpoints of the family have: some keep each expert's matrices apart.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.tensor_files import UnreadTensor, write_tensors
 from ds_fsmoe.checkpoint_files.whole import Whole
-from ds_fsmoe.untrusted import MOST_LAYERS, read_json
+from ds_fsmoe.untrusted import MOST_LAYERS, problem_of, read_json
 
 CONFIG = "config.json"
 _LAYER = re.compile(r"^(?P<layer>.*?\.[0-9]+)\.")
@@ -45,11 +46,6 @@ def config_text(model: torch.nn.Module) -> str | None:
             found = module.config.to_dict() | {"architectures": [type(module).__name__], "dtype": dtype}
             return json.dumps(found, indent=2, sort_keys=True, default=str) + "\n"
     return None
-
-
-def is_of_huggingface(whole: Whole) -> bool:
-    """Return whether a checkpoint has the config of its model beside it."""
-    return (whole.place / CONFIG).is_file()
 
 
 def write_pretrained(
@@ -78,9 +74,13 @@ def write_pretrained(
         )
     model = _empty_model(whole.place / CONFIG, len(names))
     left_out = {*(getattr(model, "all_tied_weights_keys", None) or {}), *(model._keys_to_ignore_on_save or ())}
+    layers: dict[str, list[str]] = {}
+    for each in names:
+        if each not in left_out:
+            layers.setdefault(_layer_of(each), []).append(each)
     sources: dict[str, UnreadTensor] = {}
-    for _, group in groupby((each for each in _in_order(names) if each not in left_out), _layer_of):
-        sources |= _converted(model, list(group), like, read)
+    for of_layer in layers.values():
+        sources |= _converted(model, of_layer, like, read)
     yield from write_tensors(sources, folder, limit_bytes)
     if dtype is not None:
         model.config.dtype = getattr(torch, dtype)  # transformers loads in the data type that the config names
@@ -88,14 +88,6 @@ def write_pretrained(
     yield CONFIG, (folder / CONFIG).stat().st_size
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _in_order(names: list[str]) -> list[str]:
-    """Return names with those of a layer one after the other."""
-    by_layer: dict[str, list[str]] = {}
-    for each in names:
-        by_layer.setdefault(_layer_of(each), []).append(each)
-    return [each for group in by_layer.values() for each in group]
 
 
 def _layer_of(name: str) -> str:
@@ -193,3 +185,98 @@ def _at_most(num_modules: int) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+# ---- the files
+
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A tensor that has not been read yet.
+
+    Attributes:
+        shape: the tensor's shape.
+        size_bytes: the tensor's size when it is written.
+        read: reads and returns the tensor.
+    """
+
+    shape: torch.Size
+    size_bytes: int
+    read: Callable[[], torch.Tensor]
+
+
+def write_tensors(sources: Mapping[str, UnreadTensor], folder: Path, limit_bytes: int) -> Iterator[tuple[str, int]]:
+    """Write tensors into a folder, part by part, so that only one part is in memory at a time.
+
+    Args:
+        sources: maps each name -> its tensor.
+        folder: an existing folder.
+        limit_bytes: the largest size of a part; a larger tensor has a part to itself.
+
+    Yields:
+        Each file once it is written, and its number of bytes.
+    """
+    parts: list[list[str]] = [[]]
+    size_bytes = 0
+    for name, source in sources.items():
+        if parts[-1] and size_bytes + source.size_bytes > limit_bytes:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(name)
+        size_bytes += source.size_bytes
+    files = (
+        [_ONE] if len(parts) == 1 else [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    )
+    for file, names in zip(files, parts, strict=True):
+        # In memory of their own: parameters that are tied share theirs, which such a file cannot say.
+        save_file({name: sources[name].read().contiguous().clone() for name in names}, folder / file, {"format": "pt"})
+        yield file, sum(sources[name].size_bytes for name in names)
+    if len(parts) > 1:
+        total = sum(each.size_bytes for each in sources.values())
+        weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        (folder / _INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        )
+
+
+def read_tensors(path: Path) -> dict[str, UnreadTensor]:
+    """Return all tensors of a file, or of a folder of files, without reading their data.
+
+    Raises:
+        CheckpointError: there are none, one is damaged, a part is missing, or two have the same name.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} has no .safetensors files")
+    index = path / _INDEX
+    if path.is_dir() and index.is_file():
+        try:
+            wanted = set(read_json(index)["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error!r}") from error
+        missing = sorted(wanted - {each.name for each in files})
+        if missing:
+            raise CheckpointError(f"{path} lacks {', '.join(map(str, missing))}, which {_INDEX} names")
+    found: dict[str, UnreadTensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not a regular file")
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    if name in found:
+                        raise CheckpointError(f"{path}: two files have a {name!r}")
+                    piece = opened.get_slice(name)
+                    shape = torch.Size(piece.get_shape())
+                    found[name] = UnreadTensor(shape, shape.numel(), lambda file=file, name=name: _read(file, name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(name)

@@ -13,16 +13,18 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, StrictStr
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, parts_file
-from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, Stage, expert_file, main_file
-from ds_fsmoe.checkpoint_files.plain_files import problem_of
+from ds_fsmoe.checkpoint_files.numbering import Cut, Stage, expert_file, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.files.owners import OWNER
-from ds_fsmoe.untrusted import read_regular
+from ds_fsmoe.files.whole_files import OWNER
+from ds_fsmoe.shapes import Counted, Listed, Positive, made
+from ds_fsmoe.untrusted import problem_of, read_regular
 from ds_fsmoe.versions import VERSION
 
 _T = TypeVar("_T")
@@ -37,37 +39,41 @@ _WEIGHTS = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 FIRST = "first"
 STAGE_3 = 3
 """The ZeRO stage whose files hold the weights by ranks."""
-_FROM_0 = ("zero_stage", "size_bytes", "stage")
-"""The numbers that may be 0."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The layout of a job, by which states of optimizers are cut."""
 
-    world: int
-    mp: int
-    pp: int
-    zero_stage: int
-    esp: int
-    dtype: str
+    world: Positive
+    mp: Positive
+    pp: Positive
+    zero_stage: Counted
+    esp: Positive
+    dtype: StrictStr
 
     def differences(self, now: Sizes) -> list[str]:
         """Return what differs between this layout and the present one, in words."""
-        before, after = asdict(self), asdict(now)
-        return [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+        after = vars(now)
+        return [f"{name} {before} -> {after[name]}" for name, before in vars(self).items() if before != after[name]]
+
+
+def _not_alike(cut: Any) -> Any:
+    if isinstance(cut, (bool, float)):  # Pydantic takes False and 0.0 for the choice 0
+        raise ValueError("must be a dimension or a word")
+    return cut
 
 
 @dataclass(frozen=True)
 class LayerSizes:
     """The sizes of one MoE layer."""
 
-    path: str
-    num_experts: int
-    ep: int
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    path: StrictStr
+    num_experts: Positive
+    ep: Positive
+    cuts: Mapping[StrictStr, Annotated[Cut, BeforeValidator(_not_alike)]] = field(default_factory=dict)
     """Maps a parameter of its experts -> how shards are cut from it; empty where that is not known."""
-    stage: int = 0
+    stage: Counted = 0
     """The stage of the pipeline that has it."""
 
 
@@ -76,15 +82,15 @@ class PartSizes:
     """How one parameter of a Hugging Face model's experts was spread over ranks."""
 
     layout: Layout
-    num_experts: int
-    ep: int
-    shards: int = 1
+    num_experts: Positive
+    ep: Positive
+    shards: Positive = 1
     """The ranks that shared an expert."""
-    cut: str = FIRST
+    cut: StrictStr = FIRST
     """The dimension that was cut into shards, as text; "first": whole in the first shard and zero in the others."""
-    pieces: int = 1
+    pieces: Positive = 1
     """See :class:`~ds_fsmoe.checkpoint_files.expert_parts.Shard`."""
-    stage: int = 0
+    stage: Counted = 0
     """The stage of the pipeline that has it."""
 
     @staticmethod
@@ -111,22 +117,33 @@ class PartSizes:
 class FileSum:
     """The size and the checksum of one file."""
 
-    size_bytes: int
-    sha256: str
+    size_bytes: Counted
+    sha256: StrictStr
+
+
+def _in_folder(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"a file outside the folder: {name!r}")
+    return name
+
+
+FileName = Annotated[StrictStr, AfterValidator(_in_folder)]
+"""The name of a file in the folder of a tag, or in a folder there."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The whole manifest of a checkpoint."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     sizes: Sizes
-    layers: tuple[LayerSizes, ...]
-    versions: Mapping[str, str]
-    files: Mapping[str, FileSum]
+    layers: Listed[LayerSizes]
+    versions: Mapping[str, Any]
+    files: Mapping[FileName, FileSum]
     """Maps a name in the folder -> what the file has to be."""
-    parts: Mapping[str, PartSizes] = field(default_factory=dict)
+    parts: Mapping[StrictStr, PartSizes] = field(default_factory=dict)
     """Maps the name of a parameter that is spread over ranks -> how; those of Hugging Face models' experts."""
-    stages: tuple[Stage, ...] = ()
+    stages: Listed[Stage] = ()
     """The stages of a pipeline; empty without one, and where an older version has saved it, which did not say."""
 
     def write(self, folder: Path) -> None:
@@ -162,7 +179,7 @@ def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | 
                 f"{path} is of format {found['format']!r}, and this version of ds_fsmoe ({VERSION}) reads {version}"
             )
         return make(found)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or not of a checkpoint: {error!r}") from error
 
 
@@ -184,42 +201,18 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _manifest(found: Mapping[str, Any]) -> Manifest:
-    layers = tuple(LayerSizes(**each) for each in found["layers"])
-    files = {str(name): FileSum(**each) for name, each in found["files"].items()}
-    parts = {str(name): PartSizes(**each) for name, each in found.get("parts", {}).items()}
-    stages = tuple(Stage(**each) for each in found.get("stages", ()))
-    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files, parts, stages)
-    _check_types(manifest)
-    return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    groups: list[tuple[Any, Sequence[str]]] = [(manifest.sizes, ("dtype",))]
-    groups += [(each, ("path",)) for each in manifest.layers] + [
-        (each, ("sha256",)) for each in manifest.files.values()
-    ]
-    groups += [(each, ("layout", "cut")) for each in manifest.parts.values()]
-    for each, texts in groups:
-        for name, value in vars(each).items():
-            if name == "cuts":
-                if not all(type(cut) in (int, str) and cut in CUTS for cut in dict(value).values()):
-                    raise TypeError(f"{name} = {value!r}")
-            elif type(value) is not (str if name in texts else int):
-                raise TypeError(f"{name} = {value!r}")
-            elif name not in texts and value < (0 if name in _FROM_0 else 1):
-                raise ValueError(f"{name} = {value!r}")
-    for each in manifest.layers:
-        if each.num_experts % each.ep:
-            raise ValueError(f"{each.num_experts} experts on {each.ep} ranks of {each.path}")
-    for each in manifest.parts.values():
-        first = each.first()  # refuses a layout that is not known, and experts that do not divide
+    # A later version may say more.
+    manifest = made(Manifest, {each.name: found[each.name] for each in fields(Manifest) if each.name in found})
+    for layer in manifest.layers:
+        if layer.num_experts % layer.ep:
+            raise ValueError(f"{layer.num_experts} experts on {layer.ep} ranks of {layer.path}")
+    for part in manifest.parts.values():
+        first = part.first()  # refuses experts that do not divide
         if first.num_parts > len(manifest.files):
             raise ValueError(f"{first.num_parts} parts in {len(manifest.files)} files")
     if manifest.stages and len(manifest.stages) != manifest.sizes.pp:
         raise ValueError(f"{len(manifest.stages)} stages described, of {manifest.sizes.pp}")
-    for name in manifest.files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"a file outside the folder: {name!r}")
+    return manifest
 
 
 def sum_of(path: Path) -> FileSum:
@@ -305,29 +298,26 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
     found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
     if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
         found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
-    wanted = [main_file(at) for at in range(len(manifest.stages))] + [
-        file for stage in manifest.stages for file in stage.files
+    of_stages = [
+        *map(main_file, range(len(manifest.stages))),
+        *(file for each in manifest.stages for file in each.files),
     ]
-    found += [
-        f"{folder / NAME} does not name {each}, the weights of a pipeline stage"
-        for each in wanted
-        if each not in manifest.files
-    ]
+    wanted = dict.fromkeys(of_stages, "the weights of a pipeline stage")
     if manifest.sizes.zero_stage < STAGE_3:
         parts = {parts_file(at, each.stage) for each in manifest.parts.values() for at in range(each.first().num_parts)}
-        found += [
-            f"{folder / NAME} does not name {each}, the experts of a rank"
-            for each in sorted(parts - manifest.files.keys())
-        ]
+        wanted |= dict.fromkeys(sorted(parts), "the experts of a rank")
+    found += [
+        f"{folder / NAME} does not name {each}, {what}" for each, what in wanted.items() if each not in manifest.files
+    ]
     # An older version named the layers of the first stage only.
     layers = manifest.layers if manifest.stages or manifest.sizes.pp == 1 else ()
-    of_stages = Counter[int]()
+    numbers = Counter[int]()
     experts = defaultdict[tuple[int, int], list[int]](list)
     for each in filter(None, map(expert_file, manifest.files)):
         experts[each.stage, each.layer].append(each.number)
     for layer in layers:
-        at = of_stages[layer.stage]
-        of_stages[layer.stage] += 1
+        at = numbers[layer.stage]
+        numbers[layer.stage] += 1
         should = layer.num_experts * manifest.sizes.esp
         named = sum(number < should for number in experts[layer.stage, at])
         if named < should:

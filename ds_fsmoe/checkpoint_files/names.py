@@ -16,10 +16,9 @@ DeepSpeed's AutoEP puts a layer of its own in the place of an MoE block. Each ex
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, expert_name
 
@@ -91,69 +90,53 @@ def from_huggingface(names: Iterable[str]) -> dict[str, str]:
     return result
 
 
-class AutoEPNames:
-    """Reads the weights of a checkpoint that AutoEP has saved, under the names of the Hugging Face model.
+@dataclass(frozen=True)
+class AutoEPExperts:
+    """A parameter of all experts of a layer, of which AutoEP has saved each expert's matrices in a file."""
+
+    layer: int
+    """The running number of the MoE layer."""
+    num_experts: int
+    prefix: str
+    """What the names of the matrices begin with."""
+    matrices: tuple[str, ...]
+    """Those that make up an expert's part of the parameter, one behind the other."""
+
+    def keys(self, number: int) -> list[str]:
+        """Return the names that the file of an expert has for its matrices."""
+        return [f"{self.prefix}.{each}.{number}" for each in self.matrices]
+
+
+def names_of_auto_ep(main: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, AutoEPExperts]]:
+    """Return the names that the Hugging Face model has for what AutoEP has saved.
 
     Args:
         main: what the file of weights holds.
-        expert: returns what the file of an expert holds, by the number of its layer and its own.
+
+    Returns:
+        Name -> the name in that file, of what no expert has; name -> where it is, of the parameters of experts.
     """
+    stacked, names = {}, {name: name for name in main["module"]}
+    for layer in main[AUTO_EP_LAYERS]:
+        prefix = str(layer["expert_key_prefix"])
+        sizes = int(layer["moe_layer_id"]), int(layer["num_experts"]), prefix
+        stacked[f"{prefix}.gate_up_proj"] = AutoEPExperts(*sizes, ("w1", "w3"))
+        stacked[f"{prefix}.down_proj"] = AutoEPExperts(*sizes, ("w2",))
+        _rename_router(names, f"{layer['module_path']}.")
+    return names, stacked
 
-    def __init__(self, main: Mapping[str, Any], expert: Callable[[int, int], Mapping[str, torch.Tensor]]) -> None:
-        self._weights: Mapping[str, torch.Tensor] = main["module"]
-        self._expert = expert
-        self._stacked: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
-        self._renamed = {name: name for name in self._weights}
-        for layer in main[AUTO_EP_LAYERS]:
-            prefix = str(layer["expert_key_prefix"])
-            self._stacked[f"{prefix}.gate_up_proj"] = layer, ("w1", "w3")
-            self._stacked[f"{prefix}.down_proj"] = layer, ("w2",)
-            self._rename(f"{layer['module_path']}.")
 
-    def _rename(self, path: str) -> None:
-        """Give what is around the experts of a layer the names that the model has for it."""
-        inner = {name.removeprefix(path): name for name in self._renamed if name.startswith(path)}
-        # The same router by its own name, "gate" for example.
-        aliases = {
-            name.partition(".")[0] for name in inner if f".{_AUTO_GATE}" in name and not name.startswith(_AUTO_ROUTER)
-        }
-        for short, name in inner.items():
-            first, _, rest = short.partition(".")
-            if aliases and short.startswith(_AUTO_ROUTER):
-                del self._renamed[name]
-            elif first in aliases or short.startswith(_AUTO_ROUTER):
-                del self._renamed[name]
-                self._renamed[f"{path}{first}.{rest.removeprefix(_AUTO_GATE)}"] = name
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._renamed
-        yield from self._stacked
-
-    def num_experts(self) -> dict[str, int]:
-        """Return name -> number of experts, of every parameter of experts."""
-        return {name: int(layer["num_experts"]) for name, (layer, _) in self._stacked.items()}
-
-    def weights(self, name: str, number: int | None = None) -> torch.Tensor:
-        """Return a parameter, or buffer, of the model.
-
-        Args:
-            name: its name in the model.
-            number: that of an expert, of whose weights alone a tensor [1, ...] is returned.
-
-        Raises:
-            KeyError: there is no such parameter.
-        """
-        if number is None:
-            return self._weights[self._renamed[name]]
-        layer, kinds = self._stacked[name]
-        prefix, file = layer["expert_key_prefix"], self._expert(int(layer["moe_layer_id"]), number)
-        return torch.cat([file[f"{prefix}.{kind}.{number}"] for kind in kinds]).unsqueeze(0)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole shape of a parameter, without making it."""
-        if name not in self._stacked:
-            return tuple(self._weights[self._renamed[name]].shape)
-        layer, kinds = self._stacked[name]
-        prefix, file = layer["expert_key_prefix"], self._expert(int(layer["moe_layer_id"]), 0)
-        matrices = [file[f"{prefix}.{kind}.0"] for kind in kinds]
-        return int(layer["num_experts"]), sum(each.shape[0] for each in matrices), *matrices[0].shape[1:]
+def _rename_router(names: dict[str, str], path: str) -> None:
+    """Give what is around the experts of a layer the names that the model has for it."""
+    inner = {name.removeprefix(path): name for name in names if name.startswith(path)}
+    # The same router by its own name, "gate" for example.
+    aliases = {
+        name.partition(".")[0] for name in inner if f".{_AUTO_GATE}" in name and not name.startswith(_AUTO_ROUTER)
+    }
+    for short, name in inner.items():
+        first, _, rest = short.partition(".")
+        is_alias = first in aliases and not short.startswith(_AUTO_ROUTER)
+        if short.startswith(_AUTO_ROUTER) or is_alias:
+            del names[name]
+        if is_alias or (short.startswith(_AUTO_ROUTER) and not aliases):
+            names[f"{path}{first}.{rest.removeprefix(_AUTO_GATE)}"] = name

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
+from pydantic import StrictStr
+
+from ds_fsmoe.shapes import Counted
 
 Cut = Literal[0, 1, "first", "whole"]
 """How an expert's parameter is cut: along a dimension; whole in the first shard and zero in the others; not at all."""
-CUTS: tuple[Cut, ...] = (0, 1, "first", "whole")
 
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 _NAME = re.compile(rf"^(?P<layer>.*){re.escape(EXPERTS)}(?P<number>[0-9]{{1,9}})\.(?P<parameter>.+)$")
@@ -100,38 +101,22 @@ class Numbering:
         return (rank * self.esp + shard) * local + of_rank
 
 
-def cut_out(whole: torch.Tensor, cut: Cut, shard: int, count: int) -> torch.Tensor:
-    """Cut one of ``count`` shards out of a whole parameter.
-
-    Raises:
-        ValueError: the shards would not have equal widths.
-    """
-    if count == 1 or cut == "whole":
-        return whole
-    if cut == "first":
-        return torch.zeros_like(whole) if shard else whole
-    width, rest = divmod(whole.shape[cut], count)
-    if rest:
-        raise ValueError(f"{whole.shape[cut]} elements are not cut into {count} shards")
-    return whole.narrow(cut, shard * width, width)
-
-
 @dataclass(frozen=True)
 class Stage:
     """One stage of a pipeline."""
 
-    first: int
+    first: Counted
     """The number of its first layer in the pipeline."""
-    end: int
+    end: Counted
     """The number of the layer after its last."""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[StrictStr, StrictStr] = field(default_factory=dict)
     """Maps the file of a layer -> the path of its module in the model; empty for a stage with one file."""
 
     def __post_init__(self) -> None:
-        if type(self.first) is not int or type(self.end) is not int or not 0 <= self.first <= self.end:
+        if self.first > self.end:
             raise ValueError(f"layers {self.first!r} to {self.end!r} of a stage")
         for file, path in self.files.items():
-            if type(path) is not str or not path or Path(file).name != file:
+            if not path or Path(file).name != file:
                 raise ValueError(f"a layer {path!r} in {file!r}")
 
     @property

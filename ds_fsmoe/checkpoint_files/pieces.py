@@ -14,16 +14,19 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 
 from ds_fsmoe.checkpoint_files.expert_parts import whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME as MANIFEST
-from ds_fsmoe.checkpoint_files.manifest import Manifest, read_described
+from ds_fsmoe.checkpoint_files.manifest import FileName, Manifest, read_described
 from ds_fsmoe.checkpoint_files.numbering import expert_name, stage_of_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.shapes import Counted, Listed, made
 
 NAME = "fsmoe_pieces.json"
 FORMAT = 1
@@ -31,19 +34,24 @@ MASTER = "fp32"
 """The item that is the parameter itself, in the precision in which it is optimized."""
 WEIGHTS = "weights"
 """The item that is a parameter which is not optimized, where a rank's file has a piece of it."""
+OPTIMIZER = "optimizer_state_dict"
+"""Where a file has DeepSpeed's optimizer, and that has the one that computes."""
+FLAT = "fp32_flat_groups"
+"""Where a file of ZeRO 3 has the optimized tensors, one for each sub-group."""
+FROZEN = "frozen_param_fragments"
+"""Where a rank's file has its pieces of what is not optimized, by name."""
 
-Keys = tuple[str | int, ...]
+Keys = tuple[StrictStr | StrictInt, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The elements ``first`` to ``first + size`` of a parameter; they begin at element ``at`` of a group's tensors."""
 
-    name: str
+    name: StrictStr
     """The parameter's name in the files: with the number of the expert, over all ranks."""
-    first: int
-    size: int
-    at: int
+    first: Counted
+    size: Counted
+    at: Counted
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,11 @@ class Group:
         pieces: the pieces of parameters in these tensors.
     """
 
-    file: str
-    items: Mapping[str, Keys]
-    scalars: Mapping[str, float]
-    options: Mapping[str, Any]
-    pieces: tuple[Piece, ...]
+    file: FileName
+    items: Mapping[StrictStr, Keys]
+    scalars: Mapping[StrictStr, StrictFloat]
+    options: Mapping[StrictStr, Any]
+    pieces: Listed[Piece]
 
 
 @dataclass(frozen=True)
@@ -75,9 +83,9 @@ class Index:
         scaler: the numbers of the loss scaler.
     """
 
-    optimizer: str
-    groups: tuple[Group, ...]
-    scaler: Mapping[str, float | bool]
+    optimizer: StrictStr
+    groups: Listed[Group]
+    scaler: Mapping[StrictStr, StrictBool | StrictInt | StrictFloat]
 
     @property
     def numel(self) -> int:
@@ -92,13 +100,7 @@ class Index:
 
     def as_json(self) -> str:
         """Return the text of the file."""
-        groups = [
-            vars(each) | {"pieces": [[piece.name, piece.first, piece.size, piece.at] for piece in each.pieces]}
-            for each in self.groups
-        ]
-        found = {"format": FORMAT, "optimizer": self.optimizer, "groups": groups, "scaler": self.scaler}
-        found["numel"] = self.numel
-        return json.dumps(found)
+        return json.dumps({"format": FORMAT} | vars(self) | {"numel": self.numel}, default=vars)
 
 
 def merged(indices: Iterable[Index]) -> Index:
@@ -127,7 +129,7 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
     """
 
     def make(found: Mapping[str, Any]) -> Index:
-        index = _index(found)
+        index = made(Index, found)
         _check_cover(index)
         if manifest is not None:
             _check_bounds(index, manifest)
@@ -191,47 +193,8 @@ def _check_bounds(index: Index, manifest: Manifest) -> None:
             raise ValueError(f"pieces of {numel} elements in {file}, which has {manifest.files[file].size_bytes} bytes")
 
 
-def _index(found: Mapping[str, Any]) -> Index:
-    groups = tuple(_group(each) for each in found["groups"])
-    scaler = {str(name): _number(each) for name, each in found["scaler"].items()}
-    return Index(str(found["optimizer"]), groups, scaler)
-
-
-def _group(found: Mapping[str, Any]) -> Group:
-    pieces = []
-    for name, *numbers in found["pieces"]:
-        first, size, at = numbers
-        if not isinstance(name, str) or any(type(each) is not int or each < 0 for each in numbers):
-            raise ValueError(f"a piece {[name, *numbers]!r}")
-        pieces.append(Piece(name, first, size, at))
-    file = str(found["file"])
-    if Path(file).is_absolute() or ".." in Path(file).parts:
-        raise ValueError(f"a file outside the folder: {file!r}")
-    return Group(
-        file,
-        {str(name): _keys(keys) for name, keys in found["items"].items()},
-        {str(name): float(_number(each)) for name, each in found["scalars"].items()},
-        dict(found["options"]),
-        tuple(pieces),
-    )
-
-
-def _keys(found: Sequence[Any]) -> Keys:
-    if not isinstance(found, list) or any(type(each) not in (str, int) for each in found):
-        raise ValueError(f"keys {found!r}")
-    return tuple(found)
-
-
-def _number(found: Any) -> float | bool:
-    if not isinstance(found, (int, float)):
-        raise ValueError(f"a number {found!r}")
-    return found
-
-
 _STATES_OF_RANK = re.compile(r"^(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_optim_states\.pt$")
 _WEIGHTS_OF_RANK = re.compile(r"^zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_model_states\.pt$")
-_FLAT: Keys = ("optimizer_state_dict", "fp32_flat_groups")
-_FROZEN = "frozen_param_fragments"
 
 
 def stock_index(names: Iterable[str], main: Mapping[str, Any], read: Callable[[str], Any]) -> Index:
@@ -250,16 +213,16 @@ def stock_index(names: Iterable[str], main: Mapping[str, Any], read: Callable[[s
     world = main["dp_world_size"]
     if sorted(states) != list(range(world)) or sorted(weights) != list(range(world)):
         raise CheckpointError(f"{len(states)} files of the optimizer and {len(weights)} of weights, for {world} ranks")
-    if read(states[0])["optimizer_state_dict"].get("ds_zero_partition_groups") is not None:
+    if read(states[0])[OPTIMIZER].get("ds_zero_partition_groups") is not None:
         raise CheckpointError("experts were shared out over some of the ranks, by DeepSpeed's AutoEP")
     groups: list[Group] = []
     for rank in range(world):
         for number, shapes in enumerate(main["param_shapes"] or ()):
-            items = {MASTER: (*_FLAT, number)}
+            items = {MASTER: (OPTIMIZER, FLAT, number)}
             groups.append(Group(states[rank], items, {}, {}, tuple(_end_to_end(shapes, rank, world))))
         for name, shape in (main["frozen_param_shapes"] or {}).items():
             pieces = tuple(_end_to_end({name: shape}, rank, world))
-            groups.append(Group(weights[rank], {WEIGHTS: (_FROZEN, name)}, {}, {}, pieces))
+            groups.append(Group(weights[rank], {WEIGHTS: (FROZEN, name)}, {}, {}, pieces))
     return Index("", tuple(groups), {})
 
 

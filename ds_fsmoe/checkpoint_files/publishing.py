@@ -26,10 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ds_fsmoe.checkpoint_files import manifest as manifests
-from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
-from ds_fsmoe.checkpoint_files.tags import BEFORE, SAVING, CheckpointError, before_name, unfinished_name
-from ds_fsmoe.files.owners import OWNER, Owner, Ownership, owner_of
-from ds_fsmoe.untrusted import MOST_RUN_BYTES
+from ds_fsmoe.checkpoint_files.tags import BEFORE, SAVING, CheckpointError
+from ds_fsmoe.files.whole_files import OWNER, Owner, Ownership, owner_of, to_disk
+from ds_fsmoe.untrusted import MOST_RUN_BYTES, problem_of
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -53,10 +52,10 @@ class Publication:
     def __init__(self, folder: Path, tag: str, token: str) -> None:
         self._folder, self._tag, self._token = folder, tag, token
         self._place = folder / tag
-        self._before = folder / before_name(tag, token)
+        self._before = folder / f"{tag}.{token}{BEFORE}"
         self._ownership: Ownership | None = None
         self._replaces = ""
-        self.unfinished = folder / unfinished_name(tag, token)
+        self.unfinished = folder / f"{tag}.{token}{SAVING}"
 
     def begin(self) -> None:
         """Make a folder for this save alone, and remove what killed saves of this tag have left.
@@ -180,14 +179,10 @@ def recover(folder: Path, tag: str) -> bool:
         left = [] if os.path.lexists(place) else _leftovers(place, BEFORE)
         if not left:
             return False
-        before, token = left[-1]
-        owner = _saver(place, token)
-        is_over = owner is None or owner.life == "dead"
-        if not is_over and look == _LOOKS - 1:
-            if owner.life == "alive":
+        before, owner = left[-1]
+        if owner is None or owner.life == "dead" or look == _LOOKS - 1:
+            if owner is not None and owner.life == "alive":
                 raise CheckpointError(f"{place} is being saved over by {owner}, which does not go on")
-            is_over = True
-        if is_over:
             try:
                 before.rename(place)
             except OSError:
@@ -202,40 +197,33 @@ def recover(folder: Path, tag: str) -> bool:
 def _clear(folder: Path, tag: str) -> None:
     """Remove what killed saves of a tag have left."""
     place = folder / tag
-    for unfinished, _ in _leftovers(place, SAVING):
-        owner = owner_of(unfinished)
+    for unfinished, owner in _leftovers(place, SAVING):
         if owner is not None and owner.life == "dead":
             shutil.rmtree(unfinished, ignore_errors=True)
         elif owner is not None:
             is_known = "is at it" if owner.life == "alive" else "may be at it, or was killed: then remove the folder"
             logger.warning("%s is left as it is: %s %s", unfinished, owner, is_known)
-    for before, token in _leftovers(place, BEFORE):
-        owner = _saver(place, token)
+    for before, owner in _leftovers(place, BEFORE):
         if place.is_dir() and (owner is None or owner.life == "dead"):
             _finish(before, place)
 
 
-def _leftovers(place: Path, ending: str) -> list[tuple[Path, str]]:
-    """Return the folders of unfinished saves of a tag, and their tokens, in the order in which they were changed."""
+def _leftovers(place: Path, ending: str) -> list[tuple[Path, Owner | None]]:
+    """Return the folders of unfinished saves of a tag, in the order in which they were changed, and as far as that can
+    still be read, which process saves or has saved."""
     pattern = re.compile(rf"{re.escape(place.name)}\.([0-9a-f]{{8}}){re.escape(ending)}")
     found = []
     for each in place.parent.iterdir() if place.parent.is_dir() else ():
         match = pattern.fullmatch(each.name)
-        if match is not None and each.is_dir() and not each.is_symlink():
-            found.append((each, match[1]))
-    return sorted(found, key=lambda each: _changed_ns(each[0]))
-
-
-def _changed_ns(path: Path) -> int:
-    try:
-        return path.stat().st_ctime_ns
-    except OSError:
-        return 0
+        with suppress(OSError):  # removed since
+            if match is not None and each.is_dir() and not each.is_symlink():
+                found.append((each.stat().st_ctime_ns, each, match[1]))
+    return [(each, _saver(place, token)) for _, each, token in sorted(found)]
 
 
 def _saver(place: Path, token: str) -> Owner | None:
-    """Return which process moved a tag away under a token, as far as that can still be read."""
-    for each in (place.parent / unfinished_name(place.name, token), place):
+    """Return which process has saved a tag under a token, as far as that can still be read."""
+    for each in (place.parent / f"{place.name}.{token}{SAVING}", place):
         owner = owner_of(each)
         if owner is not None and owner.token == token:
             return owner
@@ -264,11 +252,10 @@ def _finish(before: Path, place: Path) -> None:
         try:
             _move_along(before, place, known, "")
             before.rmdir()
-        except FileNotFoundError as error:  # another process may be at it, too
-            problem = error
         except OSError as error:
             problem = error
-            break
+            if not isinstance(error, FileNotFoundError):  # else another process may be at it, too
+                break
     if before.exists():
         logger.warning("%s was saved over, and some of what lay in it is still in %s: %s", place, before, problem)
 

@@ -21,8 +21,8 @@ from torch import _weights_only_unpickler
 
 from ds_fsmoe.checkpoint_files.guards import KEY, PASSED_OVER
 from ds_fsmoe.checkpoint_files.numpy_pickles import BYTES, NUMPY, STAND_INS, Anything
-from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.untrusted import problem_of
 
 # What people keep beside their weights, and what holds only data. numpy's arrays are looked at for themselves.
 PLAIN: tuple[Any, ...] = (

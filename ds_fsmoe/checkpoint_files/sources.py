@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.checkpoint_files.numbering import stage_of_file
 from ds_fsmoe.checkpoint_files.pieces import Group, Index, Keys, Piece
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -98,17 +97,12 @@ class OpenFiles:
     """
 
     def __init__(self, place: Path, read: Callable[[Path], Any]) -> None:
-        self._place, self._read = place, read
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._place = place
+        self._opened = lru_cache(_OPEN_FILES)(lambda name: read(place / name))
 
     def __call__(self, name: str) -> Any:
         """Return what a file holds."""
-        if name not in self._open:
-            self._open[name] = self._read(self._place / name)
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
-        self._open.move_to_end(name)
-        return self._open[name]
+        return self._opened(name)
 
     def at(self, name: str, keys: Keys) -> Any:
         """Return what a file holds under keys.
@@ -255,19 +249,16 @@ def _expert(
     mine = was.part_shape(shape)
     one = (mine[0] // was.num_local, *mine[1:])
     count = 1 if was.shard is None else was.shard.count
-    shards = count if was.shard is not None and was.shard.dim is not None else 1
+    needed = count if was.shard is not None and was.shard.dim is not None else 1
     numel = math.prod(one)
-    sources = [list(saved(part * count + each, place * numel, numel)) for each in range(shards)]
+    sources = [list(saved(part * count + each, place * numel, numel)) for each in range(needed)]
 
     def read() -> torch.Tensor:
-        whole = _whole(was.shard, [joined(each).view(one) for each in sources])
+        shards = [joined(each).view(one) for each in sources]
+        whole = shards[0] if was.shard is None else was.shard.join(shards)
         return whole if here.shard is None else here.shard.cut(whole)
 
     return sources[0][0].file, read
-
-
-def _whole(shard: Shard | None, shards: list[torch.Tensor]) -> torch.Tensor:
-    return shards[0] if shard is None else shard.join(shards)
 
 
 def _some_rows(

@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path, PurePath
 
-from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
-from ds_fsmoe.files.whole_files import write_whole
+from ds_fsmoe.files.whole_files import to_disk, write_whole
+from ds_fsmoe.untrusted import problem_of
 
 SAVING, BEFORE = ".saving", ".before"
 LATEST = "latest"
@@ -21,21 +21,6 @@ _NO_TAGS = "none"
 
 class CheckpointError(RuntimeError):
     """Raised when a checkpoint cannot be written, or cannot be trusted; the message names the file."""
-
-
-def unfinished_name(tag: str, token: str) -> str:
-    """Return the name of the folder to which one save writes a tag.
-
-    Args:
-        tag: a name, or a path in the folder.
-        token: eight hexadecimal digits that no other save has.
-    """
-    return f"{tag}.{token}{SAVING}"
-
-
-def before_name(tag: str, token: str) -> str:
-    """Return the name under which the tag's previous folder is kept until the new one is in its place."""
-    return f"{tag}.{token}{BEFORE}"
 
 
 def is_inside(tag: str) -> bool:

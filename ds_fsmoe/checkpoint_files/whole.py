@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import (
     whole_name,
 )
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS, AutoEPNames
+from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS, AutoEPExperts, names_of_auto_ep
 from ds_fsmoe.checkpoint_files.numbering import (
     ExpertFile,
     ExpertName,
@@ -33,10 +33,10 @@ from ds_fsmoe.checkpoint_files.numbering import (
     stage_of_file,
 )
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index, stock_index
-from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.untrusted import problem_of
 
 DENSE_FILE = main_file(0)
 SHARED_OUT_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -62,7 +62,7 @@ class Whole:
         index: where the optimizer's states are; ``None`` where that was not written down.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
         is_shared_out: whether ZeRO 3 has saved it, with the weights in pieces.
-        main_file: the file with what is not of single ranks; of the first stage, in a pipeline.
+        main_files: the file of each pipeline stage with what is not of single ranks; without stages, one.
         num_stages: the number of pipeline stages.
 
     Raises:
@@ -84,11 +84,12 @@ class Whole:
         there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
         self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
-        self.main_file = SHARED_OUT_FILE if self.is_shared_out else DENSE_FILE
-        if self.main_file not in names:
+        first = SHARED_OUT_FILE if self.is_shared_out else DENSE_FILE
+        if first not in names:
             raise CheckpointError(f"{place} is no checkpoint of DeepSpeed's: it has no {DENSE_FILE}")
         stages = () if self.manifest is None else self.manifest.stages
         self.num_stages = max(1, len(stages))
+        self.main_files = [first, *map(main_file, range(1, self.num_stages))]
         has_others = not stages and any("mp_rank_00" not in each for each in names)
         has_tensor_parallel = self.manifest is not None and self.manifest.sizes.mp > 1
         if has_others or has_tensor_parallel or any(map(_OF_TENSOR_PARALLEL_STAGES.match, there)):
@@ -96,43 +97,43 @@ class Whole:
                 f"{place} was saved with tensor-parallel ranks, or in pipeline stages by stock DeepSpeed or an older "
                 "version, whose layers only the model itself can put together"
             )
-        self._auto_ep: AutoEPNames | None = None
-        if self.manifest is None and not self.is_shared_out and self.dense.get(AUTO_EP_LAYERS):
-            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self.file(str(ExpertFile(0, layer, number))))
+        main = self.main()
+        self._buffers = frozenset(main["buffer_names"]) if self.is_shared_out else frozenset()
+        self._stacked: Mapping[str, AutoEPExperts] = {}
+        renamed: Mapping[str, str] | None = None
+        if self.manifest is None and not self.is_shared_out and main.get(AUTO_EP_LAYERS):
+            renamed, self._stacked = names_of_auto_ep(main)
             names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
         lasts = {(each.stage, each.layer): each for each in self._experts}
         self._layer_at = {next(iter(self._names_in(str(last)))).layer: at for at, last in lasts.items()}
-        self._dense = self._dense_places()
+        self._dense = self._dense_places(renamed)
         if self.index is None and self.is_shared_out:
             try:
-                self.index = stock_index(there, self.dense, self.file)
+                self.index = stock_index(there, main, self.file)
             except CheckpointError as error:
                 raise CheckpointError(f"{place} cannot be put together: {error}") from error
         self.numbering = self._numberings()
         self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
         self._first = {name: each.first() for name, each in self.parts.items()}
-        if self._auto_ep is not None:
-            self._first |= {name: ExpertPart("stacked", n, n, 0) for name, n in self._auto_ep.num_experts().items()}
+        for name, each in self._stacked.items():
+            self._first[name] = ExpertPart("stacked", each.num_experts, each.num_experts, 0)
         self._pieces = SavedPieces(self.index, stage, self.file, place)
         self._cuts = {} if self.manifest is None else {each.path: each.cuts for each in self.manifest.layers}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    @property
-    def dense(self) -> dict[str, Any]:
-        """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``: at ZeRO 3
-        buffers alone have their values there."""
-        return self.file(self.main_file)
-
-    def main(self, stage: int) -> dict[str, Any]:
-        """Return the data that DeepSpeed stores beside the weights of a stage; see :attr:`dense`."""
-        return self.dense if stage == 0 else self.file(main_file(stage))
+    def main(self, stage: int = 0) -> dict[str, Any]:
+        """Return the data that DeepSpeed stores beside the non-expert weights of a stage, and these weights as
+        ``"module"``: at ZeRO 3 buffers alone have their values there."""
+        return self.file(self.main_files[stage])
 
     def states_of(self, stage: int) -> Index | None:
         """Return the index of the optimizer states that a stage has; ``None`` where that was not written down."""
-        groups = () if self.index is None else self.index.groups
-        of_stage = tuple(each for each in groups if stage_of_file(each.file) == stage)
-        return None if self.index is None else replace(self.index, groups=of_stage)
+        if self.index is None:
+            return None
+        return replace(
+            self.index, groups=tuple(each for each in self.index.groups if stage_of_file(each.file) == stage)
+        )
 
     def files(self) -> Iterator[Path]:
         """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
@@ -152,21 +153,21 @@ class Whole:
             found = [each for each in self.place.iterdir() if not each.is_dir()] if self.place.is_dir() else []
         return [each for each in found if not each.name.startswith(OURS)]
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> Iterable[str]:
         """The names of all parameters and buffers; what several stages share is named once."""
-        yield from dict.fromkeys(name for stage in range(self.num_stages) for name in self.names_of(stage))
-
-    def names_of(self, stage: int) -> Iterator[str]:
-        """The names of the parameters and buffers of one stage."""
-        yield from self.dense_names_of(stage)
-        for layer in (each for each, at in self._layer_at.items() if at[0] == stage):
-            for expert in range(self.numbering[layer].num_experts):
-                for each in self._names_in(self.file_of(layer, self.numbering[layer].number(expert, 0))):
-                    yield str(ExpertName(layer, expert, each.parameter))
+        found: dict[str, None] = {}
+        for stage in range(self.num_stages):
+            found |= dict.fromkeys(self.dense_names_of(stage))
+            for layer in (each for each, at in self._layer_at.items() if at[0] == stage):
+                for expert in range(self.numbering[layer].num_experts):
+                    for each in self._names_in(self.file_of(layer, self.numbering[layer].number(expert, 0))):
+                        found[str(ExpertName(layer, expert, each.parameter))] = None
+        return found
 
     def dense_names_of(self, stage: int) -> Iterator[str]:
         """The names of those that are in no expert's own file, none of which is opened."""
-        yield from self._dense[stage] if self._auto_ep is None else self._auto_ep
+        yield from self._dense[stage]
+        yield from self._stacked
         if not self.is_shared_out:
             parts = [name for name, each in self.parts.items() if each.stage == stage]
             there = self.file(parts_file(0, stage)) if parts else ()
@@ -174,8 +175,6 @@ class Whole:
 
     def shapes(self, stage: int = 0) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of a stage's parameters and buffers, whole, but those that experts' own files have."""
-        if self._auto_ep is not None:
-            return {name: self._auto_ep.shape(name) for name in self._auto_ep}
         names = (each for each in self.dense_names_of(stage) if expert_name(each) is None)
         return {
             each: self._shape(each) for each in names if each in self._first or torch.is_tensor(self._weights_of(each))
@@ -189,8 +188,7 @@ class Whole:
     def dense_files(self) -> set[str]:
         """The files that have what no single rank has, beside them what DeepSpeed stores of each stage."""
         stages = () if self.manifest is None else self.manifest.stages
-        own = {main_file(at) for at in range(1, self.num_stages)}
-        return {self.main_file} | own | {file for stage in stages for file in stage.files}
+        return {*self.main_files, *(file for stage in stages for file in stage.files)}
 
     def file_of(self, layer: str, number: int) -> str:
         """Return DeepSpeed's name for the file of an expert of a layer."""
@@ -202,7 +200,7 @@ class Whole:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        if self._num_saved(name) == 1 and not self._in_pieces(name):
+        if self._was(name, None) is None and not self._in_pieces(name):
             return self._weights_of(self._saved_name(name, 0))
         return self.part(name, None)
 
@@ -225,6 +223,10 @@ class Whole:
         if item == MASTER and not self.has_state(name, item):
             return self.weights(name).float()
         return self.part(name, item)
+
+    def exact(self, name: str) -> torch.Tensor:
+        """Return a parameter in the optimizer's precision, or as the model has it where it is not optimized."""
+        return self.state(name, MASTER) if self.has_state(name, MASTER) else self.weights(name)
 
     def part(self, name: str, item: str | None, here: ExpertPart | None = None) -> torch.Tensor:
         """Return a part of a parameter, or all of it; see :meth:`sources`."""
@@ -268,8 +270,7 @@ class Whole:
         was = self._was(name, here)
 
         def saved(number: int, start: int, count: int) -> Iterator[Source]:
-            found = self._saved(self._saved_name(name, number), item, start, count)
-            return found if rounded is None else (replace(each, dtype=rounded) for each in found)
+            return self._saved(self._saved_name(name, number), item, start, count, rounded)
 
         if was is None:
             return saved(0, first, size)
@@ -279,11 +280,12 @@ class Whole:
         """Return the first of the parts that were saved of a parameter; ``None`` where it is whole there and here."""
         if name in self._first:
             return self._first[name]
-        expert, num_shards = expert_name(name), self._num_saved(name)
-        if num_shards == 1:
+        expert = expert_name(name)
+        num_shards = 1 if expert is None else self._numbering_of(expert).esp
+        if expert is None or num_shards == 1:
             return None if here is None else here.all_of_it()
-        cuts = {} if expert is None else self._cuts.get(expert.layer, {})
-        if expert is None or not cuts:
+        cuts = self._cuts.get(expert.layer)
+        if not cuts:
             raise CheckpointError(f"{self.place} does not say how {name} is cut into its {num_shards} shards")
         # What is not named is no parameter, but a buffer.
         return of_one_expert(cuts.get(expert.parameter, "whole"), 0, num_shards)
@@ -296,31 +298,24 @@ class Whole:
             self._shapes[name] = shape if was is None else was.whole_shape(shape)
         return self._shapes[name]
 
-    def _saved(self, saved: str, item: str | None, first: int, size: int) -> Iterator[Source]:
+    def _saved(
+        self, saved: str, item: str | None, first: int, size: int, dtype: torch.dtype | None = None
+    ) -> Iterator[Source]:
         """Return where elements are of a tensor, or of its state, that a rank had saved."""
         if item is not None:
             return self._pieces.sources(saved, item, first, size)
         if not self._in_pieces(saved):
-            return iter([Source(self._place_of(saved)[0], partial(self._weights_of, saved), first, size)])
+            return iter([Source(self._place_of(saved)[0], partial(self._weights_of, saved), first, size, dtype)])
         found = self._optimized(saved)
         if not self._pieces.has(found, MASTER):
-            return self._pieces.sources(found, WEIGHTS, first, size)
+            return self._pieces.sources(found, WEIGHTS, first, size, dtype)
         # In the data type of the job.
-        dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
-        return self._pieces.sources(found, MASTER, first, size, dtype)
+        own = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
+        return self._pieces.sources(found, MASTER, first, size, dtype or own)
 
-    @cached_property
-    def _in_pieces(self) -> Callable[[str], bool]:
-        """Says whether ZeRO 3 has saved a tensor in pieces, as it does all but buffers."""
-        buffers = frozenset(self.dense["buffer_names"]) if self.is_shared_out else frozenset()
-        return lambda name: self.is_shared_out and name not in buffers
-
-    def _num_saved(self, name: str) -> int:
-        """Return how many tensors the files have for a parameter: one for each shard or part."""
-        if name in self._first:
-            return self._first[name].num_parts
-        expert = expert_name(name)
-        return 1 if expert is None else self._numbering_of(expert).esp
+    def _in_pieces(self, name: str) -> bool:
+        """Return whether ZeRO 3 has saved a tensor in pieces, as it does all but buffers."""
+        return self.is_shared_out and name not in self._buffers
 
     def _saved_name(self, name: str, number: int) -> str:
         """Return the name that the files have for a shard or part of a parameter."""
@@ -338,22 +333,21 @@ class Whole:
 
     def _weights_of(self, saved: str) -> Any:
         file, keys = self._place_of(saved)
-        if self._auto_ep is None:
-            return self.file.at(file, keys)
-        try:
-            return self._auto_ep.weights(whole_name(saved), part_number(saved))
-        except KeyError:
-            raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+        if (number := part_number(saved)) is not None and (of := self._stacked.get(whole_name(saved))) is not None:
+            return torch.cat([self.file.at(file, (key,)) for key in of.keys(number)]).unsqueeze(0)
+        return self.file.at(file, keys)
 
     def _place_of(self, saved: str) -> tuple[str, Keys]:
         """Return the file that has a tensor, and its keys there."""
-        expert, part = expert_name(saved), self.parts.get(whole_name(saved))
+        expert, number, whole = expert_name(saved), part_number(saved), whole_name(saved)
         if expert is not None:
             return self.file_of(expert.layer, expert.number), (saved,)
-        if part is not None and (number := part_number(saved)) is not None:
-            return parts_file(number, part.stage), (saved,)
+        if number is not None and whole in self.parts:
+            return parts_file(number, self.parts[whole].stage), (saved,)
+        if number is not None and whole in self._stacked:
+            return str(ExpertFile(0, self._stacked[whole].layer, number)), ()
         places = self._places_of(saved)
-        return places.get(self._stage) or next(iter(places.values()), (self.main_file, ("module", saved)))
+        return places.get(self._stage) or next(iter(places.values()), (self.main_files[0], ("module", saved)))
 
     def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
         """Return stage -> file and keys in it, of what no single rank has."""
@@ -374,12 +368,16 @@ class Whole:
                     "and has one name: a TiedLayerSpec keeps only its tied_weight_attr the same; name it there too"
                 )
 
-    def _dense_places(self) -> dict[int, dict[str, tuple[str, Keys]]]:
-        """Return, for each stage, name -> file and keys in it, of what no single rank has."""
+    def _dense_places(self, renamed: Mapping[str, str] | None) -> dict[int, dict[str, tuple[str, Keys]]]:
+        """Return, for each stage, name -> file and keys in it, of what no single rank has.
+
+        Args:
+            renamed: name -> the name in the file, where these differ.
+        """
         found: dict[int, dict[str, tuple[str, Keys]]] = {}
-        for at in range(self.num_stages):
-            file = self.main_file if at == 0 else main_file(at)
-            found[at] = {name: (file, ("module", name)) for name in self.main(at)["module"] or ()}
+        for at, file in enumerate(self.main_files):
+            names = renamed or {name: name for name in self.main(at)["module"] or ()}
+            found[at] = {name: (file, ("module", saved)) for name, saved in names.items()}
         for at, stage in enumerate(() if self.manifest is None else self.manifest.stages):
             for file, path in stage.files.items():
                 found[at] |= {f"{path}.{key}": (file, (key,)) for key in self.file(file)}
@@ -389,7 +387,7 @@ class Whole:
         if not self._in_pieces(saved):
             return self._weights_of(saved).shape
         name = whole_name(saved) if whole_name(saved) in self.parts else saved
-        for shapes in (*(self.dense["param_shapes"] or ()), self.dense["frozen_param_shapes"] or {}):
+        for shapes in (*(self.main()["param_shapes"] or ()), self.main()["frozen_param_shapes"] or {}):
             if name in shapes:
                 return torch.Size(shapes[name])
         raise CheckpointError(f"{self.place} has no {name!r}")

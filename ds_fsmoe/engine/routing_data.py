@@ -17,7 +17,7 @@ from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
-from ds_fsmoe.files.owners import OF_ROUTING, ONE_EACH, OwnedError, Ownership
+from ds_fsmoe.files.whole_files import OF_ROUTING, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.replay import ReplayError, choices_on_device
 from ds_fsmoe.log import log_on_rank_0

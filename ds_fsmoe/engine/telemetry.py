@@ -25,9 +25,8 @@ from ds_fsmoe.engine.compat import load_ds_config
 from ds_fsmoe.engine.convert_experts import num_experts_of
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.files.hiding import config_of
-from ds_fsmoe.files.owners import OF_RECORD, ONE_EACH, OwnedError, Ownership
 from ds_fsmoe.files.runs import check_run_folder
-from ds_fsmoe.files.whole_files import create
+from ds_fsmoe.files.whole_files import OF_RECORD, ONE_EACH, OwnedError, Ownership, create
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace

@@ -147,7 +147,9 @@ def _arguments_of(arguments: Iterable[str]) -> list[str]:
         name, sign, value = each.partition("=")
         is_named = _NAME.fullmatch(name) is not None
         found.append(f"{name}={_value_of(name, value)}" if sign and is_named else _value_of("", each))
-        hides_next = not sign and is_named and name.startswith("-") and _hides_after(name)
+        # What counts is behind it: --max-new-tokens 8.
+        is_secret = may_be_secret(name) and not _is_counted(name)
+        hides_next = not sign and is_named and name.startswith("-") and is_secret
     return found
 
 
@@ -160,11 +162,6 @@ def _value_of(name: str, value: str) -> str:
         return text_of(value)
     hidden = config_of(data)
     return value if hidden == data else json.dumps(hidden)
-
-
-def _hides_after(option: str) -> bool:
-    # What counts is behind it: --max-new-tokens 8.
-    return may_be_secret(option) and not _is_counted(option)
 
 
 def _hides(name: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -315,16 +315,20 @@ def trace_folder(folder: Path) -> Path:
     return folder / TRACE if (folder / TRACE).is_dir() else folder
 
 
-def _object(run: Run, name: str, shape: type[BaseModel]) -> dict[str, Any]:
-    """Read an object from a file, without the fields that differ from what a run writes."""
-    path = run.folder / name
+def _read(run: Run, name: str, read: Callable[[Path], Any], nothing: Any) -> Any:
+    """Return what a file has; ``nothing`` where there is none, and where it cannot be read, which is noted."""
     try:
-        value = read_json(path)
+        return read(run.folder / name)
     except FileNotFoundError:
-        return {}
+        return nothing
     except (OSError, ValueError) as error:
         run.problems.append(f"{name} cannot be read: {error}")
-        return {}
+        return nothing
+
+
+def _object(run: Run, name: str, shape: type[BaseModel]) -> dict[str, Any]:
+    """Read an object from a file, without the fields that differ from what a run writes."""
+    value = _read(run, name, read_json, {})
     if not isinstance(value, dict):
         run.problems.append(f"{name} is not what a run writes")
         return {}
@@ -337,14 +341,8 @@ def _object(run: Run, name: str, shape: type[BaseModel]) -> dict[str, Any]:
 
 def _lines(run: Run, name: str, shape: type[BaseModel]) -> list[dict[str, Any]]:
     """Return the lines of a file that have the form that a run writes."""
-    try:
-        # Not splitlines: inside of a text there may be characters that it takes for line breaks.
-        lines = [each for each in read_regular(run.folder / name).split("\n") if each]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        run.problems.append(f"{name} cannot be read: {error}")
-        return []
+    # Not splitlines: inside of a text there may be characters that it takes for line breaks.
+    lines = [each for each in _read(run, name, read_regular, "").split("\n") if each]
     rows, bad = [], 0
     for line in lines:
         try:

@@ -90,7 +90,8 @@ def trace_of(rank: int, host: str, runs: Iterable[TracedRun], about: Mapping[str
     drawn: list[tuple[_Row, dict[str, Any]]] = []
     ends_ns: dict[bool, list[int]] = {False: [], True: []}
     for run in sorted(runs, key=lambda run: run.start_ns):
-        measured = _measured(run)
+        timed = zip(run.tasks, run.spans_ns, strict=True)
+        measured = [(task, *span_ns) for task, span_ns in timed if span_ns is not None and task.kind != HOLD]
         if not measured:
             continue
         for is_predicted, spans in ((False, measured), (True, _predicted(run))):
@@ -114,11 +115,6 @@ def trace_of(rank: int, host: str, runs: Iterable[TracedRun], about: Mapping[str
         "displayTimeUnit": "ms",
         "otherData": {"rank": rank, "host": host, "written_ns": time.time_ns(), **about},
     }
-
-
-def _measured(run: TracedRun) -> list[tuple[Task, int, int]]:
-    spans = zip(run.tasks, run.spans_ns, strict=True)
-    return [(task, *span_ns) for task, span_ns in spans if span_ns is not None and task.kind != HOLD]
 
 
 def _predicted(run: TracedRun) -> list[tuple[Task, int, int]]:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.numbering import Cut, cut_out
+from ds_fsmoe.checkpoint_files.expert_parts import of_one_expert
+from ds_fsmoe.checkpoint_files.numbering import Cut
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.components.gate import in_backward
@@ -133,7 +134,7 @@ def _bytes_of_shard(
 ) -> torch.Tensor:
     """Return the contents of an expert's shard, in the types and on the device of this rank's shard."""
     parts = (
-        cut_out(tensor.detach(), cuts.get(name, "whole"), index, count).to(targets[name])
+        of_one_expert(cuts.get(name, "whole"), index, count).cut(tensor.detach()[None])[0].to(targets[name])
         for name, tensor in _tensors(whole)
     )
     return torch.cat([_as_bytes(each) for each in parts])

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint.optimizer_states import live_groups, names_in_files
-from ds_fsmoe.checkpoint.shared_out import piece_of
+from ds_fsmoe.checkpoint.optimizer_states import live_groups, names_in_files, piece_of
 from ds_fsmoe.checkpoint_files.expert_parts import Layout, parts_in
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Piece
 from ds_fsmoe.distributed.fail_together import device_of, on_every_rank, raise_on_all_ranks

@@ -23,7 +23,6 @@ from torch import nn
 
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.files.hiding import command_of, text_of
-from ds_fsmoe.files.owners import Ownership
 from ds_fsmoe.files.runs import (
     CLUSTER,
     COMPARED,
@@ -39,6 +38,7 @@ from ds_fsmoe.files.runs import (
     clear_run,
     write_json,
 )
+from ds_fsmoe.files.whole_files import Ownership
 from ds_fsmoe.telemetry.routers import LayerLoad
 from ds_fsmoe.telemetry.steps import StepLog, TokenCount, memory_reader
 from ds_fsmoe.versions import VERSION

@@ -21,7 +21,7 @@ import torch
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.execution.device_tables import HostCopy
-from ds_fsmoe.files.owners import Ownership
+from ds_fsmoe.files.whole_files import Ownership
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.routes.written import Choices, Part, RankFacts, part_file, parts_of
 

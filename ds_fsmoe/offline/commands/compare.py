@@ -33,8 +33,8 @@ from typing import Any
 from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
 from ds_fsmoe.engine.command_line import OPTION
 from ds_fsmoe.files import hiding
-from ds_fsmoe.files.owners import OF_COMPARISON, OwnedError, Ownership
 from ds_fsmoe.files.runs import RUN, STEPS, Run, clear_run, has_trace, read_run
+from ds_fsmoe.files.whole_files import OF_COMPARISON, OwnedError, Ownership
 from ds_fsmoe.offline.commands.training_command import (
     FEWEST,
     OURS,
