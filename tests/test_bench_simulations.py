@@ -24,13 +24,13 @@ from benchmarks.simulations.layouts import (
 )
 from benchmarks.simulations.scale import LIMITS, Row, limit_of, simulate_job, sweep, with_efficiency
 from benchmarks.simulations.steady_state import plan_composed
-from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.memory import largest_batch, memory_of
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.offline.plan import command as plan
 from ds_fsmoe.offline.plan.memory import print_memory
-from ds_fsmoe.offline.plan.report import PlannedJob, PlannedModel
+from ds_fsmoe.offline.plan.report import PlannedJob
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import BEST, NAMES

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.offline.plan.report import PlannedJob, PlannedModel, report
+from ds_fsmoe.offline.models.known import PlannedModel
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.presets import NAMES

@@ -15,9 +15,9 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.offline.models.hf_families import FAMILIES
-from ds_fsmoe.offline.models.known import PAPER, load_model, model_names
+from ds_fsmoe.offline.models.known import PAPER, PlannedModel, load_model, model_names
 from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
-from ds_fsmoe.offline.plan.report import PlannedJob, PlannedModel, report
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.simulations.layouts import Job
 from benchmarks.simulations.scale import simulate_job
-from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.offline.plan.report import PlannedJob, PlannedModel, report
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups

@@ -115,7 +115,10 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
     M = architecture.M
     inputs, keeps = _kept(own, M, groups, training)
     base = plus(states.rest, _outside(groups, training))
-    others = plus({INPUTS: (in_flight - 1) * sum(inputs)}, *(_times(in_flight - 1, each) for each in keeps))
+    others = plus(
+        {INPUTS: (in_flight - 1) * sum(inputs)},
+        *({item: (in_flight - 1) * size for item, size in each.items()} for each in keeps),
+    )
     computing = plus(base, others)
     all_kept = plus(states.head, *keeps, {INPUTS: sum(inputs)})
     moments = []
@@ -141,10 +144,6 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
     moments.append(Moment("end of the backward", plus(base, states.after)))
     moments += [Moment("optimizer step", plus(base, each)) for each in states.steps]
     return Memory(tuple(Moment(each.name, _shown(each.items)) for each in moments), _shown(states.host))
-
-
-def _times(count: int, items: Account) -> Account:
-    return {item: count * size for item, size in items.items()}
 
 
 def _shown(items: Account) -> Account:

@@ -10,11 +10,11 @@ from typing import Any
 
 from ds_fsmoe.offline.models.architecture import Architecture
 from ds_fsmoe.offline.models.hf_config import read_hf_config
-from ds_fsmoe.offline.models.known import DEFAULT_EXPERTS, MODELS, PAPER, load_model
+from ds_fsmoe.offline.models.known import DEFAULT_EXPERTS, MODELS, PAPER, PlannedModel, load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
 from ds_fsmoe.offline.models.training import BYTES
 from ds_fsmoe.offline.plan.command import LENGTH
-from ds_fsmoe.offline.plan.report import PlannedJob, PlannedModel
+from ds_fsmoe.offline.plan.report import PlannedJob
 from ds_fsmoe.planning.crossings import crosses_once
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.workload import Shape

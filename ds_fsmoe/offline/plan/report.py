@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from ds_fsmoe.offline.models.architecture import Architecture, describe_model
+from ds_fsmoe.offline.models.architecture import describe_model
+from ds_fsmoe.offline.models.known import PlannedModel
 from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers
 from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
@@ -22,7 +23,7 @@ from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
-from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, Shape, kind_costs, layer_work
+from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, kind_costs, layer_work
 
 STOCK = "deepspeed"
 """The schedule of DeepSpeed, over which others gain."""
@@ -34,26 +35,6 @@ LINKS_IN_WORDS = {
     "reduce_first": "links at the same time, reduces first",
 }
 """In a few words in which order the tasks of a layer run."""
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """Holds what is planned, and what was assumed about it."""
-
-    shape: Shape
-    """A layer; of an architecture, the one that most of its blocks with experts have."""
-    num_layers: int
-    architecture: Architecture | None = None
-    """The model block by block; ``None``: all layers are alike, and there is nothing else."""
-    taken: Mapping[str, object] = field(default_factory=dict)
-    """Argument that was not given -> what was taken."""
-    notes: tuple[str, ...] = ()
-    """Why it was taken, and what is unusual."""
-
-    @property
-    def num_experts(self) -> int:
-        """Return the number that the ranks of experts have to divide."""
-        return self.shape.E if self.architecture is None else self.architecture.num_experts
 
 
 @dataclass(frozen=True)
@@ -126,11 +107,11 @@ class Report:
 
     def head(self) -> list[tuple[str, str]]:
         """The assumptions of the plan."""
-        s, g, at, kappa = self.job.model.shape, self.job.groups, self.job.groups.placements, self._settings.contention
+        s, g, kappa = self.job.model.shape, self.job.groups, self.planner.settings.contention
         drop = "nothing dropped" if s.capacity_factor is None else f"capacity factor {s.capacity_factor:g}"
         if s.imbalance > 1:
             drop += f", the fullest rank {s.imbalance:g} times the mean"
-        sizes = ((_GROUPS.get(name, name), place) for name, place in at.items() if place.size > 1)
+        sizes = ((_GROUPS.get(name, name), place) for name, place in g.placements.items() if place.size > 1)
         lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in sizes)
         model = [
             (
@@ -149,13 +130,9 @@ class Report:
             (
                 "links",
                 f"kappa = {kappa.links:g} while both are busy, computation {kappa.compute:+.0%} beside traffic, "
-                f"{self._settings.host_ms * 1e3:g} us to launch a task",
+                f"{self.planner.settings.host_ms * 1e3:g} us to launch a task",
             ),
         ]
-
-    @property
-    def _settings(self) -> Settings:
-        return self.planner.settings
 
     def _stages(self) -> str:
         pp, architecture, stage = self.job.groups.pp, self.job.model.architecture, self.stage
@@ -171,7 +148,7 @@ class Report:
 
     def timelines(self, plan: ModelPlan) -> dict[str, Timeline]:
         """Return phase -> the timeline of a plan."""
-        found = plan.timelines(self.planner.costs, self._settings.contention, self._settings.host_ms)
+        found = plan.timelines(self.planner.costs, self.planner.settings.contention, self.planner.settings.host_ms)
         return dict(zip(PHASES, found, strict=True))
 
     def block_timelines(self, preset_name: str) -> dict[str, Timeline]:
@@ -185,14 +162,14 @@ class Report:
 
     def _simulate(self, work: BlockWork, block: BlockPlan) -> Timeline:
         schedule = block_schedule(work, block.without_ages())
-        return simulate(schedule, self.planner.costs, self._settings.contention, self._settings.host_ms)
+        return simulate(schedule, self.planner.costs, self.planner.settings.contention, self.planner.settings.host_ms)
 
     def in_halves(self) -> ModelPlan | None:
         """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
         zero = self.job.zero
         options = [{"": each} for each in zero.layers(BEST, self.layers)]
         mode = mode_of(BEST) if zero.has_windows_of(BEST) else "off"
-        return plan_in_halves(self.planner, options, self._settings.space(BEST), mode)
+        return plan_in_halves(self.planner, options, self.planner.settings.space(BEST), mode)
 
     def pair_timelines(self, plan: ModelPlan) -> dict[str, Timeline]:
         """Return phase -> the timeline of two layers like the middle one of a plan, one after the other."""
@@ -250,7 +227,7 @@ class Report:
             "degree": block.degree,
             "order": LINKS_IN_WORDS[block.links],
             "ms": self._simulate(work, block).makespan_ms,
-            "bound_ms": lower_bound_ms(work, costs, self._settings.max_degree, grads_ms),
+            "bound_ms": lower_bound_ms(work, costs, self.planner.settings.max_degree, grads_ms),
             "moe_bytes": sum(each.size_bytes for each in block.moe_slices),
             "dense_bytes": sum(each.size_bytes for each in block.dense_slices),
         }
@@ -262,7 +239,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report in plain types."""
-        cluster, groups, settings = self.job.cluster, self.job.groups, self._settings
+        cluster, groups, settings = self.job.cluster, self.job.groups, self.planner.settings
         architecture, stage, model = self.job.model.architecture, self.stage, {}
         if architecture is not None and stage is not None:
             numbers = ("num_parameters", "num_expert_parameters", "num_active_parameters")

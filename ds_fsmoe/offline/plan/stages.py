@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ds_fsmoe.offline.models.model_layers import stages
-from ds_fsmoe.offline.models.pipeline import PlannedPipeline, StageWork, pipeline_of_layers, pipeline_of_model
+from ds_fsmoe.offline.models.model_layers import DenseStage, stages
+from ds_fsmoe.offline.models.pipeline import PlannedPipeline, pipeline_of_layers, pipeline_of_model
 from ds_fsmoe.offline.plan.report import STOCK, Report
 from ds_fsmoe.planning.decide.bounds import step_bounds_ms
 from ds_fsmoe.planning.decide.stage_plan import StagePlan, StageTimes, stage_times
@@ -53,10 +53,10 @@ class BatchReport:
         planner, least = self.alone.planner, []
         most = planner.settings.max_degree
         for work, plan in zip(self.pipeline.works, self.plans[self.alone.preset_name], strict=True):
-            if work.dense is not None:
+            if isinstance(work, DenseStage):
                 least.append(plan.times)
                 continue
-            layers = self.pipeline.zero.layers(STOCK, work.layers)
+            layers = self.pipeline.zero.layers(STOCK, work)
             forward_ms, last_ms = step_bounds_ms(layers, planner.costs, most)
             bare = [replace(each, gradients=()) for each in layers]
             earlier_ms = step_bounds_ms(bare, planner.costs, most)[1]
@@ -139,7 +139,7 @@ def batch_of(alone: Report) -> BatchReport:
         places = tuple(each.places for each in parts)
     pipeline = replace(pipeline, zero=job.zero)
     plans = {
-        name: pipeline.plan(alone.planner, name, {StageWork(alone.layers): stage_times(alone.planner, plan)})
+        name: pipeline.plan(alone.planner, name, {alone.layers: stage_times(alone.planner, plan)})
         for name, plan in alone.plans.items()
     }
     return BatchReport(alone, pipeline, places, plans)
