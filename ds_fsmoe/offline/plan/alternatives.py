@@ -129,9 +129,9 @@ def print_halves(args: argparse.Namespace, result: Report) -> dict[str, Any]:
     ]
     heads = ("plan", "all-to-all", "chunks", "in the backward", "forward ms", "backward ms", "step ms", "over best")
     print_table(heads, cells)
-    if args.gantt:
-        for plan_name, name, plan, _ in plans:
-            for phase, timeline in result.pair_timelines(plan).items() if name == job.alltoall else ():
+    for plan_name, name, plan, _ in plans:
+        if args.gantt and name == job.alltoall:
+            for phase, timeline in result.pair_timelines(plan).items():
                 print(f"\ntwo layers, {phase}, {plan_name}:\n{timeline.gantt(110)}")
     return {
         "halves": [

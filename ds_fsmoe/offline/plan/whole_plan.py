@@ -21,6 +21,7 @@ from ds_fsmoe.offline.plan.baselines import (
     print_summary,
 )
 from ds_fsmoe.offline.plan.command import MICRO_BATCHES_PER_STAGE
+from ds_fsmoe.offline.plan.draw import save_png
 from ds_fsmoe.offline.plan.memory import fit_of, print_memory
 from ds_fsmoe.offline.plan.model import model_of, other_layouts, planned_groups, print_taken, take_expert_groups
 from ds_fsmoe.offline.plan.placement import check_loads, print_placement, read_loads
@@ -89,8 +90,6 @@ def print_plan(args: argparse.Namespace) -> int:
         args.trace.write_text(result.trace())
         print(f"\ntrace of the step: {args.trace}")
     if args.png is not None:
-        from ds_fsmoe.offline.plan.draw import save_png
-
         drawn = report(job, args.preset, max_layers=DRAWN_LAYERS)
         in_halves = drawn.in_halves() if args.halves and job.model.shape.B > 1 else None
         save_png(drawn.step_timelines(in_halves=in_halves), args.png)
