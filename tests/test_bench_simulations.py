@@ -24,12 +24,13 @@ from benchmarks.simulations.layouts import (
 )
 from benchmarks.simulations.scale import LIMITS, Row, limit_of, simulate_job, sweep, with_efficiency
 from benchmarks.simulations.steady_state import plan_composed
-from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.memory import largest_batch, memory_of
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.offline.plan import command as plan
 from ds_fsmoe.offline.plan.memory import print_memory
+from ds_fsmoe.offline.plan.report import PlannedJob
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
@@ -195,7 +196,8 @@ def test_memory_is_what_plan_says_of_the_same_step(
         given = parser.parse_args([*asked, *["--activation-checkpointing"] * checkpointing])
         architecture = load_model(model)
         shape = moe_shape(architecture, commonest_moe(architecture), 2, 2048, 2)
-        said = print_memory(given, architecture, groups, shape)["memory"]
+        planned = PlannedModel(shape, len(architecture.blocks), architecture)
+        said = print_memory(given, PlannedJob(load_cluster(cluster), groups, planned, Settings()))["memory"]
         assert said["peak_bytes"] == pytest.approx(1e9 * variant.memory_gb, abs=1)
 
 

@@ -21,7 +21,7 @@ from ds_fsmoe import cli
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.layer.runtime import planned_links
 from ds_fsmoe.observing.step_timer import DenseTimes
-from ds_fsmoe.offline.plan.report import order_text
+from ds_fsmoe.offline.plan.report import LINKS_IN_WORDS
 from ds_fsmoe.planning import cluster as clusters
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape
@@ -210,7 +210,7 @@ def engine_model(
 
 
 def as_printed(block: BlockPlan) -> tuple[int, str]:
-    return block.degree, order_text(block)
+    return block.degree, LINKS_IN_WORDS[block.links]
 
 
 def test_a_step_whose_every_micro_batch_is_summed_is_so_many_steps_of_one(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     assert "places change nothing" in said
     found = calibrated(folder / "given")
     assert found.what_if.as_ran(found.ran).step_ms == pytest.approx(
-        found.parts_ms["forward"] + found.parts_ms["backward"], rel=0.5
+        found.times.parts_ms["forward"] + found.times.parts_ms["backward"], rel=0.5
     )
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.offline.plan.report import report
+from ds_fsmoe.offline.models.known import PlannedModel
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.presets import NAMES
@@ -91,7 +92,8 @@ def test_a_picture_compares_equal_work_and_equal_gradients() -> None:
     cluster = load_cluster("testbed_b")
     groups = Groups(32, 4, mp=4, esp=4, ep=4)
     shape = Shape(B=1, L=256, M=512, H=1024, E=8)
-    made = report(cluster, groups, shape, 3, Settings(cluster.contention, max_degree=3), "best")
+    settings = Settings(cluster.contention, max_degree=3)
+    made = report(PlannedJob(cluster, groups, PlannedModel(shape, 3), settings), "best")
     drawn = made.step_timelines()
     lengths_ms = [line.makespan_ms for _, line in drawn]
     assert lengths_ms == pytest.approx(sorted((sum(each) for each in made.times_ms.values()), reverse=True))

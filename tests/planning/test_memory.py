@@ -130,10 +130,10 @@ def test_scores_are_kept_by_eager_attention_alone() -> None:
 
 def test_ranks_that_share_experts_gather_rows_and_cut_hidden_layers() -> None:
     training = Training(2, 64)
-    whole = layer_rows(EXPERTS, 35, EIGHT, training)
-    cut = layer_rows(EXPERTS, 35, replace(EIGHT, esp=2), training)
+    whole = layer_rows(EXPERTS, EIGHT, training)
+    cut = layer_rows(EXPERTS, replace(EIGHT, esp=2), training)
     assert (cut.sent, cut.here, cut.hidden) == (whole.sent, 2 * whole.here, whole.hidden / 2)
-    assert layer_rows(EXPERTS, 35, EIGHT, replace(training, load=1.5)).here == 1.5 * whole.here
+    assert layer_rows(EXPERTS, EIGHT, replace(training, load=1.5)).here == 1.5 * whole.here
 
 
 def test_the_loss_is_computed_in_fp32() -> None:

@@ -15,9 +15,9 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.offline.models.hf_families import FAMILIES
-from ds_fsmoe.offline.models.known import PAPER, load_model, model_names
+from ds_fsmoe.offline.models.known import PAPER, PlannedModel, load_model, model_names
 from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
-from ds_fsmoe.offline.plan.report import report
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups
@@ -198,8 +198,9 @@ def test_known_models_are_planned_without_torch_and_transformers() -> None:
 def test_a_report_of_so_many_layers_is_that_of_the_first_ones() -> None:
     model, cluster = load_model("deepseek-v2-lite").first(6), load_cluster("testbed_b")
     shape = moe_shape(model, commonest_moe(model), 1, 128, 2)
-    how = cluster, Groups(16, 4, ep=4), shape, 6, Settings(cluster.contention, max_degree=2), "best"
-    whole, few = (report(*how, architecture=model, max_layers=each) for each in (None, 2))
+    settings = Settings(cluster.contention, max_degree=2)
+    job = PlannedJob(cluster, Groups(16, 4, ep=4), PlannedModel(shape, 6, model), settings)
+    whole, few = (report(job, "best", max_layers=each) for each in (None, 2))
     assert list(whole.places) == [1, 2, 3, 4, 5]
     assert list(few.places) == [1, 2]
     assert few.layers == whole.layers[:2]

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.simulations.layouts import Job
 from benchmarks.simulations.scale import simulate_job
-from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.offline.plan.report import report
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups
@@ -63,7 +63,8 @@ def test_a_cut_model_takes_less_than_its_measured_step_which_has_the_optimizer_t
 ) -> None:
     model = replace(load_model(name).first(layers), vocab=1024)
     shape = moe_shape(model, commonest_moe(model), 4, 2048, 2)
-    found = report(H100, ALONE, shape, layers, Settings(H100.contention, max_degree=1), "best", architecture=model)
+    settings = Settings(H100.contention, max_degree=1)
+    found = report(PlannedJob(H100, ALONE, PlannedModel(shape, layers, model), settings), "best")
     layers_ms = layers * LAYERS_MS[name][1]
     assert layers_ms < sum(found.times_ms["best"]) < step_ms
 

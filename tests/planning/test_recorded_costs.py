@@ -151,10 +151,10 @@ def traced(
                 shift_ms = 1000.0 * step + 300.0 * number + 100.0 * backward
                 found.extend(
                     TracedTask(
-                        *(label, bool(backward), step, 0, index, each.task.kind, each.task.chunk, each.task.lane),
+                        *(label, bool(backward), step, 0, each.task.kind, each.task.chunk, each.task.lane),
                         *(shift_ms + each.start_ms, shift_ms + each.end_ms),
                     )
-                    for index, each in enumerate(spans)
+                    for each in spans
                     if each.task.kind != HOLD
                 )
     return found

@@ -139,12 +139,12 @@ def test_one_stage_takes_what_its_micro_batches_take_one_after_the_other(name: s
     groups = Groups(24, 8, mp=8, esp=8, ep=1)
     pipeline, planner = equal_layers(groups=groups)
     (stage,) = pipeline.plan(planner, name)
-    plan = plan_by_name(planner, name, pipeline.works[0].layers)
+    plan = plan_by_name(planner, name, pipeline.works[0])
     bare_ms, last_ms = planner.step_ms(plan.without_gradients()), planner.step_ms(plan)
     assert planner.batch_ms(plan) == pytest.approx(3 * bare_ms + last_ms)
     assert pipeline.batch_ms([stage.times], 4) == pytest.approx(planner.batch_ms(plan))
     assert stage.times.busy_ms(4) == pytest.approx(planner.batch_ms(plan))
-    sent = sum(each.size_bytes for layer in pipeline.works[0].layers for each in layer.gradients)
+    sent = sum(each.size_bytes for layer in pipeline.works[0] for each in layer.gradients)
     assert stage.hidden_bytes + stage.after_bytes == pytest.approx(sent)
 
 
@@ -186,7 +186,7 @@ def test_the_first_stage_hides_gradients_and_the_last_one_sends_them_while_other
     first, last = pipeline.plan(planner, BEST)
     assert first.hidden_bytes > 0.9 * (first.hidden_bytes + first.after_bytes)
     assert last.times.last_backward_ms < 1.05 * last.times.backward_ms
-    alone = stage_times(planner, plan_by_name(planner, BEST, pipeline.works[1].layers))
+    alone = stage_times(planner, plan_by_name(planner, BEST, pipeline.works[1]))
     assert alone.times.last_backward_ms > 5 * last.times.last_backward_ms
     batches_ms = [pipeline.batch_ms([first.times, each.times], 4) for each in (last, alone)]
     assert batches_ms[0] < batches_ms[1]
@@ -238,8 +238,8 @@ def test_a_stage_without_experts_is_planned_with_its_gradients_behind_it() -> No
     assert [each.plan is None for each in found] == [each.experts is None for each in ODD.blocks]
     first = found[0]
     costs = planner.costs
-    assert pipeline.works[0].dense is not None
-    forward_ms = sum(costs[each.kind].ms(each.size, each.launches) for each in pipeline.works[0].dense.forward)
+    assert isinstance(pipeline.works[0], DenseStage)
+    forward_ms = sum(costs[each.kind].ms(each.size, each.launches) for each in pipeline.works[0].forward)
     assert first.times.forward_ms == pytest.approx(forward_ms)
     assert first.times.last_backward_ms == first.times.backward_ms > 2 * forward_ms
     assert first.hidden_bytes == 0.0

@@ -11,12 +11,12 @@ import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.offline.models.architecture import step_flops
-from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
 from ds_fsmoe.offline.models.zero import Zero, sharing_costs
-from ds_fsmoe.offline.plan.report import Report, report
+from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.decide.stage_plan import stage_times
 from ds_fsmoe.planning.groups import Groups
@@ -37,7 +37,8 @@ SHAPE = moe_shape(MODEL, commonest_moe(MODEL), 1, 256, 2)
 
 def planned(stage: int, micro_batches: int = 1, **options: int) -> Report:
     settings = replace(SETTINGS, num_micro_batches=micro_batches)
-    return report(CLUSTER, GROUPS, SHAPE, 4, settings, "best", architecture=MODEL, zero=Zero(stage, 2, **options))
+    job = PlannedJob(CLUSTER, GROUPS, PlannedModel(SHAPE, 4, MODEL), settings, zero=Zero(stage, 2, **options))
+    return report(job, "best")
 
 
 def sent(found: Report, name: str) -> dict[str, float]:
@@ -79,7 +80,7 @@ def test_a_gather_runs_beside_the_layer_before_unless_that_one_fills_the_memory_
     begins = {}
     for max_live in (10**9, 1):
         found = planned(3, max_live=max_live, max_reuse=0)
-        forward = found.plans["deepspeed"].timelines(found.costs, found.settings.contention)[0]
+        forward = found.plans["deepspeed"].timelines(found.planner.costs, SETTINGS.contention)[0]
         gather = next(each for each in forward.spans if each.task.kind == EXPERT_PARAMETERS and each.task.layer == 1)
         ends_ms = max(e.end_ms for e in forward.spans if e.task.layer == 0 and e.task.lane is Lane.COMPUTE)
         begins[max_live] = gather.start_ms - ends_ms
@@ -99,11 +100,11 @@ def test_parameters_that_the_backward_needs_soon_are_not_gathered_again() -> Non
 @pytest.mark.parametrize(("stage", "sums"), [(1, 1), (2, 4)])
 def test_gradients_are_summed_in_every_micro_batch_at_stage_2_alone(stage: int, sums: int) -> None:
     found = planned(stage, micro_batches=4)
-    planner = Planner(found.costs, found.settings)
+    planner = found.planner
     plan = found.plans["deepspeed"]
     forward_ms, bare_ms = planner.phases_ms(plan.without_gradients())
     sum_ms, gather_ms = (
-        sum(found.costs[each.kind].ms(each.size_bytes) for each in plan.tail if (each.kind in GRADIENT_TASKS) is kind)
+        sum(planner.costs[each.kind].ms(each.size_bytes) for each in plan.tail if (each.kind in GRADIENT_TASKS) is kind)
         for kind in (True, False)
     )
     times = stage_times(planner, plan).times

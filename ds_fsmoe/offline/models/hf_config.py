@@ -127,5 +127,5 @@ def _dtype(fields: Fields) -> str:
         return "bf16"
     found = str(fields.value(said)).removeprefix("torch.")
     if found not in _DTYPES:
-        raise fields.wrong(said, f"the choices are {', '.join(_DTYPES)}")
+        raise fields.wrong(f"the choices are {', '.join(_DTYPES)}", said)
     return _DTYPES[found]

@@ -34,8 +34,9 @@ class Fields:
         self._source = source
         self._defaults = defaults
 
-    def wrong(self, name: str, sentence: str) -> ValueError:
-        """Return the error of a field."""
+    def wrong(self, sentence: str, *names: str) -> ValueError:
+        """Return the error of a field, under that of its names by which it is written; where it is not, its first."""
+        name = next((each for each in names if each in self._data), names[0])
         shown = json.dumps(self._data.get(name, self._defaults.get(name)), default=str)
         return ValueError(f"{self._source}: {name} = {shown[:60]}: {sentence}")
 
@@ -46,20 +47,16 @@ class Fields:
             return self._defaults.get(names[0])
         for other in said[1:]:
             if self._data[other] != self._data[said[0]]:
-                raise self.wrong(other, f"must be {self._data[said[0]]}, as {said[0]} says")
+                raise self.wrong(f"must be {self._data[said[0]]}, as {said[0]} says", other)
         return self._data[said[0]]
-
-    def written(self, *names: str) -> str:
-        """Return the name under which a field is written; where it is not, its first."""
-        return next((each for each in names if each in self._data), names[0])
 
     def count(self, *names: str, least: int = 1, most: int = MOST_POSITIONS) -> int:
         """Return a whole number of at least ``least`` and at most ``most``."""
         value = self.value(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(self.written(*names), f"must be a whole number of at least {least}")
+            raise self.wrong(f"must be a whole number of at least {least}", *names)
         if value > most:
-            raise self.wrong(self.written(*names), f"must be at most {most}")
+            raise self.wrong(f"must be at most {most}", *names)
         return value
 
     def optional(self, *names: str) -> int | None:
@@ -70,7 +67,7 @@ class Fields:
         """Return whether a switch is on."""
         value = self.value(name)
         if value not in (None, True, False):
-            raise self.wrong(name, "must be true or false")
+            raise self.wrong("must be true or false", name)
         return bool(value)
 
     def of_layer(self, layer: int, *names: str) -> int:
@@ -79,7 +76,7 @@ class Fields:
         if not isinstance(value, list):
             return self.count(*names)
         if layer >= len(value) or not isinstance(value[layer], int) or value[layer] < 1:
-            raise self.wrong(self.written(*names), f"must have a whole number of at least 1 for layer {layer}")
+            raise self.wrong(f"must have a whole number of at least 1 for layer {layer}", *names)
         return value[layer]
 
     def layers(self, name: str) -> frozenset[int] | None:
@@ -88,7 +85,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
-            raise self.wrong(name, "must be a list of whole numbers, the places of layers")
+            raise self.wrong("must be a list of whole numbers, the places of layers", name)
         return frozenset(value)
 
     def layer_type(self, layer: int, known: tuple[str, ...]) -> str | None:
@@ -102,7 +99,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or layer >= len(value) or value[layer] not in known:
-            raise self.wrong("layer_types", f"must have one for layer {layer}; the choices are {', '.join(known)}")
+            raise self.wrong(f"must have one for layer {layer}; the choices are {', '.join(known)}", "layer_types")
         return value[layer]
 
 
@@ -138,7 +135,7 @@ def heads(
     kv_heads = fields.optional("num_key_value_heads") or num_heads
     head_dim = fields.optional("head_dim") or M // num_heads
     if num_heads % kv_heads:
-        raise fields.wrong("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
+        raise fields.wrong(f"must divide num_attention_heads = {num_heads}", "num_key_value_heads")
     sees = fields.optional(window) if slides is not None and slides(fields, layer) else None
     biases = (num_heads + 2 * kv_heads) * head_dim + (M if has_output_bias else 0) if fields.flag(biased) else 0
     of_norms = norms(M, num_heads, kv_heads, head_dim) if not normed or fields.flag(normed) else 0
@@ -172,7 +169,7 @@ def is_chunked(fields: Fields, layer: int) -> bool:
     if not said:
         return (layer + 1) % fields.count("no_rope_layer_interval") != 0
     if not isinstance(said, list) or layer >= len(said):
-        raise fields.wrong("no_rope_layers", f"must have a number for layer {layer}")
+        raise fields.wrong(f"must have a number for layer {layer}", "no_rope_layers")
     return bool(said[layer])
 
 
@@ -221,7 +218,7 @@ def experts(
     """
     E, K = fields.of_layer(layer, *EXPERTS), fields.of_layer(layer, *CHOICES)
     if K > E:
-        raise fields.wrong(fields.written(*CHOICES), f"must be at most the number of experts, {E}")
+        raise fields.wrong(f"must be at most the number of experts, {E}", *CHOICES)
     return BlockExperts(E, K, fields.of_layer(layer, width), shared_H=shared(fields), **also)
 
 
@@ -249,7 +246,7 @@ def every_step(fields: Fields, layer: int) -> bool:
 def behind_the_first(fields: Fields, layer: int) -> bool:
     """Whether a layer has experts: all but the first so many."""
     if fields.value("moe_layer_freq") not in (None, 1):
-        raise fields.wrong("moe_layer_freq", "must be 1, since transformers builds no other model of this family")
+        raise fields.wrong("must be 1, since transformers builds no other model of this family", "moe_layer_freq")
     return layer >= fields.count("first_k_dense_replace", least=0)
 
 
@@ -264,10 +261,6 @@ def interleaved(fields: Fields, layer: int) -> bool:
     """Whether a layer has experts: those that are listed, or one in so many."""
     listed = fields.layers("moe_layers")
     return (layer + 1) % fields.count("interleave_moe_layer_step") == 0 if listed is None else layer in listed
-
-
-def _windows(fields: Fields) -> int:
-    return fields.count("max_window_layers", least=0)
 
 
 @dataclass(frozen=True)
@@ -294,8 +287,8 @@ class Family:
     """Other names of the family."""
 
 
-_QWEN2_SLIDES = typed(lambda fields, layer: is_even(fields, layer) and layer < _windows(fields))
-_DOTS_SLIDES = typed(lambda fields, layer: layer >= _windows(fields))
+_QWEN2_SLIDES = typed(lambda fields, layer: layer % 2 == 0 and layer < fields.count("max_window_layers", least=0))
+_DOTS_SLIDES = typed(lambda fields, layer: layer >= fields.count("max_window_layers", least=0))
 _COMMON = {"max_position_embeddings": 2048, "vocab_size": 32000, "num_attention_heads": 32, "num_hidden_layers": 32}
 _MIXTRAL = _COMMON | {
     **{"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by their usual names: configurations as Hugging Face has them, and the three of the FSMoE paper.
 
-Those are there as whole models, and as the paper's figures 6 to 8 have them.
+Those are there as whole models, and as the paper's figures 6 to 8 have them: so many equal layers.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.hf_config import read_hf_config
@@ -20,43 +20,39 @@ DEFAULT_EXPERTS = 8
 """The number of experts of a model that does not state it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model by its name."""
+@dataclass(frozen=True)
+class PlannedModel:
+    """Holds what is planned, and what was assumed about it."""
 
-    num_layers: int
     shape: Shape
+    """A layer; of an architecture, the one that most of its blocks with experts have."""
+    num_layers: int
+    architecture: Architecture | None = None
+    """The model block by block; ``None``: all layers are alike, and there is nothing else."""
+    taken: Mapping[str, object] = field(default_factory=dict)
+    """Argument that was not given -> what was taken."""
+    notes: tuple[str, ...] = ()
+    """Why it was taken, and what is unusual."""
 
-    def with_(self, **changes: Any) -> Model:
-        """Return the same model with another shape."""
-        return Model(self.num_layers, replace(self.shape, **changes))
+    @property
+    def num_experts(self) -> int:
+        """Return the number that the ranks of experts have to divide."""
+        return self.shape.E if self.architecture is None else self.architecture.num_experts
 
 
 # Samples and length are the paper's for its testbed A (its section 6.4); they are meant to be replaced. So are the
 # experts of GPT2-XL, which has none of its own; the paper has as many as nodes.
-MODELS: dict[str, Model] = {
-    "gpt2-xl": Model(48, Shape(1, 1024, 1600, 6400, DEFAULT_EXPERTS, 2, 1.2, "gpt", 25)),
-    "mixtral-7b": Model(32, Shape(1, 1024, 4096, 14336, 8, 2, 1.2, "mixtral", 32, 8)),
-    "mixtral-22b": Model(56, Shape(1, 1024, 6144, 16384, 8, 2, 1.2, "mixtral", 48, 8)),
+MODELS: dict[str, PlannedModel] = {
+    "gpt2-xl": PlannedModel(Shape(1, 1024, 1600, 6400, DEFAULT_EXPERTS, 2, 1.2, "gpt", 25), 48),
+    "mixtral-7b": PlannedModel(Shape(1, 1024, 4096, 14336, 8, 2, 1.2, "mixtral", 32, 8), 32),
+    "mixtral-22b": PlannedModel(Shape(1, 1024, 6144, 16384, 8, 2, 1.2, "mixtral", 48, 8), 56),
 }
 
 
-def model(name: str) -> Model:
-    """Return a model of the paper by its name there.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    if name not in MODELS:
-        raise ValueError(f"no model is called {name!r}: the choices are {', '.join(MODELS)}")
-    return MODELS[name]
-
-
 _FOLDER = Path(__file__).parent / "configs"
-PAPER = ("gpt2-xl", "mixtral-7b", "mixtral-22b")
+PAPER = tuple(MODELS)
 """The models of the paper's section 6.4, which drop tokens."""
 _PAPERS_FACTOR = 1.2
-_SAME_SIZES = {"mixtral-7b": "mixtral-8x7b", "mixtral-22b": "mixtral-8x22b"}
 
 
 def model_names() -> tuple[str, ...]:
@@ -92,18 +88,12 @@ def _of_paper(name: str) -> Architecture:
     """Return a model of the paper, whole: with the embeddings that its numbers leave out."""
     source = "FSMoE, ASPLOS'25, section 6.4, with a capacity factor of 1.2"
     if name == "gpt2-xl":
-        # Eight experts instead of its dense layers, as many as the paper's testbed B has nodes.
+        # Experts instead of its dense layers, as many as the paper's testbed B has nodes.
         M, heads, length = 1600, 25, 1024
         attention = Attention(heads, heads, M // heads, M // heads, num_other=4 * M)
-        experts = BlockExperts(8, 2, 4 * M, gemms=2, has_bias=True, capacity_factor=_PAPERS_FACTOR)
+        experts = BlockExperts(DEFAULT_EXPERTS, 2, 4 * M, gemms=2, has_bias=True, capacity_factor=_PAPERS_FACTOR)
         gpt_blocks = (ModelBlock(attention, experts, num_norms=4 * M),) * 48
         num_other = length * M + 2 * M
         return Architecture(name, source, M, 50257, True, length, gpt_blocks, num_other=num_other, dtype="fp32")
-    whole = load_model(_SAME_SIZES[name])
-    dropping = {
-        block: replace(block, experts=replace(block.experts, capacity_factor=_PAPERS_FACTOR))
-        for block in whole.kinds
-        if block.experts is not None
-    }
-    blocks = tuple(dropping.get(each, each) for each in whole.blocks)
-    return replace(whole, name=name, source=source, blocks=blocks, dtype="fp32")
+    whole = load_model({"mixtral-7b": "mixtral-8x7b", "mixtral-22b": "mixtral-8x22b"}[name])
+    return replace(whole.with_experts(capacity_factor=_PAPERS_FACTOR), name=name, source=source, dtype="fp32")

@@ -24,7 +24,7 @@ from ds_fsmoe.offline.models.memory_activations import (
     is_eager,
 )
 from ds_fsmoe.offline.models.memory_states import Account, Parameters, plus, states_of
-from ds_fsmoe.offline.models.training import GB, Training
+from ds_fsmoe.offline.models.training import GB, STAGES, Training
 from ds_fsmoe.planning.groups import Groups, num_held
 
 COMMUNICATORS = "NCCL and CUDA (estimated)"
@@ -69,6 +69,11 @@ class Memory:
         """Return the bytes of the fullest moment."""
         return self.peak.total
 
+    @property
+    def on_host(self) -> float:
+        """Return the bytes on the host."""
+        return sum(self.host.values())
+
 
 def memory_of(architecture: Architecture, groups: Groups, training: Training) -> Memory:
     """Return what one rank of a job needs; of pipeline stages the fuller one of the first and the last.
@@ -110,7 +115,10 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
     M = architecture.M
     inputs, keeps = _kept(own, M, groups, training)
     base = plus(states.rest, _outside(groups, training))
-    others = plus({INPUTS: (in_flight - 1) * sum(inputs)}, *(_times(in_flight - 1, each) for each in keeps))
+    others = plus(
+        {INPUTS: (in_flight - 1) * sum(inputs)},
+        *({item: (in_flight - 1) * size for item, size in each.items()} for each in keeps),
+    )
     computing = plus(base, others)
     all_kept = plus(states.head, *keeps, {INPUTS: sum(inputs)})
     moments = []
@@ -136,10 +144,6 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
     moments.append(Moment("end of the backward", plus(base, states.after)))
     moments += [Moment("optimizer step", plus(base, each)) for each in states.steps]
     return Memory(tuple(Moment(each.name, _shown(each.items)) for each in moments), _shown(states.host))
-
-
-def _times(count: int, items: Account) -> Account:
-    return {item: count * size for item, size in items.items()}
 
 
 def _shown(items: Account) -> Account:
@@ -211,32 +215,36 @@ def other_memories(
     architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None
 ) -> list[LayoutMemory]:
     """Return what changes with the stage of ZeRO and with how experts are spread and cut, on the same ranks."""
-    others = (replace(groups, ep=ep, esp=esp) for ep, esp in _layouts(architecture, groups))
-    found = _not_refused(architecture, tuple(others), training)
-    return found if memory_gb is None else [_with_batch(architecture, each, training, memory_gb) for each in found]
+    others = [replace(groups, ep=ep, esp=esp) for ep, esp in _layouts(architecture, groups)]
+    found = _not_refused(architecture, others, training)
+    return [_with_batch(architecture, each, training, memory_gb) for each in found]
 
 
-def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[tuple[int, LayoutMemory]]:
+def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[LayoutMemory]:
     """Return for 1, 2, 4 and 8 GPUs of one node the stage of ZeRO and the ranks of experts that need least."""
     found = []
     for gpus in (1, 2, 4, 8):
         sizes = (each for each in range(1, gpus + 1) if not gpus % each and not architecture.num_experts % each)
-        tried = _not_refused(architecture, tuple(Groups(gpus, gpus, ep=ep) for ep in sizes), training)
+        tried = _not_refused(architecture, [Groups(gpus, gpus, ep=ep) for ep in sizes], training)
         least = min(tried, key=lambda each: each.memory.total)
-        found.append((gpus, least if memory_gb is None else _with_batch(architecture, least, training, memory_gb)))
+        found.append(_with_batch(architecture, least, training, memory_gb))
     return found
 
 
 def _not_refused(architecture: Architecture, layouts: Sequence[Groups], training: Training) -> list[LayoutMemory]:
     """Return what each stage of ZeRO takes in each layout, without those that are refused."""
     found = []
-    for zero, groups in itertools.product((0, 1, 2, 3), layouts):
+    for zero, groups in itertools.product(STAGES, layouts):
         with suppress(ValueError):
             found.append(LayoutMemory(zero, groups, memory_of(architecture, groups, replace(training, zero=zero))))
     return found
 
 
-def _with_batch(architecture: Architecture, layout: LayoutMemory, training: Training, memory_gb: float) -> LayoutMemory:
+def _with_batch(
+    architecture: Architecture, layout: LayoutMemory, training: Training, memory_gb: float | None
+) -> LayoutMemory:
+    if memory_gb is None:
+        return layout
     most = largest_batch(architecture, layout.groups, replace(training, zero=layout.zero), memory_gb)
     return replace(layout, largest_batch=most, fits=most >= training.samples)
 

@@ -40,17 +40,16 @@ class LayerRows:
     """The rows that this rank's tokens make, S K."""
     here: float
     """The rows at this rank's experts, R: of as many ranks as share them."""
-    width: int
     hidden: float
     """The width inside an expert on this rank."""
     fan: int
     """The tensors of the first product: 2 with a gate."""
 
 
-def layer_rows(experts: BlockExperts, M: int, groups: Groups, training: Training) -> LayerRows:
+def layer_rows(experts: BlockExperts, groups: Groups, training: Training) -> LayerRows:
     """Return the rows of a layer. Without a capacity factor none is dropped, and none is empty."""
     sent = training.tokens * experts.K * (experts.capacity_factor or 1.0)
-    return LayerRows(sent, training.load * sent * groups.esp, M, experts.H / groups.esp, experts.gemms - 1)
+    return LayerRows(sent, training.load * sent * groups.esp, experts.H / groups.esp, experts.gemms - 1)
 
 
 def norm(tokens: float, width: float, training: Training, in_fp32: bool = False) -> float:
@@ -135,7 +134,7 @@ def keeps_rows(training: Training) -> bool:
 
 def experts_keep(experts: BlockExperts, M: int, groups: Groups, training: Training) -> Account:
     """Return what router and experts keep, their input not counted."""
-    S, a, rows = training.tokens, training.number_bytes, layer_rows(experts, M, groups, training)
+    S, a, rows = training.tokens, training.number_bytes, layer_rows(experts, groups, training)
     scores = 0.0 if experts.has_bias else FP32 * S * experts.E
     if experts.groups is not None and a < FP32:
         scores += FP32 * S * M  # DeepSeek's router computes in fp32
@@ -165,14 +164,6 @@ def block_keeps(block: ModelBlock, M: int, groups: Groups, training: Training) -
     return plus(kept, experts_keep(block.experts, M, groups, training))
 
 
-def _gate_needs(experts: BlockExperts, rows: LayerRows) -> float:
-    """Return, in numbers, what the backward through an activation makes at its most, its result counted.
-
-    Of gated experts: the gradient of what is gated, that of both factors, and what is gated once more.
-    """
-    return rows.here * rows.hidden * (3 if experts.gemms == 2 else 2 + rows.fan)
-
-
 def block_needs(
     block: ModelBlock, M: int, groups: Groups, training: Training, weights: float, stay: bool
 ) -> tuple[list[Account], list[Account]]:
@@ -196,7 +187,7 @@ def block_needs(
         # The gradients of what is gated and of both its factors, and of the largest weight.
         work = residual + a * (S * M + 3 * S * block.dense_H + trained * M * block.dense_H)
         return [plus(kept, {AT_WORK: work})], late
-    experts, rows = block.experts, layer_rows(block.experts, M, groups, training)
+    experts, rows = block.experts, layer_rows(block.experts, groups, training)
     early: list[Account] = []
     if experts.shared_H:
         residual *= 2  # the gradient on the way around the experts, too
@@ -218,7 +209,9 @@ def block_needs(
     moved = rows.sent * M + sizes * (comes * part + is_ordered / pieces)
     if training.recompute:
         moved += rows.here * rows.fan * rows.hidden / pieces
-    early.append(plus(kept, {AT_WORK: residual + a * (moved + _gate_needs(experts, rows) / pieces)}))
+    # Through an activation: the gradient of what is gated, that of both factors, and what is gated once more.
+    gated = rows.here * rows.hidden * (3 if experts.gemms == 2 else 2 + rows.fan)
+    early.append(plus(kept, {AT_WORK: residual + a * (moved + gated / pieces)}))
     # Then the gradients of weights, that of the second products first; the first products are gone.
     less = rows.here * rows.fan * rows.hidden / pieces
     second = rows.here * rows.hidden / pieces + weights / experts.gemms

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -22,16 +23,12 @@ from ds_fsmoe.planning.groups import Groups
 class Parameters:
     """The parameters of one rank before ZeRO cuts them, tensor by tensor, in the order of the model."""
 
-    dense: tuple[int, ...]
-    """The elements of each tensor that every rank has."""
-    experts: tuple[int, ...]
-    """Those of this rank's experts."""
-    experts_of_block: tuple[int, ...]
-    """Of each block, the elements of this rank's experts; 0 without."""
-    dense_of_block: tuple[int, ...]
-    """Of each block, the elements of all else."""
+    blocks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """Of each block, the elements of each tensor that every rank has, and of those of this rank's experts."""
     num_embedding: int = 0
     """The elements of the embedding, where it is on this rank."""
+    num_other: int = 0
+    """The elements outside blocks, embedding and head, where they are on this rank."""
     num_head: int = 0
     """The elements of the head, where it is on this rank and a tensor of its own."""
     frozen: Parameters | None = None
@@ -42,14 +39,9 @@ class Parameters:
         """Return all of them, frozen or not."""
         if self.frozen is None:
             return self
-        base = self.frozen
-        return replace(
-            base,
-            dense=base.dense + self.dense,
-            experts=base.experts + self.experts,
-            experts_of_block=tuple(map(sum, zip(base.experts_of_block, self.experts_of_block, strict=True))),
-            dense_of_block=tuple(map(sum, zip(base.dense_of_block, self.dense_of_block, strict=True))),
-        )
+        pairs = zip(self.frozen.blocks, self.blocks, strict=True)
+        blocks = tuple((base[0] + own[0], base[1] + own[1]) for base, own in pairs)
+        return replace(self.frozen, blocks=blocks)
 
     def adapters(self, blocks: Sequence[ModelBlock], M: int, groups: Groups, rank: int, targets: str) -> Parameters:
         """Return adapters of these, which are frozen beside them.
@@ -61,16 +53,36 @@ class Parameters:
             rank: of the adapters.
             targets: what has adapters, of ``training.LORA_TARGETS``.
         """
-        dense, experts = [], []
+        found = []
         for block in blocks:
-            dense.append([rank * each for pair in block.attention.projections(M) for each in pair])
-            of_experts: list[int] = []
+            dense = tuple(rank * each for pair in block.attention.projections(M) for each in pair)
+            experts: tuple[int, ...] = ()
             if targets == "all" and block.experts is not None:
                 here, hidden = rank * block.experts.E // groups.ep, block.experts.H // groups.esp
-                of_experts = [here * M, here * (block.experts.gemms - 1) * hidden, here * hidden, here * M]
-            experts.append(of_experts)
-        sums = (tuple(map(sum, of)) for of in (experts, dense))
-        return Parameters(*(tuple(each for of in kind for each in of) for kind in (dense, experts)), *sums, frozen=self)
+                experts = here * M, here * (block.experts.gemms - 1) * hidden, here * hidden, here * M
+            found.append((dense, experts))
+        return Parameters(tuple(found), frozen=self)
+
+    @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """Return the elements of each tensor that every rank has."""
+        of_blocks = (each for dense, _ in self.blocks for each in dense)
+        return tuple(each for each in (self.num_embedding, *of_blocks, self.num_other, self.num_head) if each)
+
+    @cached_property
+    def experts(self) -> tuple[int, ...]:
+        """Return the elements of each tensor of this rank's experts."""
+        return tuple(each for _, experts in self.blocks for each in experts if each)
+
+    @cached_property
+    def dense_of_block(self) -> tuple[int, ...]:
+        """Return of each block the elements of all but experts."""
+        return tuple(sum(dense) for dense, _ in self.blocks)
+
+    @cached_property
+    def experts_of_block(self) -> tuple[int, ...]:
+        """Return of each block the elements of this rank's experts; 0 without."""
+        return tuple(sum(experts) for _, experts in self.blocks)
 
     @property
     def num_dense(self) -> int:
@@ -98,42 +110,30 @@ class Parameters:
             groups: over which ranks experts are spread and cut.
             ends: whether the embedding, and whether the last norm and the head, are in this stage.
         """
-        M = architecture.M
-        embedding = architecture.vocab * M
-        dense = [embedding] if ends[0] else []
-        experts: list[int] = []
-        of_experts, of_dense = [], []
-        for block in blocks:
-            own = _experts(block, M, groups)
-            rest = [*block.attention.matrices(M), block.attention.num_other, *_others(block, M)]
-            dense += rest
-            experts += own
-            of_experts.append(sum(own))
-            of_dense.append(sum(rest))
-        head = embedding if ends[1] and not (architecture.is_tied and ends[0]) else 0
-        dense += [architecture.num_other, head] if ends[1] else []
-        tensors, of_all = ([each for each in of if each] for of in (dense, experts))
-        ends_numel = embedding if ends[0] else 0, head
-        return cls(tuple(tensors), tuple(of_all), tuple(of_experts), tuple(of_dense), *ends_numel)
+        M, embedding = architecture.M, architecture.vocab * architecture.M
+        found = tuple((_dense(each, M), _experts(each, M, groups)) for each in blocks)
+        has_head = ends[1] and not (architecture.is_tied and ends[0])
+        return cls(found, embedding * ends[0], architecture.num_other * ends[1], embedding * has_head)
 
 
-def _others(block: ModelBlock, M: int) -> list[int]:
-    experts = block.experts
+def _dense(block: ModelBlock, M: int) -> tuple[int, ...]:
+    """Return the elements of the tensors of a block that every rank has."""
+    attention, experts = (*block.attention.matrices(M), block.attention.num_other), block.experts
     if experts is None:
-        return [M * block.dense_H] * block.dense_gemms + [block.num_norms]
+        return (*attention, *[M * block.dense_H] * block.dense_gemms, block.num_norms)
     router = experts.E * (M + experts.has_router_bias)
-    shared = [M * experts.shared_H] * experts.gemms if experts.shared_H else []
-    return [router, *shared, M * experts.has_shared_gate, block.num_norms]
+    shared = [M * experts.shared_H] * experts.gemms
+    return (*attention, router, *shared, M * experts.has_shared_gate, block.num_norms)
 
 
-def _experts(block: ModelBlock, M: int, groups: Groups) -> list[int]:
+def _experts(block: ModelBlock, M: int, groups: Groups) -> tuple[int, ...]:
     """Return the elements of this rank's tensors of experts: the layers up, and the one down."""
     experts = block.experts
     if experts is None:
-        return []
+        return ()
     here, hidden = experts.E // groups.ep, experts.H // groups.esp
     up, biases = (experts.gemms - 1) * hidden, experts.has_bias
-    return [here * up * M, here * up * biases, here * hidden * M, here * M * biases]
+    return here * up * M, here * up * biases, here * hidden * M, here * M * biases
 
 
 Account = Mapping[str, float]
@@ -180,7 +180,7 @@ class States:
     """In the backward of each block from there on, besides."""
     after: Account
     """At the end of the backward, when all gradients are there, besides."""
-    steps: tuple[Account, ...] = field(default=())
+    steps: tuple[Account, ...]
     """At each moment of the optimizer step, besides."""
     stay: bool = False
     """Whether gradients of experts stay where the backward makes them."""
@@ -266,12 +266,6 @@ def most_in_partition(sizes: Sequence[int], parts: int) -> int:
     return int((bounds[behinds] - bounds[firsts]).max())
 
 
-def _most_of_a_block(parameters: Parameters, has_dense: bool, has_experts: bool) -> int:
-    """Return the elements of the block that has most of those that we send."""
-    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
-    return max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
-
-
 def _waiting(sent: int, block: int, training: Training) -> int:
     """Return how many elements of gradients that we send are there: at stage 2 a bucket and a block."""
     return sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
@@ -292,49 +286,59 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     )
     parts = [each for each in (dense / dp, experts / edp) if each]
     held = sum(parts)
-    if training.offload:
-        return _offloaded(parameters, dp, edp, training, held)
     rest: dict[str, float] = {
         PARAMETERS: a * (dense + experts),
         MASTERS: MASTER * held,
         OPTIMIZER: training.state_bytes * held,
     }
-    if g > a and training.zero == 1:
+    everything = _coming(parameters, False, False)
+    if g > a and training.zero == 1 and not training.offload:
         # BF16_Optimizer: fp32 gradients of all parameters, end to end; and those that the backward makes stay.
         rest[GRADIENTS] = g * (dense + experts)
-        before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, False, False))
+        before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in everything)
         after = {GRADIENTS: a * (dense + experts)}
         steps = [plus(after, {STEP: _temporary(training, each)}) for each in parts]
         return States(rest, {}, before, behind, after, tuple(steps), stay=True)
     has_dense = _are_ours(dp, training)
     has_experts = has_dense and edp > 1
+    stay = training.zero == 1 and not has_experts
+    of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+    # The block that has most of those that we send.
+    block = max((has_experts * of_experts + has_dense * of_dense for of_experts, of_dense in of_blocks), default=0)
     ours = has_dense * dense + has_experts * experts
     whole = most_in_partition(parameters.dense, dp) + most_in_partition(parameters.experts, edp)
     copied = g * held if g > a else a * whole
-    left = (not has_experts) * experts + (not has_dense) * dense
     soon = copied
     if g > a:  # in fp32, group by group: those that we send get theirs at the end
         soon = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
-
-    block = _most_of_a_block(parameters, has_dense, has_experts)
 
     def there(elements: int, all_elements: int) -> Account:
         # Of those that we send, at stage 2 a bucket and a block wait; of the others a rank keeps its own part.
         sent = all_elements - elements
         waiting = _waiting(sent, block, training)
-        kept = a * (waiting + (sent - waiting) * held / (dense + experts))
         buckets = _buckets(sent, dp, training)
+        if training.offload:
+            return {BUCKETS: buckets, GRADIENTS: a * (waiting + (training.zero == 1) * elements)}
+        kept = a * (waiting + (sent - waiting) * held / (dense + experts))
         if training.zero == 1:
             return {BUCKETS: buckets, GRADIENTS: a * elements + kept}
         # When the first bucket is full the copies get their memory, all of it.
         return {BUCKETS: buckets, GRADIENTS: kept + (soon if elements > training.reduce_bucket else 0.0)}
 
-    lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
+    lefts = _coming(parameters, has_dense, has_experts)
     early, late = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
+    bucket = a * training.reduce_bucket
+    if training.offload:
+        # A rank's part is updated on the host, to which each gradient goes when it is summed. There DeepSpeed has
+        # masters, their gradients in fp32, states, what is copied back, and room for one gradient.
+        room = {BUCKETS: a * max((*parameters.dense, *parameters.experts))}
+        on_host = {MASTERS: rest.pop(MASTERS), OPTIMIZER: rest.pop(OPTIMIZER)}
+        host = {**on_host, GRADIENTS: MASTER * held, PARAMETERS: a * held, **room}
+        return States(rest | room, {}, early, late, {BUCKETS: bucket}, ({},), stay, host)
+    left = (not has_experts) * experts + (not has_dense) * dense
     left = max(0, left - training.reduce_bucket) if training.zero == 1 else 0
     # What a rank has of sums is copied into its part then; at stage 1 all may be there just before.
     own = a * ours * whole / (dense + experts)
-    bucket = a * training.reduce_bucket
     full: Account = {BUCKETS: bucket, GRADIENTS: copied + a * left + max(own, (training.zero == 1) * a * ours - copied)}
     steps = []
     for place, part in enumerate(parts):
@@ -343,40 +347,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         steps.append({GRADIENTS: copied, STEP: MASTER * part + flat})
         # The copies are one memory, which goes with the last view of it.
         steps.append({GRADIENTS: 0.0 if is_last else copied, STEP: MASTER * part + _temporary(training, part)})
-    stay = training.zero == 1 and not has_experts
     return States(rest, {}, early, late, full, tuple(steps), stay)
-
-
-def _offloaded(parameters: Parameters, dp: int, edp: int, training: Training, held: float) -> States:
-    """Return what a rank holds where its part is updated on the host, to which each gradient goes when it is summed.
-
-    There DeepSpeed has masters, their gradients in fp32, states, what is copied back, and room for one gradient.
-    """
-    a, largest = training.number_bytes, max((*parameters.dense, *parameters.experts))
-    has_dense = _are_ours(dp, training)
-    has_experts = has_dense and edp > 1
-    rest: dict[str, float] = {
-        PARAMETERS: a * (parameters.num_dense + parameters.num_experts),
-        BUCKETS: a * largest,
-    }
-    host = {
-        MASTERS: MASTER * held,
-        OPTIMIZER: training.state_bytes * held,
-        GRADIENTS: MASTER * held,
-        PARAMETERS: a * held,
-        BUCKETS: a * largest,
-    }
-    block = _most_of_a_block(parameters, has_dense, has_experts)
-
-    def there(elements: int, all_elements: int) -> Account:
-        sent = all_elements - elements
-        stays = _waiting(sent, block, training) + (training.zero == 1) * elements
-        return {BUCKETS: _buckets(sent, dp, training), GRADIENTS: a * stays}
-
-    lefts, everything = _coming(parameters, has_dense, has_experts), _coming(parameters, False, False)
-    before, behind = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
-    full: Account = {BUCKETS: a * training.reduce_bucket}
-    return States(rest, {}, before, behind, full, ({},), training.zero == 1 and not has_experts, host)
 
 
 def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> States:

@@ -81,6 +81,15 @@ class _Part:
     """The elements of its tensors on a rank, in the order in which their gradients exist."""
 
 
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """Return parts that follow each other as one, whose backward begins with the last of them."""
+    return _Part(
+        tuple(work for part in parts for work in part.forward),
+        tuple(work for part in parts[::-1] for work in part.backward),
+        tuple(size for part in parts[::-1] for size in part.tensors),
+    )
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Holds what all parts of a step have in common."""
@@ -247,7 +256,6 @@ def model_layers(
     if not moe:
         raise ValueError(f"stage {stage.index + 1} of {groups.pp}: none of its blocks has experts")
     sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
-    is_tied_here = _is_tied_here(architecture, stage)
     made: dict[tuple, Layer] = {}
     layers = []
     for place in moe:
@@ -255,17 +263,15 @@ def model_layers(
         start = stage.places[0] if is_first else max(each for each in moe if each < place) + 1
         before = architecture.blocks[start:place]
         behind = architecture.blocks[place + 1 : stage.places[-1] + 1] if is_last else ()
-        has_head = stage.has_head and is_last
         # What stages share is summed over them first, when all backwards are over.
-        ends = is_first and (stage.has_embedding or is_tied_here), has_head
+        embedding = _embedding(architecture, stage, sizes) if is_first else _Part()
+        head = _head(architecture, sizes, recompute) if stage.has_head and is_last else _Part()
         block = architecture.blocks[place]
-        key = block, before, behind, ends
+        key = block, before, behind, embedding, head
         if key not in made:
             shape = moe_shape(architecture, block, samples, length, dtype_bytes, capacity_factor, imbalance)
             check_divides(shape, groups)
             parts = moe_works(shape, groups, alltoall, sizes.tokens_S, True, crossings)
-            head = _head(architecture, sizes, recompute) if has_head else _Part()
-            embedding = _embedding(architecture, sizes) if ends[0] else _Part()
             made[key] = _layer(block, shape, sizes, parts, (before, behind), (embedding, head), recompute)
         layers.append(made[key])
     return tuple(layers)
@@ -287,27 +293,19 @@ def dense_stage(
         stage: which.
     """
     sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
-    blocks = [part for place in stage.places for part in _dense_block(architecture.blocks[place], sizes)]
-    head = _head(architecture, sizes, recompute) if stage.has_head else _Part()
-    parts = [*blocks, head]
-    forward = tuple(work for part in parts for work in part.forward)
-    backward = tuple(work for part in parts[::-1] for work in part.backward)
-    has_embedding = stage.has_embedding or _is_tied_here(architecture, stage)
-    ends = _embedding(architecture, sizes).tensors if has_embedding else ()
-    dense = [*(size for part in parts[::-1] for size in part.tensors), *ends]
+    parts = [part for place in stage.places for part in _dense_block(architecture.blocks[place], sizes)]
+    whole = _joined([*parts, *([_head(architecture, sizes, recompute)] if stage.has_head else [])])
+    dense = [*whole.tensors, *_embedding(architecture, stage, sizes).tensors]
     gradients = tuple(each for each in summed(groups, dtype_bytes, dense, []) if each.size_bytes)
-    return DenseStage(forward, (*forward, *backward) if recompute else backward, gradients)
+    backward = (*whole.forward, *whole.backward) if recompute else whole.backward
+    return DenseStage(whole.forward, backward, gradients)
 
 
-def _is_tied_here(architecture: Architecture, stage: ModelStage) -> bool:
-    """Whether a stage has the embedding for its head alone. What is tied exists once on a stage, and its gradient when
-    the backward is through."""
-    return architecture.is_tied and stage.has_head and not stage.has_embedding
-
-
-def _embedding(architecture: Architecture, sizes: _Sizes) -> _Part:
-    """Return the part of the embedding: looking words up takes no time."""
-    return _Part(tensors=(round(sizes.M * architecture.vocab / sizes.groups.mp),))
+def _embedding(architecture: Architecture, stage: ModelStage, sizes: _Sizes) -> _Part:
+    """Return the part of the embedding: looking words up takes no time, and the stage with the head has it where they
+    are tied. What is tied exists once on a stage, and its gradient when the backward is through."""
+    is_here = stage.has_embedding or (architecture.is_tied and stage.has_head)
+    return _Part(tensors=(round(sizes.M * architecture.vocab / sizes.groups.mp),) * is_here)
 
 
 def _layer(
@@ -332,26 +330,19 @@ def _layer(
     experts = block.experts
     assert experts is not None
     route, order, restore = arranging(shape, sizes.tokens_S)
-    before = [part for each in around[0] for part in _dense_block(each, sizes)]
-    before.append(_attention(block.attention, sizes, block.num_norms))
-    behind = [_shared(experts, sizes), *(part for each in around[1] for part in _dense_block(each, sizes)), ends[1]]
-    forward = BlockWork(
-        (*(work for part in before for work in part.forward), route, order),
-        parts[0],
-        (restore, *(work for part in behind for work in part.forward)),
+    before = _joined(
+        [
+            *(part for each in around[0] for part in _dense_block(each, sizes)),
+            _attention(block.attention, sizes, block.num_norms),
+        ]
     )
-    backward = BlockWork(
-        (*(work for part in behind[::-1] for work in part.backward), restore),
-        parts[1],
-        (order, route, *(work for part in before[::-1] for work in part.backward)),
+    behind = _joined(
+        [_shared(experts, sizes), *(part for each in around[1] for part in _dense_block(each, sizes)), ends[1]]
     )
+    forward = BlockWork((*before.forward, route, order), parts[0], (restore, *behind.forward))
+    backward = BlockWork((*behind.backward, restore), parts[1], (order, route, *before.backward))
     gate = experts.E * (sizes.M + experts.has_router_bias) + sizes.M * experts.has_shared_gate
-    dense = [
-        *(size for part in behind[::-1] for size in part.tensors),
-        gate,
-        *(size for part in before[::-1] for size in part.tensors),
-        *ends[0].tensors,
-    ]
+    dense = [*behind.tensors, gate, *before.tensors, *ends[0].tensors]
     groups = sizes.groups
     of_expert = [sizes.M * (experts.H // groups.esp)] * experts.gemms
     if experts.has_bias:
@@ -362,12 +353,20 @@ def _layer(
 
 
 def _attention(attention: Attention, sizes: _Sizes, num_norms: int) -> _Part:
-    """Return the part of attention, with the norms of its block."""
+    """Return the part of attention, with the norms of its block. What is element-wise there: norms, rotations,
+    residuals, and the scores of a family that has no fused attention."""
     M, B, L = sizes.M, sizes.B, sizes.L
     works = [Work(ATTENTION, (Lane.COMPUTE,), B * attention.flops(M, L))]
     if attention.scores(L):
         works.append(Work(SOFTMAX, (Lane.COMPUTE,), B * attention.scores(L)))
-    works.append(_elementwise(_attention_bytes(attention, M, B, L)))
+    queries, keys, *_ = attention.widths
+    normed = 2 * M + (queries + keys if norms_of_heads(attention) else 0)
+    if attention.kind == "latent":
+        normed += (attention.query_rank or 0) + (attention.kv_rank or 0)
+        queries = keys = attention.heads * attention.rope_dim
+    of_token = _NORM_BYTES * normed + _ROTATION_BYTES * (queries + keys) + _RESIDUAL_BYTES * M
+    scores = attention.heads * L * L if has_sinks(attention, M) else 0
+    works.append(_elementwise(B * (L * of_token + _SCORE_BYTES * scores)))
     return sizes.divided(works, attention.matrices(M)[::-1], attention.num_other + num_norms)
 
 
@@ -395,7 +394,7 @@ def _head(architecture: Architecture, sizes: _Sizes, recompute: bool) -> _Part:
     positions, vocab = sizes.B * sizes.L, architecture.vocab
     product, loss = _dense(2.0 * positions * sizes.M * vocab, 1), Work(SOFTMAX, (Lane.COMPUTE,), positions * vocab)
     tensors = [] if architecture.is_tied else [sizes.M * vocab]
-    traffic = _elementwise(_head_bytes(architecture, positions))
+    traffic = _elementwise(positions * (_NORM_BYTES * sizes.M + _LOGIT_BYTES * vocab))
     part = sizes.divided([product, loss, traffic], tensors, architecture.num_other)
     # A layer that recomputes runs all its forward again, which counts the head once more than it is run.
     return replace(part, backward=part.forward) if recompute else part
@@ -408,21 +407,3 @@ def _dense(flops: float, launches: int) -> Work:
 def _elementwise(size_bytes: float) -> Work:
     """Return the traffic of kernels that are too many to count, each of which the cost of its bytes includes."""
     return Work(ELEMENTWISE, (Lane.COMPUTE,), size_bytes, 0)
-
-
-def _attention_bytes(attention: Attention, M: int, samples: int, length: int) -> float:
-    """Return a third of the bytes of what is element-wise in attention and around it: norms, rotations, residuals, and
-    the scores of a family that has no fused attention."""
-    queries, keys, *_ = attention.widths
-    normed = 2 * M + (queries + keys if norms_of_heads(attention) else 0)
-    if attention.kind == "latent":
-        normed += (attention.query_rank or 0) + (attention.kv_rank or 0)
-        queries = keys = attention.heads * attention.rope_dim
-    found = _NORM_BYTES * normed + _ROTATION_BYTES * (queries + keys) + _RESIDUAL_BYTES * M
-    scores = attention.heads * length * length if has_sinks(attention, M) else 0
-    return samples * (length * found + _SCORE_BYTES * scores)
-
-
-def _head_bytes(architecture: Architecture, positions: float) -> float:
-    """Return a third of the bytes of the last norm and of the loss."""
-    return positions * (_NORM_BYTES * architecture.M + _LOGIT_BYTES * architecture.vocab)

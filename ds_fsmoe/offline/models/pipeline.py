@@ -29,14 +29,8 @@ from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
 
-
-@dataclass(frozen=True)
-class StageWork:
-    """What one stage has to do in a micro-batch."""
-
-    layers: tuple[Layer, ...]
-    dense: DenseStage | None = None
-    """The work of a stage without experts, which has no layers."""
+StageWork = tuple[Layer, ...] | DenseStage
+"""What one stage has to do in a micro-batch: its layers, or all that a stage without experts does."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +139,10 @@ def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZER
     Raises:
         ValueError: no such system, with those there are.
     """
-    if work.dense is None:
-        return stage_times(planner, zero.plan(planner, name, work.layers))
-    forward_ms, backward_ms = (_chain_ms(planner, each) for each in (work.dense.forward, work.dense.backward))
-    after = work.dense.gradients
+    if not isinstance(work, DenseStage):
+        return stage_times(planner, zero.plan(planner, name, work))
+    forward_ms, backward_ms = (_chain_ms(planner, each) for each in (work.forward, work.backward))
+    after = work.gradients
     sent = (*after, *(gathers_of(after) if zero.stage else ()))
     end_ms = sum(planner.costs[each.kind].ms(each.size_bytes) for each in sent)
     times = StageTimes(forward_ms, backward_ms, backward_ms, end_ms)
@@ -186,13 +180,13 @@ def pipeline_of_model(
         ValueError: see :func:`~ds_fsmoe.offline.models.model_layers.model_layers`; the cluster has no number for sends.
     """
     sizes = architecture, groups, shape.B, shape.L, shape.dtype_bytes
-    works = []
+    how = alltoall, recompute, crossings
+    works: list[StageWork] = []
     for stage in stages:
         if any(architecture.blocks[place].experts is not None for place in stage.places):
-            how = alltoall, recompute, crossings
-            works.append(StageWork(model_layers(*sizes, *how, imbalance=shape.imbalance, stage=stage)))
+            works.append(model_layers(*sizes, *how, imbalance=shape.imbalance, stage=stage))
         else:
-            works.append(StageWork((), dense_stage(*sizes, stage, recompute)))
+            works.append(dense_stage(*sizes, stage, recompute))
     tied_ms = 0.0
     if architecture.is_tied and len(stages) > 1:
         tied_bytes = architecture.M * architecture.vocab / groups.mp * shape.dtype_bytes
@@ -213,7 +207,7 @@ def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer]
     Raises:
         ValueError: the cluster has no number for sends.
     """
-    return PlannedPipeline((StageWork(tuple(layers)),) * groups.pp, *_sends(cluster, groups, shape))
+    return PlannedPipeline((tuple(layers),) * groups.pp, *_sends(cluster, groups, shape))
 
 
 def lane_between(groups: Groups, one: int, other: int) -> Lane:

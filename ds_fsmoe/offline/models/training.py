@@ -8,6 +8,8 @@ from dataclasses import dataclass
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """The bytes of a number of each type that parameters may have."""
 GB = 1e9
+STAGES = (0, 1, 2, 3)
+"""The stages of ZeRO."""
 OPTIMIZERS = ("adam", "torch_adam", "adam8bit", "momentum", "sgd")
 """DeepSpeed's fused Adam or AdamW; torch's, tensor by tensor; bitsandbytes' with states of 8 bits; SGD with and without
 momentum."""
@@ -73,7 +75,7 @@ class Training:
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ("zero", (0, 1, 2, 3)),
+            ("zero", STAGES),
             ("dtype", tuple(BYTES)),
             ("accumulation", (None, self.dtype, "fp32")),
             ("optimizer", OPTIMIZERS),

@@ -62,7 +62,7 @@ class Zero:
             return self._sharded(layers)
         if self.stage == 0 or not self.gathers or not self.has_windows_of(name):
             return tuple(layers)
-        gathers = (tuple(map(_gather_of, each.gradients)) for each in layers)
+        gathers = (tuple(map(_shared_work, each.gradients)) for each in layers)
         return tuple(
             replace(each, sharing=Sharing(forward=of, in_all=False)) for each, of in zip(layers, gathers, strict=True)
         )
@@ -100,7 +100,7 @@ class Zero:
             stays = 2 * behind + layer.numel < self.max_reuse
             before = layers[place - 1].numel if place else 0
             is_ahead = max(before, layer.numel) < self.max_live
-            scatters = tuple(_parts(each) for each in layer.gradients)
+            scatters = tuple(_shared_work(each, EXPERT_GRAD_PARTS, GRAD_PARTS) for each in layer.gradients)
             sharing = Sharing(gathers, () if stays else gathers, scatters, is_ahead)
             found.append(replace(layer, gradients=(), sharing=sharing))
             behind += layer.numel
@@ -113,26 +113,21 @@ class Zero:
         small = 0 if gradient.kind == EXPERT_GRAD else self.persistence * self.dtype_bytes
         size_bytes = sum(each for each in tensors if each >= small)
         launches = max(1, round(size_bytes / (PREFETCH * self.dtype_bytes)))
-        return (replace(_gather_of(gradient), size=size_bytes, launches=launches),) if size_bytes else ()
+        return (replace(_shared_work(gradient), size=size_bytes, launches=launches),) if size_bytes else ()
 
 
 NO_ZERO = Zero()
 
 
-def _gather_of(gradient: Gradient) -> Work:
-    kind = EXPERT_PARAMETERS if gradient.kind == EXPERT_GRAD else PARAMETERS
-    return Work(kind, gradient.lanes, gradient.size_bytes)
-
-
-def _parts(gradient: Gradient) -> Work:
-    kind = EXPERT_GRAD_PARTS if gradient.kind == EXPERT_GRAD else GRAD_PARTS
-    return Work(kind, gradient.lanes, gradient.size_bytes)
+def _shared_work(gradient: Gradient, of_experts: str = EXPERT_PARAMETERS, of_others: str = PARAMETERS) -> Work:
+    """Return the gather of the parameters that have these gradients, or another collective over as many bytes."""
+    return Work(of_experts if gradient.kind == EXPERT_GRAD else of_others, gradient.lanes, gradient.size_bytes)
 
 
 def gathers_of(gradients: Sequence[Gradient]) -> tuple[Slice, ...]:
     """Return the gathers of the parameters that have these gradients, at the end of a step: one for each kind."""
     whole: dict[str, Slice] = {}
-    for each in map(_gather_of, gradients):
+    for each in map(_shared_work, gradients):
         before = whole[each.kind].size_bytes if each.kind in whole else 0
         whole[each.kind] = Slice(each.kind, each.lanes, before + each.size)
     return tuple(whole.values())

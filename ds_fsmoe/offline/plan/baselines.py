@@ -11,15 +11,18 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ds_fsmoe.offline.plan.memory import Needs, larger_layouts
-from ds_fsmoe.offline.plan.model import PlannedModel, is_hugging_face
+from ds_fsmoe.offline.models.architecture import step_flops
+from ds_fsmoe.offline.plan.memory import larger_layouts, need_gb, needs_of
+from ds_fsmoe.offline.plan.report import STOCK, PlannedJob, Report, report
 from ds_fsmoe.offline.plan.stages import batch_of, is_batch
+from ds_fsmoe.planning.crossings import crosses_once, expected_crossings
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.workload import ALLTOALLS
 
-if TYPE_CHECKING:
-    from ds_fsmoe.offline.plan.report import Report
-    from ds_fsmoe.planning.groups import Groups
+_MIN_GAIN = 0.97
+"""The share of a step's time below which another way to run it is worth a line."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Baselines:
 
     def label(self, name: str) -> str:
         """Return what a row is called."""
-        if name != "deepspeed":
+        if name != STOCK:
             return name
         kind = "stock" if self.stock is None else "AutoEP"
         return f"{kind} (ep_size {self.groups.ep})"
@@ -45,84 +48,72 @@ class Baselines:
     def stock_label(self) -> str:
         """Return the name of stock's row."""
         if self.stock is None:
-            return self.label("deepspeed")
-        return f"stock (ep_size 1, ZeRO {self.stock.zero.stage}{'' if self.stock_fits else ', does not fit'})"
+            return self.label(STOCK)
+        return f"stock (ep_size 1, ZeRO {self.stock.job.zero.stage}{'' if self.stock_fits else ', does not fit'})"
 
     @property
     def other(self) -> str:
         """The other system over which ratios are printed."""
-        return "tutel" if self.stock is None else "deepspeed"
+        return "tutel" if self.stock is None else STOCK
 
     @property
     def heads(self) -> tuple[str, str]:
         """The heads of the columns of ratios."""
         return "over stock", "over tutel" if self.stock is None else "over AutoEP"
 
-    def in_one_step(self) -> Baselines:
-        """Return the same for a single micro-batch."""
-        return replace(self, stock_batch_ms=None)
-
-    def stock_ms(self, of_names: Any) -> float:
+    def stock_ms(self, of_names: Mapping[str, float]) -> float:
         """Return the time of stock's step; ``of_names`` has those of the other systems."""
         if self.stock is None:
-            return of_names["deepspeed"]
-        return sum(self.stock.times_ms["deepspeed"]) if self.stock_batch_ms is None else self.stock_batch_ms
+            return of_names[STOCK]
+        return self.stock.step_ms(STOCK) if self.stock_batch_ms is None else self.stock_batch_ms
 
-    def ratios(self, step_ms: float, of_names: Any) -> tuple[str, str]:
+    def ratios(self, step_ms: float, of_names: Mapping[str, float]) -> tuple[str, str]:
         """Return how many times as fast as the baselines something is."""
         bases = self.stock_ms(of_names), of_names[self.other]
         return f"{bases[0] / step_ms:.2f}x", f"{bases[1] / step_ms:.2f}x"
 
 
-def baselines_of(args: argparse.Namespace, model: PlannedModel, job: dict[str, Any]) -> Baselines:
+def baselines_of(args: argparse.Namespace, job: PlannedJob) -> Baselines:
     """Return the baselines of a job: of a Hugging Face model stock, at the lowest stage of ZeRO that it fits at, from
     the planned one upwards."""
-    from ds_fsmoe.offline.plan.report import report
-
-    groups, stage = job["groups"], job["zero"].stage
-    if not is_hugging_face(args) or groups.ep * groups.esp == 1:
+    groups, stage = job.groups, job.zero.stage
+    if job.model.architecture is None or groups.ep * groups.esp == 1:
         return Baselines(groups, None)
-    alone = replace(groups, ep=1, esp=1)
-    needed, notes, fits = Needs(args, model, alone), [], True
-    if needed.is_known and needed.memory_gb is not None:
-        needs = needed.of_stages(early_gradients=False)
-        fitting = [each for each, gb in needs.items() if each >= stage and gb <= needed.memory_gb]
+    alone = replace(job, groups=replace(groups, ep=1, esp=1), alltoall="flat", crossings=None)
+    notes: tuple[str, ...] = ()
+    fits = True
+    if job.memory_gb is not None and job.tells_memory:
+        needs = needs_of(args, alone, early_gradients=False)
+        fitting = [each for each, gb in needs.items() if each >= stage and gb <= job.memory_gb]
         fits = bool(fitting)
         if stage in needs and fitting[:1] != [stage]:
-            text = f"stock needs {needs[stage]:.1f} GB of {needed.memory_gb:g} at ZeRO {stage}"
+            text = f"stock needs {needs[stage]:.1f} GB of {job.memory_gb:g} at ZeRO {stage}"
             stage = fitting[0] if fitting else max(needs)
             end = f"its row is at ZeRO {stage}, the lowest that it fits at" if fits else "it fits at no stage"
-            notes.append(f"{text}; {end}")
-    zero = replace(job["zero"], stage=stage)
-    changed = {"groups": alone, "alltoall": "flat", "crossings": None, "zero": zero}
-    stock = report(**(job | changed), preset_name="deepspeed", names=("deepspeed",))
-    found = batch_of(stock, job | changed) if is_batch(args) else None
-    return Baselines(groups, stock, None if found is None else found.batch_ms("deepspeed"), fits, tuple(notes))
+            notes = (f"{text}; {end}",)
+    stock = report(replace(alone, zero=replace(job.zero, stage=stage)), STOCK, (STOCK,))
+    batch_ms = batch_of(stock).batch_ms(STOCK) if is_batch(args) else None
+    return Baselines(groups, stock, batch_ms, fits, notes)
 
 
-def other_stages(
-    args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], of_names: Mapping[str, float]
-) -> list[str]:
+def other_stages(args: argparse.Namespace, job: PlannedJob, of_names: Mapping[str, float]) -> list[str]:
     """Return which systems are faster at a higher stage of ZeRO that fits, where no stage is named.
 
     Args:
         args: of the command; ``named_zero`` is the stage that is named.
-        model, job: what is planned.
+        job: what is planned.
         of_names: the time of a step by each system at the planned stage.
     """
-    from ds_fsmoe.offline.plan.report import report
-
-    needed, stage, found = Needs(args, model, job["groups"]), job["zero"].stage, []
-    if args.named_zero is not None or not needed.is_known or needed.memory_gb is None or is_batch(args):
+    stage, found = job.zero.stage, []
+    if args.named_zero is not None or job.memory_gb is None or not job.tells_memory or is_batch(args):
         return []
-    for name, label in (("deepspeed", "AutoEP" if is_hugging_face(args) else "stock"), (args.preset, args.preset)):
-        needs = needed.of_stages(early_gradients=name != "deepspeed")
+    for name, label in ((STOCK, "stock" if job.model.architecture is None else "AutoEP"), (args.preset, args.preset)):
+        needs = needs_of(args, job, early_gradients=name != STOCK)
         times = {}
-        for other in (each for each, gb in needs.items() if each > stage and gb <= needed.memory_gb):
-            zero = replace(job["zero"], stage=other)
-            times[other] = sum(report(**(job | {"zero": zero}), preset_name=name, names=(name,)).times_ms[name])
+        for other in (each for each, gb in needs.items() if each > stage and gb <= job.memory_gb):
+            times[other] = report(replace(job, zero=replace(job.zero, stage=other)), name, (name,)).step_ms(name)
         least = min(times, key=times.__getitem__, default=stage)
-        if times and times[least] < 0.97 * of_names[name]:
+        if times and times[least] < _MIN_GAIN * of_names[name]:
             ratio = times[least] / of_names[args.preset]
             over = "" if name == args.preset else f"; {args.preset} at ZeRO {stage} is {ratio:.2f}x as fast as that"
             found.append(f"{label} is faster at ZeRO {least}: {times[least]:.2f} ms{over}")
@@ -131,22 +122,18 @@ def other_stages(
 
 def first_line(name: str, step_ms: float, of_names: Mapping[str, float], bases: Baselines) -> str:
     """Return the line that says how fast a system is, and over what."""
-    if name == "deepspeed":
+    if name == STOCK:
         return f"{bases.label(name)}: {step_ms:.2f} ms a step"
     over_stock, over_other = bases.ratios(step_ms, of_names)
     return f"{name}: {step_ms:.2f} ms a step, {over_stock} {bases.stock_label}, {over_other} {bases.label(bases.other)}"
 
 
-def print_summary(
-    args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], step_ms: float, fits: bool | None
-) -> dict[str, Any]:
+def print_summary(args: argparse.Namespace, job: PlannedJob, step_ms: float, fits: bool | None) -> dict[str, Any]:
     """Print tokens a second, utilisation, and the block that runs the plan; return the same as plain data."""
-    from ds_fsmoe.offline.models.architecture import step_flops
-
-    cluster, groups, micro_batches = job["cluster"], job["groups"], job["settings"].num_micro_batches
+    cluster, groups, model, micro_batches = job.cluster, job.groups, job.model, job.settings.num_micro_batches
     ranks = groups.mp * groups.pp
-    tokens = micro_batches * job["shape"].B * job["shape"].L / ranks
-    flops = micro_batches * step_flops(job["shape"], job["num_layers"], job["architecture"]) / ranks
+    tokens = micro_batches * model.shape.B * model.shape.L / ranks
+    flops = micro_batches * step_flops(model.shape, model.num_layers, model.architecture) / ranks
     tokens_per_s, tflops = tokens / step_ms * 1e3, flops / step_ms / 1e9
     print(f"\ntokens: {tokens_per_s:.0f} a second per GPU, without the optimizer")
     peak, utilisation = cluster.peak_tflops, None
@@ -156,9 +143,9 @@ def print_summary(
         utilisation = tflops / peak
         print(f"model FLOPs utilisation: {utilisation:.1%} ({tflops:.1f} of {peak:g} TFLOP/s per GPU)")
     print("  6 x active parameters x tokens + attention (docs/planning.md)")
-    config = ds_config(args, job)
+    config = _ds_config(args, job)
     print(f"\n{'this does not fit' if fits is False else 'to run this'}, in ds_config.json:\n{json.dumps(config)}")
-    if not is_hugging_face(args):
+    if model.architecture is None:
         print(f'  "ep_size" is an argument of your MoE(...) layers: {groups.ep}')
     if args.activation_checkpointing:
         print("  and model.gradient_checkpointing_enable() in your script")
@@ -171,56 +158,43 @@ def print_summary(
     }
 
 
-def ds_config(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
+def _ds_config(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
     """Return the configuration of DeepSpeed that runs a plan."""
-    groups, shape = job["groups"], job["shape"]
-    dtype = args.dtype or ("fp32" if job["architecture"] is None else job["architecture"].dtype)
-    block: dict[str, Any] = {"enabled": True}
-    if is_hugging_face(args):
-        block["ep_size"] = groups.ep
-    if groups.esp > 1:
-        block["expert_tensor_parallel_size"] = groups.esp
-    if args.preset != "best":
-        block["schedule"] = args.preset
-    if args.recompute:
-        block["recompute"] = True
+    architecture, esp = job.model.architecture, job.groups.esp
+    dtype = args.dtype or ("fp32" if architecture is None else architecture.dtype)
     return {
-        "train_micro_batch_size_per_gpu": shape.B,
-        "gradient_accumulation_steps": job["settings"].num_micro_batches,
-        "zero_optimization": {"stage": job["zero"].stage},
+        "train_micro_batch_size_per_gpu": job.model.shape.B,
+        "gradient_accumulation_steps": job.settings.num_micro_batches,
+        "zero_optimization": {"stage": job.zero.stage},
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
         **({"data_types": {"grad_accum_dtype": "fp32"}} if args.grad_accum_fp32 else {}),
-        "fsmoe": block,
+        "fsmoe": {
+            "enabled": True,
+            **({} if architecture is None else {"ep_size": job.groups.ep}),
+            **({"expert_tensor_parallel_size": esp} if esp > 1 else {}),
+            **({"schedule": args.preset} if args.preset != "best" else {}),
+            **({"recompute": True} if args.recompute else {}),
+        },
     }
 
 
-def print_larger_ep(args: argparse.Namespace, model: PlannedModel, job: dict[str, Any], step_ms: float) -> None:
+def print_larger_ep(args: argparse.Namespace, job: PlannedJob, step_ms: float) -> None:
     """Print which larger ``ep_size`` is predicted to be faster, where none is given and one fits."""
-    if args.ep is not None or args.preset != "best" or not is_hugging_face(args) or is_batch(args):
+    if args.ep is not None or args.preset != "best" or job.model.architecture is None or is_batch(args):
         return
-    for groups in larger_layouts(job["groups"], model)[-1:]:
-        needed = Needs(args, model, groups)
-        if needed.is_known and needed.memory_gb is not None and needed.gb(job["zero"].stage) > needed.memory_gb:
+    for larger in larger_layouts(job)[-1:]:
+        if job.memory_gb is not None and job.tells_memory and need_gb(args, larger, job.zero.stage) > job.memory_gb:
             continue
-        ms, alltoall = _fastest(groups, job)
-        flags = f"--ep-size {groups.ep} --alltoall {alltoall}"
-        if ms < 0.97 * step_ms:
-            print(f'  "ep_size": {groups.ep} is predicted to be {step_ms / ms:.2f}x as fast ({flags})')
+        ms, alltoall = _fastest(larger)
+        flags = f"--ep-size {larger.groups.ep} --alltoall {alltoall}"
+        if ms < _MIN_GAIN * step_ms:
+            print(f'  "ep_size": {larger.groups.ep} is predicted to be {step_ms / ms:.2f}x as fast ({flags})')
 
 
-def _fastest(groups: Groups, job: dict[str, Any]) -> tuple[float, str]:
-    """Return the time of ``best`` in other groups, with the all-to-all that is the fastest there."""
-    from ds_fsmoe.offline.plan.report import report
-    from ds_fsmoe.planning.crossings import crosses_once, expected_crossings
-    from ds_fsmoe.planning.workload import ALLTOALLS
-
-    at, shape, crossings = groups.placements["ep"], job["shape"], None
-    if crosses_once(groups):
-        crossings = expected_crossings(shape.E, shape.K, at.nodes, at.per_node)
-    names = ALLTOALLS if crosses_once(groups) else ("flat",)
-    tried = []
-    for name in names:
-        changed = {"groups": groups, "alltoall": name, "crossings": crossings}
-        found = report(**(job | changed), preset_name="best", names=("best",))
-        tried.append((sum(found.times_ms["best"]), name))
-    return min(tried)
+def _fastest(job: PlannedJob) -> tuple[float, str]:
+    """Return the time of ``best``, with the all-to-all that is the fastest."""
+    at, shape, crossings, names = job.groups.placements["ep"], job.model.shape, None, ("flat",)
+    if crosses_once(job.groups):
+        crossings, names = expected_crossings(shape.E, shape.K, at.nodes, at.per_node), ALLTOALLS
+    ways = (replace(job, alltoall=name, crossings=crossings) for name in names)
+    return min((report(each, "best", ("best",)).step_ms("best"), each.alltoall) for each in ways)

@@ -10,28 +10,40 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ds_fsmoe.files.runs import CLUSTER, MEASURED, Run, read_run, trace_folder
+from ds_fsmoe.files.traces import rank_file, read_trace
 from ds_fsmoe.files.whole_files import check_folders
 from ds_fsmoe.offline.plan.placement import moved_bytes, on_ranks, pays_words, place, read_loads
+from ds_fsmoe.offline.plan.traced_costs import (
+    TracedJob,
+    TracedTask,
+    corrected,
+    fit_costs,
+    read_tasks,
+    traced_tasks,
+    with_slowdown_of,
+)
+from ds_fsmoe.offline.report.comparison import RunTimes, settled_after, times_of
+from ds_fsmoe.offline.report.routing import ROUTING, has_routing
+from ds_fsmoe.planning.block import LayerPlan
+from ds_fsmoe.planning.cluster import Cluster, load_cluster
+from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind
+from ds_fsmoe.planning.job.recorded_data import job_from_data
+from ds_fsmoe.planning.job.what_if import Prediction, Ran, WhatIf, ran_of
+from ds_fsmoe.planning.placement_costs import Prices
+from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.planning.workload import ALLTOALLS
 from ds_fsmoe.terminal.tables import print_table
-
-if TYPE_CHECKING:
-    from ds_fsmoe.files.runs import Run
-    from ds_fsmoe.offline.plan.traced_costs import TracedJob, TracedTask
-    from ds_fsmoe.planning.cluster import Cluster
-    from ds_fsmoe.planning.groups import Groups
-    from ds_fsmoe.planning.job.other_ranks import OtherRanks
-    from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind
-    from ds_fsmoe.planning.job.what_if import Prediction, Ran, WhatIf
-    from ds_fsmoe.planning.placement_costs import Prices
-
 
 NO_GRADIENTS = (
     "gradients: what they cost is not known of this run, so each plan has them as they were, and presets that differ "
@@ -41,37 +53,26 @@ MOST_DEGREE = 4
 """The largest degree in the table; the one that ran is in it, too."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Calibrated:
     """A run, and the predictions for its job, held against what the run took."""
 
     run: Run
     ran: Ran
-    step_ms: float
-    """The time of a step, the median over those in which nothing was tried any more."""
-    parts_ms: Mapping[str, float]
-    """The parts of such a step: forward, backward, optimizer, rest."""
-    num_steps: int
+    times: RunTimes
+    """The medians over the steps in which nothing was tried any more: of a step, and of its parts."""
     predicted: Prediction
     """The prediction for what ran, as it was made before the run could correct it."""
-    raw_job: RecordedJob
-    """The job with the costs as they were before that."""
     what_if: WhatIf
     """Predicts other plans, with the costs that the run has corrected."""
     cluster: Cluster | None
     """The cluster that says what collectives cost among other ranks; ``None``: it is not known."""
-    others_ms: float
-    """The time of a step outside of its forwards and backwards: of the optimizer, and between steps."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def predicted_ms(self) -> float:
-        """The predicted time of a whole step as it was run, before corrections."""
-        return self.predicted.step_ms + self.others_ms
+    notes: list[str]
 
     def step_of(self, prediction: Prediction) -> float:
-        """Return the time of a whole step, with the optimizer."""
-        return prediction.step_ms + self.others_ms
+        """Return the time of a whole step: with the optimizer, and what is between steps."""
+        parts_ms = self.times.parts_ms
+        return prediction.step_ms + (self.times.step_ms - (parts_ms["forward"] + parts_ms["backward"]))
 
 
 def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
@@ -84,11 +85,6 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
     Raises:
         ValueError: no run, one of DeepSpeed's own layers, or one without what is needed; it says what to record.
     """
-    from ds_fsmoe.files.runs import MEASURED, read_run
-    from ds_fsmoe.offline.report.comparison import settled_after, times_of
-    from ds_fsmoe.planning.job.recorded_data import job_from_data
-    from ds_fsmoe.planning.job.what_if import ran_of
-
     run = read_run(folder)
     if run.is_stock:
         raise ValueError(f"--from-trace {folder}: DeepSpeed's own layers ran, which have no tasks to plan with")
@@ -102,87 +98,45 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
         ran = ran_of(job, run.plans.get("layers", ()))
     except ValueError as error:
         raise ValueError(f"--from-trace {folder}: {MEASURED}: {error}") from error
-    cluster = _cluster_of(run, cluster_name)
+    own = run.folder / CLUSTER
+    asked = cluster_name or (str(own) if own.is_file() else None)
+    cluster = None if asked is None else load_cluster(asked)
     settled = settled_after(run)
     tasks, problem = _trace_of(run, settled)
-    spans = _Spans(run, tasks, problem, settled)
     measured_ms = times.parts_ms["forward"], times.parts_ms["backward"]
+    notes = [] if job.is_measured and job.gradients_bytes else [NO_GRADIENTS]
     if job.is_measured:
-        raw, what_if, notes = _by_measurements(job, spans, ran, measured_ms[1])
+        raw = what_if = WhatIf(job)
+        said = (
+            f"costs: as the autotuner has measured them; {problem}, so what its predictions are off by is taken "
+            "to be in what no plan changes"
+        )
+        if tasks:
+            found, traced = with_slowdown_of(job, tasks, settled)
+            rest_ms = _rest_ms(run, traced, found, knows_gradients=found.mode != "off")
+            what_if = WhatIf(corrected(found, traced), rest_ms or raw.rest_ms).with_gradients_of(measured_ms[1], ran)
+            said = (
+                "costs: as the autotuner has measured them, each task corrected by what it took in the trace of rank "
+                "0, waiting for others included, and lanes slowed down as far as it shows; gradients by what is left "
+                "of the backward"
+            )
     elif tasks:
-        raw, what_if, notes = _by_trace_alone(job, spans, ran, cluster)
+        contention = IDEAL if cluster is None else cluster.contention
+        traced = read_tasks(tasks, contention, settled)
+        costs, one_size = fit_costs(job, traced, cluster)
+        # Beyond the chunks that were seen nothing tells what start-up adds up to.
+        most = min(job.max_degree, max(MOST_DEGREE, *ran.degrees))
+        found = replace(job.with_fitted(costs, contention), max_degree=most)
+        raw = what_if = WhatIf(found, _rest_ms(run, traced, found, knows_gradients=False))
+        said = "costs: fitted to the spans of the trace of rank 0, waiting for others included; nothing was measured"
+        notes = [*_of_fit(one_size, cluster), *notes]
     else:
         raise ValueError(
             f'--from-trace {folder}: nothing tells what tasks cost: {problem}; record one with "trace": '
             '{"enabled": true}, or a run with "autotune": {"enabled": true}'
         )
-    of_run = run, ran, times.step_ms, times.parts_ms, times.num_steps
-    what_if, others_ms = what_if.with_rest_of(measured_ms, ran), times.step_ms - sum(measured_ms)
-    return Calibrated(*of_run, raw.as_ran(ran), raw.job, what_if, cluster, others_ms, notes)
-
-
-@dataclass(frozen=True)
-class _Spans:
-    """Holds what a run has traced."""
-
-    run: Run
-    tasks: list[TracedTask]
-    problem: str
-    settled: int
-
-
-def _by_measurements(job: RecordedJob, spans: _Spans, ran: Ran, backward_ms: float) -> tuple[WhatIf, WhatIf, list[str]]:
-    """Return predictions by what the autotuner has measured, those corrected by the trace, and what to say of them."""
-    from ds_fsmoe.offline.plan.traced_costs import corrected, with_slowdown_of
-    from ds_fsmoe.planning.job.what_if import WhatIf
-
-    raw = WhatIf(job)
-    notes = [] if job.gradients_bytes else [NO_GRADIENTS]
-    if not spans.tasks:
-        said = (
-            f"costs: as the autotuner has measured them; {spans.problem}, so what its predictions are off by is taken "
-            "to be in what no plan changes"
-        )
-        return raw, raw, [said, *notes]
-    found, traced = with_slowdown_of(job, spans.tasks, spans.settled)
-    rest_ms = _rest_ms(spans.run, traced, found, knows_gradients=found.mode != "off")
-    what_if = WhatIf(corrected(found, traced), rest_ms or raw.rest_ms).with_gradients_of(backward_ms, ran)
-    said = (
-        "costs: as the autotuner has measured them, each task corrected by what it took in the trace of rank 0, "
-        "waiting for others included, and lanes slowed down as far as it shows; gradients by what is left of the "
-        "backward"
-    )
-    return raw, what_if, [said, *notes]
-
-
-def _by_trace_alone(
-    job: RecordedJob, spans: _Spans, ran: Ran, cluster: Cluster | None
-) -> tuple[WhatIf, WhatIf, list[str]]:
-    """Return predictions by the trace of a run that measured nothing, twice, and what to say of them."""
-    from ds_fsmoe.offline.plan.traced_costs import fit_costs, read_tasks
-    from ds_fsmoe.planning.job.what_if import WhatIf
-    from ds_fsmoe.planning.timeline import IDEAL
-
-    contention = IDEAL if cluster is None else cluster.contention
-    traced = read_tasks(spans.tasks, contention, spans.settled)
-    costs, one_size = fit_costs(job, traced, cluster)
-    # Beyond the chunks that were seen nothing tells what start-up adds up to.
-    most = min(job.max_degree, max(MOST_DEGREE, *ran.degrees))
-    found = replace(job.with_fitted(costs, contention), max_degree=most)
-    what_if = WhatIf(found, _rest_ms(spans.run, traced, found, knows_gradients=False))
-    said = "costs: fitted to the spans of the trace of rank 0, waiting for others included; nothing was measured"
-    return what_if, what_if, [said, *_of_fit(one_size, cluster), NO_GRADIENTS]
-
-
-def _cluster_of(run: Run, name: str | None) -> Cluster | None:
-    """Return the cluster that was named, or the one that the run has measured."""
-    from ds_fsmoe.files.runs import CLUSTER
-    from ds_fsmoe.planning.cluster import load_cluster
-
-    own = run.folder / CLUSTER
-    if name is None and not own.is_file():
-        return None
-    return load_cluster(name or str(own))
+    what_if = what_if.with_rest_of(measured_ms, ran)
+    return Calibrated(run, ran, times, raw.as_ran(ran), what_if, cluster, [said, *notes])
 
 
 def _trace_of(run: Run, settled: int) -> tuple[list[TracedTask], str]:
@@ -191,10 +145,6 @@ def _trace_of(run: Run, settled: int) -> tuple[list[TracedTask], str]:
 
     Some have to be of steps in which nothing is tried any more. A trace counts steps from 0, and the log from 1.
     """
-    from ds_fsmoe.files.runs import trace_folder
-    from ds_fsmoe.files.traces import rank_file, read_trace
-    from ds_fsmoe.offline.plan.traced_costs import traced_tasks
-
     path = rank_file(trace_folder(run.folder), 0)
     if not path.is_file():
         return [], "there is no trace of rank 0"
@@ -242,69 +192,51 @@ def _of_fit(one_size: Iterable[str], cluster: Cluster | None) -> list[str]:
 
 def print_elsewhere(found: Calibrated, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print what the same schedule would have given with other all-to-alls and on other ranks."""
-    wanted = _wanted(found.what_if.job, args)
-    timed = next(iter(found.what_if.job.kinds)).ways
+    was = found.what_if.job.kinds[0]
     rows: list[tuple[str, ...]] = []
     data: list[dict[str, Any]] = []
-    for name, other in wanted:
+    for name, other in _wanted(was, args):
         try:
             what_if = _elsewhere(found, other)
         except ValueError as error:
             rows.append((name, "", "", "", str(error)))
             data.append({"name": name, "why_not": str(error)})
             continue
-        prediction = what_if.by_schedule(what_if.job.schedule)
-        step_ms = found.step_of(prediction)
-        was, now = found.what_if.job.kinds[0].groups, what_if.job.kinds[0].groups
-        gain = found.step_ms / step_ms * now.world / was.world
-        is_timed = now == was and other.alltoall in timed
+        step_ms = found.step_of(what_if.by_schedule(what_if.job.schedule))
+        now = what_if.job.kinds[0].groups
+        gain = found.times.step_ms / step_ms * now.world / was.groups.world
+        is_timed = now == was.groups and other.alltoall in was.ways
         note = "timed in the job" if is_timed else "extrapolated by the cluster's numbers"
         rows.append((name, _describe(now), f"{step_ms:.1f}", f"{gain:.2f}x", note))
-        data.append(
-            {
-                "name": name,
-                "groups": _sizes(now),
-                "step_ms": step_ms,
-                "tokens_gain": gain,
-                "is_extrapolated": not is_timed,
-            }
-        )
+        sizes = {size: getattr(now, size) for size in ("world", "gpus_per_node", "ep", "esp")}
+        times = {"step_ms": step_ms, "tokens_gain": gain, "is_extrapolated": not is_timed}
+        data.append({"name": name, "groups": sizes, **times})
     if rows:
         print(f"\na step by {found.what_if.job.schedule} with other all-to-alls and ranks; each rank keeps its tokens")
         print_table(("", "ranks", "predicted ms", "tokens a second", ""), rows)
     return data
 
 
-def _wanted(job: RecordedJob, args: argparse.Namespace) -> list[tuple[str, OtherRanks]]:
+def _wanted(kind: RecordedKind, args: argparse.Namespace) -> list[tuple[str, OtherRanks]]:
     """Return what is looked at: what was asked for, each all-to-all, and other layouts of the same ranks."""
-    from ds_fsmoe.planning.job.other_ranks import OtherRanks
-    from ds_fsmoe.planning.workload import ALLTOALLS
-
-    kind = job.kinds[0]
-    groups, num_experts = kind.groups, kind.shape.num_experts
-    asked = {"nodes": args.nodes, "per_node": args.ranks_per_node, "ep": args.ep, "esp": args.esp}
-    found: list[tuple[str, OtherRanks]] = []
-    if any(each is not None for each in asked.values()):
-        words = {
-            "nodes": "--nodes",
-            "per_node": "--ranks-per-node",
-            "ep": "--ep-size",
-            "esp": "--expert-tensor-parallel-size",
-        }
-        name = " ".join(f"{words[each]} {size}" for each, size in asked.items() if size is not None)
-        found.append((name, OtherRanks(**asked)))
+    groups, found = kind.groups, []
+    asked = {
+        "--nodes": args.nodes,
+        "--ranks-per-node": args.ranks_per_node,
+        "--ep-size": args.ep,
+        "--expert-tensor-parallel-size": args.esp,
+    }
+    given = [f"{flag} {size}" for flag, size in asked.items() if size is not None]
+    if given:
+        found.append((" ".join(given), OtherRanks(args.nodes, args.ranks_per_node, args.ep, args.esp)))
     if len(groups.placements["ep"].lanes) == 2:
         found += [(f"all-to-all {name}", OtherRanks(alltoall=name)) for name in ALLTOALLS]
-    layouts = [
-        (ep, esp)
-        for esp in range(1, groups.gpus_per_node + 1)
-        for ep in range(1, groups.stage + 1)
-        if groups.stage % (ep * esp) == 0 and num_experts % ep == 0 and (ep, esp) != (groups.ep, groups.esp)
-    ]
     found += [
         (f"ep_size {ep}, expert_tensor_parallel_size {esp}", OtherRanks(ep=ep, esp=esp))
-        for ep, esp in layouts
-        if ep * esp > 1
+        for esp in range(1, groups.gpus_per_node + 1)
+        for ep in range(1, groups.stage + 1)
+        if ep * esp > 1 and groups.stage % (ep * esp) == 0 and kind.shape.num_experts % ep == 0
+        if (ep, esp) != (groups.ep, groups.esp)
     ]
     if args.nodes is None:
         found.append(("twice the nodes", OtherRanks(nodes=2 * max(1, groups.world // groups.gpus_per_node))))
@@ -317,9 +249,6 @@ def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
     Raises:
         ValueError: it cannot be there, or nothing is known of the cluster.
     """
-    from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
-    from ds_fsmoe.planning.job.what_if import WhatIf
-
     job = found.what_if.job
     kinds, name = job.kinds, other.alltoall
     if name is not None and other == OtherRanks(alltoall=name) and all(name in kind.ways for kind in kinds):
@@ -336,18 +265,12 @@ def _describe(groups: Groups) -> str:
     return f"{nodes} x {groups.gpus_per_node}, ep_size {groups.ep}{cut}"
 
 
-def _sizes(groups: Groups) -> dict[str, int]:
-    return {"world": groups.world, "gpus_per_node": groups.gpus_per_node, "ep": groups.ep, "esp": groups.esp}
-
-
 # ---- places of experts
 
 
 def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] | None:
     """Print what placing experts by the routing that was recorded would have given; ``None``: there is no such thing,
     or it would change nothing."""
-    from ds_fsmoe.offline.report.routing import ROUTING, has_routing
-
     asked = (found.run.facts.get("block", {}).get("routing") or {}).get("record")
     folder = args.loads or next(
         (each for each in (found.run.folder / ROUTING, Path(asked or ".")) if has_routing(each)), None
@@ -361,13 +284,9 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
             f"\nrouting in {folder}: places change nothing where experts have as many slots each, or lie on every rank"
         )
         return None
-    shape = SimpleNamespace(capacity_factor=None, imbalance=1.0, E=kind.shape.num_experts)
-    asking = argparse.Namespace(loads=Path(folder))
-    loads = read_loads(asking, {"shape": shape, "groups": kind.groups})
-    assert loads is not None
     rows, data, gain_ms = [], [], 0.0
-    labels = [job.labels[min(index, len(job.labels) - 1)] for index in range(len(loads.rows))]
-    for label, (layer, rows_RE) in zip(labels, loads.rows.items(), strict=True):
+    for index, (layer, rows_RE) in enumerate(read_loads(Path(folder), kind.shape.num_experts).items()):
+        label = job.labels[min(index, len(job.labels) - 1)]
         of_kind = job.kind_of(label)
         rows_GE = on_ranks(rows_RE, of_kind.groups.ep)
         row = place(layer, rows_GE, _prices(found, of_kind, label, rows_GE))
@@ -377,16 +296,14 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
         rows.append((layer, *numbers, pays_words(row)))
     print(f"\nexperts placed by the routing in {folder}")
     print_table(("layer", "fullest now", "placed", "layer ms now", "placed", "pays"), rows)
-    step_ms = found.step_ms - gain_ms
-    print(f"  a step: {step_ms:.1f} ms placed, {found.step_ms / step_ms:.2f}x over what ran")
-    return {"layers": data, "step_ms": step_ms, "gain": found.step_ms / step_ms}
+    step_ms = found.times.step_ms - gain_ms
+    gain = found.times.step_ms / step_ms
+    print(f"  a step: {step_ms:.1f} ms placed, {gain:.2f}x over what ran")
+    return {"layers": data, "step_ms": step_ms, "gain": gain}
 
 
 def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarray) -> Prices:
     """Return what a layer costs as it was run, held against balanced routing."""
-    from ds_fsmoe.planning.block import LayerPlan
-    from ds_fsmoe.planning.placement_costs import Prices
-
     job, at = found.what_if.job, found.what_if.job.labels.index(label)
     name = found.ran.alltoalls[at]
     forward, backward = (each.plan() for each in found.ran.orders[at])
@@ -403,17 +320,6 @@ def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarr
         is_serial=job.is_serial,
         micro_batches=job.micro_batches,
     )
-
-
-def add_from_trace(where: Any) -> None:
-    """Add the arguments that name the folder of a run, and ranks that it did not have."""
-    where.add_argument(
-        "--from-trace",
-        type=Path,
-        metavar="DIR",
-        help="the folder of a recorded run: what another plan would have given in that same job",
-    )
-    where.add_argument("--ranks-per-node", type=int, metavar="N", help="with --from-trace: so many ranks in a node")
 
 
 def run_from_trace(args: argparse.Namespace) -> int:
@@ -435,24 +341,26 @@ def run_from_trace(args: argparse.Namespace) -> int:
 
 
 def _print_run(found: Calibrated) -> dict[str, Any]:
-    run, parts = found.run, ", ".join(f"{name} {time_ms:.1f}" for name, time_ms in found.parts_ms.items())
-    off = found.predicted_ms / found.step_ms - 1
+    run, times, job = found.run, found.times, found.what_if.job
+    parts = ", ".join(f"{name} {time_ms:.1f}" for name, time_ms in times.parts_ms.items())
+    predicted_ms = found.step_of(found.predicted)
+    off = predicted_ms / times.step_ms - 1
     print(f"run       {run.folder}: {run.name}, {_how(found.ran)}")
-    print(f"measured  {found.step_ms:.1f} ms a step, the median of {found.num_steps} ({parts})")
+    print(f"measured  {times.step_ms:.1f} ms a step, the median of {times.num_steps} ({parts})")
     print(
-        f"predicted {found.predicted_ms:.1f} ms for what ran, {off:+.1%}: what other predictions may be off by before "
+        f"predicted {predicted_ms:.1f} ms for what ran, {off:+.1%}: what other predictions may be off by before "
         "they are corrected"
     )
     return {
         "folder": str(run.folder),
-        "schedule": found.what_if.job.schedule,
+        "schedule": job.schedule,
         "ran": _as_data(found.ran),
-        "measured_ms": found.step_ms,
-        "parts_ms": dict(found.parts_ms),
-        "num_steps": found.num_steps,
-        "predicted_ms": found.predicted_ms,
+        "measured_ms": times.step_ms,
+        "parts_ms": times.parts_ms,
+        "num_steps": times.num_steps,
+        "predicted_ms": predicted_ms,
         "off": off,
-        "gradient_factor": found.what_if.job.gradient_factor,
+        "gradient_factor": job.gradient_factor,
         "rest_ms": list(found.what_if.rest_ms),
     }
 
@@ -472,11 +380,6 @@ def _how(ran: Ran) -> str:
     return f"{forward.degree} and {backward.degree} chunks, {orders}, {ran.alltoalls[0]}{differ}"
 
 
-def _cells(found: Calibrated, name: str, prediction: Prediction, note: str = "") -> tuple[str, ...]:
-    step_ms = found.step_of(prediction)
-    return (name, f"{step_ms:.1f}", f"{found.step_ms / step_ms:.2f}x", _how(prediction.ran), note)
-
-
 def _row(found: Calibrated, name: str, prediction: Prediction) -> dict[str, Any]:
     step_ms = found.step_of(prediction)
     return {
@@ -484,23 +387,22 @@ def _row(found: Calibrated, name: str, prediction: Prediction) -> dict[str, Any]
         "step_ms": step_ms,
         "forward_ms": prediction.forward_ms,
         "backward_ms": prediction.backward_ms,
-        "gain": found.step_ms / step_ms,
+        "gain": found.times.step_ms / step_ms,
         "plan": _as_data(prediction.ran),
     }
 
 
-HEADS = ("predicted ms", "over what ran", "how")
-
-
 def _print_presets(found: Calibrated) -> list[dict[str, Any]]:
-    from ds_fsmoe.planning.decide.presets import NAMES
-
     print("\na step by each schedule, with the numbers of chunks that it would choose")
     predictions = {name: found.what_if.by_schedule(name) for name in NAMES}
+    data = [_row(found, *each) for each in predictions.items()]
     own = found.what_if.job.schedule
-    rows = [_cells(found, name, each, "ran" * (name == own)) for name, each in predictions.items()]
-    print_table(("schedule", *HEADS, ""), rows)
-    return [_row(found, *each) for each in predictions.items()]
+    rows = [
+        (row["name"], f"{row['step_ms']:.1f}", f"{row['gain']:.2f}x", _how(each.ran), "ran" * (row["name"] == own))
+        for row, each in zip(data, predictions.values(), strict=True)
+    ]
+    print_table(("schedule", "predicted ms", "over what ran", "how", ""), rows)
+    return data
 
 
 def _print_degrees(found: Calibrated) -> list[dict[str, Any]]:

@@ -3,112 +3,111 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ds_fsmoe.offline.plan.report import PlannedJob, Report
+from ds_fsmoe.planning.block import LayerPlan
+from ds_fsmoe.planning.call_shape import CallShape
+from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.placement_costs import BALANCED, Prices, Seen, layer_ms
+from ds_fsmoe.planning.placement_policies import balanced, decide
+from ds_fsmoe.planning.workload import GEMMS
+from ds_fsmoe.routes.recorded import Recording, read_routing
 from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.untrusted import read_json
-
-if TYPE_CHECKING:
-    from ds_fsmoe.offline.plan.report import Report
-    from ds_fsmoe.planning.placement_costs import Prices
-    from ds_fsmoe.planning.workload import Shape
-    from ds_fsmoe.routes.recorded import Recording
 
 PAYS_WITHIN = 1000
 """The steps within which a move has to pay here, as many as in training by default."""
 
 
-@dataclass(frozen=True, eq=False)
-class RecordedLoads:
-    """The rows that experts got, as a file says."""
-
-    path: Path
-    rows: dict[str, np.ndarray]
-    """Layer -> [R, E], the rows of each rank that it was measured on for each expert."""
+Loads = Mapping[str, np.ndarray]
+"""The rows that experts got: layer -> [R, E], the rows of each rank that it was measured on for each expert."""
 
 
-def add_loads(how: Any) -> None:
-    """Add the arguments about loads and where they would put experts."""
-    how.add_argument(
-        "--loads", type=Path, metavar="FILE", help="a recorded routing, or JSON, by which experts would be placed"
-    )
-    how.add_argument("--spare-experts", action=_Gone, help=argparse.SUPPRESS)
-
-
-class _Gone(argparse.Action):
-    """Says that an option of version 0.2.0 means nothing any more."""
-
-    def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, option: str | None = None) -> None:
-        why = "means nothing any more, as experts have no replicas in training: leave it out"
-        print(f"{parser.prog}: {option} {value}: {why}", file=sys.stderr)
-
-
-def read_loads(args: argparse.Namespace, job: dict[str, Any]) -> RecordedLoads | None:
-    """Return the loads that the arguments name, checked against the model; ``None``: they name none.
+def check_loads(path: Path, job: PlannedJob) -> None:
+    """Check that loads go with what is planned.
 
     Raises:
-        ValueError: no such file, one of another model, or arguments that do not go with it.
+        ValueError: arguments that do not go with them.
     """
-    if args.loads is None:
-        return None
-    shape, groups = job["shape"], job["groups"]
+    shape = job.model.shape
     if shape.capacity_factor is not None:
         raise ValueError(
-            f"--loads = {args.loads}: only where no token is dropped (--capacity-factor none), since otherwise every "
+            f"--loads = {path}: only where no token is dropped (--capacity-factor none), since otherwise every "
             "expert has as many slots"
         )
     if shape.imbalance > 1:
         raise ValueError(f"--imbalance = {shape.imbalance:g}: not with --loads, which says how full ranks are")
-    if groups.ep == 1:
-        raise ValueError(f"--loads = {args.loads}: only where experts lie on several ranks (--ep 2 or more)")
-    rows = _of_json(args.loads) if args.loads.suffix == ".json" else _of_recording(args.loads)
-    for layer, rows_RE in rows.items():
-        if rows_RE.shape[1] != shape.E:
+    if job.groups.ep == 1:
+        raise ValueError(f"--loads = {path}: only where experts lie on several ranks (--ep 2 or more)")
+
+
+def read_loads(path: Path, num_experts: int) -> Loads:
+    """Read loads of a model with so many experts.
+
+    Raises:
+        ValueError: no such file, or one of another model.
+    """
+    loads = _of_json(path) if path.suffix == ".json" else _of_recording(path)
+    for layer, rows_RE in loads.items():
+        if rows_RE.shape[1] != num_experts:
             raise ValueError(
-                f"--loads = {args.loads}: layer {layer} has {rows_RE.shape[1]} experts, and the model {shape.E}: the "
+                f"--loads = {path}: layer {layer} has {rows_RE.shape[1]} experts, and the model {num_experts}: the "
                 f"choices are a file of this model, or --experts {rows_RE.shape[1]}"
             )
-    return RecordedLoads(args.loads, rows)
+    return loads
 
 
-def print_placement(loads: RecordedLoads | None, result: Report, job: dict[str, Any]) -> dict[str, Any]:
-    """Print what placing experts by loads would give; return it as plain data, nothing without loads."""
-    if loads is None:
-        return {}
-    groups = result.groups
-    prices = _prices(result, job)
-    found = [place(layer, on_ranks(rows_RE, groups.ep), prices) for layer, rows_RE in loads.rows.items()]
-    print(f"\nexperts placed by {loads.path}: balanced, on {groups.ep} ranks")
+def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
+    """Print what placing experts by the loads of a file would give; return it as plain data."""
+    groups, prices = result.job.groups, _prices(result)
+    found = [place(layer, on_ranks(rows_RE, groups.ep), prices) for layer, rows_RE in loads.items()]
+    print(f"\nexperts placed by {path}: balanced, on {groups.ep} ranks")
     heads = ("layer", "fullest now", "placed", "experts move", "layer ms now", "placed", "move ms", "pays")
-    print_table(heads, [_cells(each) for each in found])
+    rows = [
+        (
+            each["layer"],
+            f"{each['fullest_now']:.2f}",
+            f"{each['fullest_placed']:.2f}",
+            each["experts_move"],
+            f"{each['now_ms']:.3f}",
+            f"{each['placed_ms']:.3f}",
+            f"{each['moves_ms'] or 0:.2f}",
+            pays_words(each),
+        )
+        for each in found
+    ]
+    print_table(heads, rows)
     print("  fullest: the rows of the fullest rank over the mean; layer ms: dispatch, experts, combine, both phases")
-    balanced_ms, now_ms, placed_ms = step_ms = _steps_ms(found, prices, result)
+    how = prices.alltoall, prices.contention, prices.is_serial, prices.recompute
+    even_ms = layer_ms(BALANCED, prices.shape, prices.groups, prices.plan, prices.costs, *how)
+    balanced_ms = result.step_ms(result.preset_name)
+    # The layers of the file stand for those of the model, whose number may be another.
+    now_ms, placed_ms = (
+        balanced_ms + len(result.layers) * float(np.mean([each[name] - even_ms for each in found]))
+        for name in ("now_ms", "placed_ms")
+    )
     print(
         f"  a step of {result.preset_name}: {now_ms:.2f} ms with these loads, {placed_ms:.2f} ms placed "
         f"({now_ms / placed_ms:.2f}x), {balanced_ms:.2f} ms if all experts got as much"
     )
     size = f"{prices.moved_bytes / 1e6:.1f} MB, its weights and Adam's states"
     print(f"  an expert that moves takes {size}; a move has to pay within {PAYS_WITHIN} steps")
-    if any(len(each) % groups.ep for each in loads.rows.values()):
+    if any(len(each) % groups.ep for each in loads.values()):
         print(f"  the file is of other ranks than {groups.ep}: their rows are spread evenly over these")
-    steps = dict(zip(("balanced", "now", "placed"), step_ms, strict=True))
-    return {"placement": {"loads": str(loads.path), "layers": found, "step_ms": steps}}
+    steps_ms = {"balanced": balanced_ms, "now": now_ms, "placed": placed_ms}
+    return {"placement": {"loads": str(path), "layers": found, "step_ms": steps_ms}}
 
 
 def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
     """Return where the experts of a layer would be placed by the rows that they got, and what that gives, as plain
     data."""
-    from ds_fsmoe.planning.expert_placement import ExpertPlacement
-    from ds_fsmoe.planning.placement_costs import Seen
-    from ds_fsmoe.planning.placement_policies import balanced, decide
-
     groups = prices.groups
     now = ExpertPlacement.at_start(rows_GE.shape[1], groups.ep)
     seen = Seen(rows_GE, tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep)))
@@ -139,63 +138,33 @@ def moved_bytes(weights: int, dtype_bytes: int) -> int:
     return weights * (dtype_bytes + (8 if dtype_bytes == 4 else 12))
 
 
-def _prices(result: Report, job: dict[str, Any]) -> Prices:
+def _prices(result: Report) -> Prices:
     """Return what a layer of the plan that is shown costs."""
-    from ds_fsmoe.planning.block import LayerPlan
-    from ds_fsmoe.planning.layer_costs import LayerCosts
-    from ds_fsmoe.planning.placement_costs import Prices
-    from ds_fsmoe.planning.workload import GEMMS
-
-    shape, groups, settings = result.shape, result.groups, result.settings
+    job, shape, settings = result.job, result.job.model.shape, result.planner.settings
     forward, backward = result.plan.blocks(len(result.layers) // 2)
-    weights = GEMMS[shape.ffn] * shape.M * shape.H // groups.esp
-    return Prices(
-        _call(shape, groups.mp, weights, shape.E // groups.ep, job),
-        groups,
-        LayerPlan(forward, backward, job["alltoall"]),
-        LayerCosts.written(result.costs, settings.host_ms),
-        moved_bytes=moved_bytes(weights, shape.dtype_bytes),
-        alltoall=job["alltoall"],
-        contention=settings.contention,
-        recompute=job["recompute"],
-    )
-
-
-def _call(shape: Shape, mp: int, weights: int, num_local: int, job: dict[str, Any]) -> Any:
-    """Return the sizes of a call of the layer that is planned."""
-    from ds_fsmoe.planning.call_shape import CallShape
-    from ds_fsmoe.planning.crossings import Crossings
-    from ds_fsmoe.planning.workload import GEMMS
-
-    tokens_S = shape.B * shape.L / mp
-    crossings = job["crossings"]
-    return CallShape(
+    products, num_local = GEMMS[shape.ffn], shape.E // job.groups.ep
+    weights = products * shape.M * shape.H // job.groups.esp
+    tokens_S, crossings = shape.B * shape.L / job.groups.mp, job.crossings
+    call = CallShape(
         num_experts=shape.E,
         capacity=max(1, round(shape.K * tokens_S / shape.E)),
         width=shape.M,
         dtype_bytes=shape.dtype_bytes,
-        num_products=GEMMS[shape.ffn] * num_local,
+        num_products=products * num_local,
         num_weights=weights * num_local,
         num_tokens=max(1, round(tokens_S)),
         crossings=crossings and Crossings(crossings.nodes / shape.K, crossings.ranks / shape.K),
     )
-
-
-def _steps_ms(found: list[dict[str, Any]], prices: Prices, result: Report) -> tuple[float, float, float]:
-    """Return the time of a step with balanced routing, with these loads, and with these loads and experts placed.
-
-    The layers of the file stand for those of the model, whose number may be another.
-    """
-    from ds_fsmoe.planning.placement_costs import BALANCED, layer_ms
-
-    how = prices.alltoall, prices.contention, prices.is_serial, prices.recompute
-    even_ms = layer_ms(BALANCED, prices.shape, prices.groups, prices.plan, prices.costs, *how)
-    step_ms = sum(result.times_ms[result.preset_name])
-    now_ms, placed_ms = (
-        step_ms + len(result.layers) * float(np.mean([each[name] - even_ms for each in found]))
-        for name in ("now_ms", "placed_ms")
+    return Prices(
+        call,
+        job.groups,
+        LayerPlan(forward, backward, job.alltoall),
+        LayerCosts.written(result.planner.costs, settings.host_ms),
+        moved_bytes=moved_bytes(weights, shape.dtype_bytes),
+        alltoall=job.alltoall,
+        contention=settings.contention,
+        recompute=job.recompute,
     )
-    return step_ms, now_ms, placed_ms
 
 
 def on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -205,23 +174,8 @@ def on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
     return np.tile(rows_RE.sum(axis=0) / num_ranks, (num_ranks, 1))
 
 
-def _cells(placed: Mapping[str, Any]) -> tuple[object, ...]:
-    fullest = (f"{placed[each]:.2f}" for each in ("fullest_now", "fullest_placed"))
-    times_ms = (f"{placed[each]:.3f}" for each in ("now_ms", "placed_ms"))
-    return (
-        placed["layer"],
-        *fullest,
-        placed["experts_move"],
-        *times_ms,
-        f"{placed['moves_ms'] or 0:.2f}",
-        pays_words(placed),
-    )
-
-
-def _of_recording(path: Path) -> dict[str, np.ndarray]:
+def _of_recording(path: Path) -> Loads:
     """Return layer -> [R, E], the mean rows per step of a recording, ranks of an EP group in its order."""
-    from ds_fsmoe.routes.recorded import read_routing
-
     recording = read_routing(path)
     rows = {layer.path: _mean_rows(recording, layer.path) for layer in recording.layers}
     if not any(each.sum() for each in rows.values()):
@@ -240,7 +194,7 @@ def _mean_rows(recording: Recording, path: str) -> np.ndarray:
     return counts_RE[[row_of_rank[rank] for rank in ordered]]
 
 
-def _of_json(path: Path) -> dict[str, np.ndarray]:
+def _of_json(path: Path) -> Loads:
     """Return layer -> [R, E] of ``{"layer": [[rows of rank 0 for each expert], ...]}``."""
     try:
         said = read_json(path)

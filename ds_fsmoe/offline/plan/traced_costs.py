@@ -52,7 +52,6 @@ class TracedTask:
     step: int
     turn: int
     """The position among several runs of the phase in this step."""
-    index: int
     kind: str
     chunk: int
     lane: Lane
@@ -102,7 +101,7 @@ def traced_tasks(events: Iterable[Mapping[str, Any]]) -> list[TracedTask]:
         for turn, (_, of_run) in enumerate(sorted(runs.items())):
             for event in of_run:
                 args, begin_ms = event["args"], event["ts"] / 1e3
-                what = args["index"], args["kind"], args["chunk"], Lane(args["lane"])
+                what = args["kind"], args["chunk"], Lane(args["lane"])
                 tasks.append(TracedTask(label, backward, step, turn, *what, begin_ms, begin_ms + args["ms"]))
     return tasks
 
@@ -116,19 +115,28 @@ def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, sett
         contention: how lanes slow each other down: what a task would have taken alone counts.
         settled: the first step in which nothing is tried any more: only from there on steps are told as a whole.
     """
-    runs = _runs(tasks)
-    behind: dict[int, list[float]] = defaultdict(list)
-    for place, time_ms in _behind_ms({run: each for run, each in runs.items() if run.step >= settled}):
-        behind[place].append(time_ms)
+    of_runs: dict[tuple[int, int, bool, str], list[TracedTask]] = defaultdict(list)
+    for each in tasks:
+        of_runs[each.step, each.turn, each.backward, each.label].append(each)
     pieces: dict[TracedChunk, list[float]] = defaultdict(list)
     runs_ms: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for run, of_run in runs.items():
-        if run.step >= settled:
-            runs_ms[run.step][run.backward] += _end_ms(of_run) - _begin_ms(of_run)
-        alltoall = _alltoall_of(of_run)
+    backwards: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for (step, turn, backward, _), of_run in of_runs.items():
+        begin_ms, end_ms = min(each.begin_ms for each in of_run), max(each.end_ms for each in of_run)
+        if step >= settled:
+            runs_ms[step][backward] += end_ms - begin_ms
+            if backward:
+                backwards[step, turn].append((begin_ms, end_ms))
+        kinds = {each.kind for each in of_run}
+        alltoall: AllToAll = ONCE_PER_NODE if SPREAD in kinds else "2dh" if A2A_IN_NODE in kinds else "flat"
         degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
         for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
             pieces[TracedChunk(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
+    # Place in the backward -> the times from one layer to the next.
+    behind: dict[int, list[float]] = defaultdict(list)
+    for of_backward in backwards.values():
+        for place, ((_, end_ms), (begin_ms, _)) in enumerate(itertools.pairwise(sorted(of_backward))):
+            behind[place].append(max(0.0, begin_ms - end_ms))
     return TracedJob(
         _as_wholes({piece: statistics.median(each) for piece, each in pieces.items()}),
         {step: (each[0], each[1]) for step, each in sorted(runs_ms.items())},
@@ -142,50 +150,6 @@ def _as_wholes(pieces_ms: dict[TracedChunk, float]) -> dict[TracedChunk, float]:
         whole_ms = pieces_ms.pop(piece) + pieces_ms.pop(piece._replace(kind="EXPERT_DW"), 0.0)
         pieces_ms.setdefault(piece._replace(kind=EXPERT), whole_ms)
     return pieces_ms
-
-
-def _alltoall_of(tasks: Iterable[TracedTask]) -> AllToAll:
-    """Return the all-to-all that a run had: its tasks tell."""
-    kinds = {each.kind for each in tasks}
-    return ONCE_PER_NODE if SPREAD in kinds else "2dh" if A2A_IN_NODE in kinds else "flat"
-
-
-class _Run(NamedTuple):
-    """A run of a phase of a layer."""
-
-    label: str
-    backward: bool
-    step: int
-    turn: int
-
-
-def _runs(tasks: Iterable[TracedTask]) -> dict[_Run, list[TracedTask]]:
-    found: dict[_Run, list[TracedTask]] = defaultdict(list)
-    for each in tasks:
-        found[_Run(each.label, each.backward, each.step, each.turn)].append(each)
-    return found
-
-
-def _begin_ms(tasks: list[TracedTask]) -> float:
-    return min(each.begin_ms for each in tasks)
-
-
-def _end_ms(tasks: list[TracedTask]) -> float:
-    return max(each.end_ms for each in tasks)
-
-
-def _behind_ms(runs: Mapping[_Run, list[TracedTask]]) -> list[tuple[int, float]]:
-    """Return (place in the backward, time to the next layer) of the backwards of one rank."""
-    backwards: dict[tuple[int, int], list[list[TracedTask]]] = defaultdict(list)
-    for run, tasks in runs.items():
-        if run.backward:
-            backwards[run.step, run.turn].append(tasks)
-    found = []
-    for of_backward in backwards.values():
-        ordered = sorted(of_backward, key=_begin_ms)
-        for place, (before, after) in enumerate(itertools.pairwise(ordered)):
-            found.append((place, max(0.0, _begin_ms(after) - _end_ms(before))))
-    return found
 
 
 def _alone_ms(tasks: list[TracedTask], contention: Contention) -> list[float]:
@@ -229,8 +193,14 @@ def fit_costs(
     for kind in job.kinds:
         way = next(iter(kind.ways.values()))
         written = {} if cluster is None else kind_costs(cluster, kind.groups, way.planned)
-        found = _costs(kind, way.planned, _points(kind, way.planned, traced), written, one_size)
-        costs |= dict.fromkeys(kind.labels, found)
+        points = _points(kind, way.planned, traced)
+        if not points:
+            raise ValueError(f"the trace has no task of {', '.join(kind.labels)}")
+        lines = {key: _line(each) for key, each in points.items()}
+        one_size |= {name: None for (_, name), line in lines.items() if line is None and name not in written}
+        fitted = {key: line or _with_start_up(points[key], written.get(key[1])) for key, line in lines.items()}
+        forward, backward = (_costs(kind, way.planned, fitted, each) for each in (False, True))
+        costs |= dict.fromkeys(kind.labels, LayerCosts(forward, backward, is_per_launch=False))
     return costs, tuple(one_size)
 
 
@@ -348,32 +318,17 @@ def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> Laye
 
 
 def _costs(
-    kind: RecordedKind,
-    alltoall: AllToAll,
-    points: Points,
-    written: Mapping[str, LinearCost],
-    one_size: dict[str, None],
-) -> LayerCosts:
-    """Return what tasks of one kind of layers cost, and note the kinds of tasks that had one size."""
-    if not points:
-        raise ValueError(f"the trace has no task of {', '.join(kind.labels)}")
-    fitted: dict[tuple[bool, str], LinearCost] = {}
-    for key, traced in points.items():
-        line = _line(traced)
-        if line is None and key[1] not in written:
-            one_size.setdefault(key[1])
-        fitted[key] = line or _with_start_up(traced, written.get(key[1]))
-    phases: list[dict[str, Cost]] = []
-    for backward in (False, True):
-        moe = moe_work(kind.groups, backward, kind.shape, alltoall)
-        costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
-        for each in (*moe.collectives, moe.expert):
-            found = fitted.get(_pooled(backward, each.kind))
-            if found is None:
-                raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")
-            costs[each.kind] = found
-        phases.append(costs)
-    return LayerCosts(phases[0], phases[1], is_per_launch=False)
+    kind: RecordedKind, alltoall: AllToAll, fitted: Mapping[tuple[bool, str], LinearCost], backward: bool
+) -> dict[str, Cost]:
+    """Return what tasks of one kind of layers cost in a phase."""
+    moe = moe_work(kind.groups, backward, kind.shape, alltoall)
+    costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
+    for each in (*moe.collectives, moe.expert):
+        found = fitted.get(_pooled(backward, each.kind))
+        if found is None:
+            raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")
+        costs[each.kind] = found
+    return costs
 
 
 def _pooled(backward: bool, kind: str) -> tuple[bool, str]:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ds_fsmoe plan`` says of other ways to run a step: each all-to-all, with how often tokens cross, and two halves
+of a micro-batch that take turns."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.crossings import Crossings, counted_crossings, crosses_once, expected_crossings
+from ds_fsmoe.planning.decide.bounds import busiest_ms
+from ds_fsmoe.planning.workload import ALLTOALLS, ONCE_PER_NODE
+from ds_fsmoe.routes.recorded import read_routing
+from ds_fsmoe.terminal.tables import print_table
+
+
+def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
+    """Return a job with the all-to-all and the crossings that the arguments ask for."""
+    if args.alltoall not in (*ALLTOALLS, "auto"):
+        raise ValueError(f"--alltoall = {args.alltoall!r}: the choices are {', '.join(ALLTOALLS)}, auto")
+    job = replace(job, crossings=_crossings(args, job))
+    alltoall = args.alltoall
+    if alltoall == "auto":
+        steps_ms = _steps_ms(job, args.preset)
+        alltoall = min(steps_ms, key=steps_ms.__getitem__)
+    return replace(job, alltoall=alltoall)
+
+
+def _steps_ms(job: PlannedJob, preset: str) -> dict[str, float]:
+    """Return the time of a step by a preset with each all-to-all."""
+    return {name: report(replace(job, alltoall=name), preset).step_ms(preset) for name in ALLTOALLS}
+
+
+def print_exchanges(job: PlannedJob, args: argparse.Namespace) -> None:
+    """Print what each all-to-all would take, where there is a choice."""
+    if not crosses_once(job.groups):
+        if job.alltoall == ONCE_PER_NODE:
+            print("exchange once_per_node is run as flat: it needs whole experts on several ranks of several nodes")
+        return
+    at, shape, crossings = job.groups.placements["ep"], job.model.shape, job.crossings
+    assert crossings is not None
+    between = dict.fromkeys(ALLTOALLS, shape.F * (at.nodes - 1) / at.nodes)
+    between[ONCE_PER_NODE] = shape.F * crossings.nodes / shape.K * (at.nodes - 1) / at.nodes
+    steps = _steps_ms(job, args.preset)
+    rows = [
+        (
+            name,
+            f"{between[name]:.2f}",
+            f"{time_ms:.2f}",
+            f"{steps['flat'] / time_ms:.2f}x",
+            "shown below" * (name == job.alltoall),
+        )
+        for name, time_ms in steps.items()
+    ]
+    print(f"\nall-to-alls, with {args.preset}")
+    print_table(("all-to-all", "a token crosses between nodes", "step ms", "over flat", ""), rows)
+
+
+def _crossings(args: argparse.Namespace, job: PlannedJob) -> Crossings | None:
+    groups, shape = job.groups, job.model.shape
+    if not crosses_once(groups) or shape.E % groups.ep:
+        given = {"--expert-groups": args.expert_groups, "--groups-per-token": args.groups_per_token}
+        for flag, value in (given | {"--routing": args.routing}).items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} = {value}: only where whole experts lie on several ranks of several nodes, since it says "
+                    "how often tokens cross: --expert-tensor-parallel-size 1, --ep-size a multiple of a node's GPUs"
+                )
+        return None
+    at = groups.placements["ep"]
+    if args.routing is not None:
+        return counted_crossings(_recorded(args.routing, shape.E, shape.K), shape.E, at.nodes, at.per_node)
+    limits = args.expert_groups or 1, args.groups_per_token or args.expert_groups or 1
+    return expected_crossings(shape.E, shape.K, at.nodes, at.per_node, *limits)
+
+
+def _recorded(path: Path, num_experts: int, k: int) -> Any:
+    """Return the choices of all tokens in all layers that have so many experts and choices, [tokens, k]."""
+    recording = read_routing(path)
+    read = (
+        recording.choices(rank, step, micro_batch, layer).indices_SK
+        for rank, step, micro_batch, layer in recording
+        if recording.ranks[rank].layers[layer].num_experts == num_experts
+    )
+    found = [indices_SK for indices_SK in read if indices_SK.shape[1] == k]
+    if not found:
+        raise ValueError(f"--routing = {path}: has no layer of {num_experts} experts and {k} choices for a token")
+    return np.concatenate(found)
+
+
+# ---- halves
+
+
+def print_halves(args: argparse.Namespace, result: Report) -> dict[str, Any]:
+    """Print what halves give over ``best`` with each all-to-all; return it in plain types."""
+    job, samples, zero = result.job, result.job.model.shape.B, result.job.zero
+    if samples == 1:
+        print("\n--halves: the batch is halved, and one sample has no halves; --samples 2 or more shows them")
+        return {}
+    print("\ntwo halves of a micro-batch that take turns, over best")
+    if zero.stage:
+        job = replace(job, zero=replace(zero, gathers=False))
+        result = report(job, "best")
+        scatters = " and the reduce-scatters of gradients" if zero.stage == 3 else ""
+        print(f"  both without the gathers of parameters{scatters} of ZeRO {zero.stage}")
+    if samples % 2:
+        print(f"--samples {samples}: taken as if both halves had {samples / 2:g}")
+    plans = []
+    for name in ALLTOALLS if crosses_once(job.groups) else (job.alltoall,):
+        found = result if name == job.alltoall else report(replace(job, alltoall=name), "best")
+        plans.append(("best", name, found.plans["best"], found.times_ms["best"]))
+        halves = found.in_halves()
+        if halves is not None:
+            plans.append(("best, in halves", name, halves, found.planner.phases_ms(halves)))
+    best_ms = min(sum(phases_ms) for _, _, plan, phases_ms in plans if not plan.in_halves)
+    rows = [(*names, _degrees(plan.forward), _degrees(plan.backward), phases) for *names, plan, phases in plans]
+    bounds_ms = busiest_ms(job.zero.layers("best", result.layers), result.planner.costs)
+    rows.append(("(lower bound)", job.alltoall, "", "", bounds_ms))
+    cells = [
+        (*words, *(f"{each:.2f}" for each in (*phases, sum(phases))), f"{best_ms / sum(phases):.3f}x")
+        for *words, phases in rows
+    ]
+    heads = ("plan", "all-to-all", "chunks", "in the backward", "forward ms", "backward ms", "step ms", "over best")
+    print_table(heads, cells)
+    for plan_name, name, plan, _ in plans:
+        if args.gantt and name == job.alltoall:
+            for phase, timeline in result.pair_timelines(plan).items():
+                print(f"\ntwo layers, {phase}, {plan_name}:\n{timeline.gantt(110)}")
+    return {
+        "halves": [
+            {
+                "plan": plan_name,
+                "alltoall": name,
+                "forward_ms": forward_ms,
+                "backward_ms": backward_ms,
+                "step_ms": forward_ms + backward_ms,
+                "over_best": best_ms / (forward_ms + backward_ms),
+            }
+            for plan_name, name, _, (forward_ms, backward_ms) in plans
+        ]
+    }
+
+
+def _degrees(blocks: Sequence[BlockPlan]) -> str:
+    return " or ".join(map(str, sorted({each.degree for each in blocks})))
