@@ -211,7 +211,7 @@ def print_larger_ep(args: argparse.Namespace, model: PlannedModel, job: dict[str
 def _fastest(groups: Groups, job: dict[str, Any]) -> tuple[float, str]:
     """Return the time of ``best`` in other groups, with the all-to-all that is the fastest there."""
     from ds_fsmoe.offline.plan.report import report
-    from ds_fsmoe.planning.crossings import crosses_once, expected_crossings
+    from ds_fsmoe.planning.groups import crosses_once, expected_crossings
     from ds_fsmoe.planning.workload import ALLTOALLS
 
     at, shape, crossings = groups.placements["ep"], job["shape"], None

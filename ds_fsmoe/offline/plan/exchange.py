@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
-    from ds_fsmoe.planning.crossings import Crossings
+    from ds_fsmoe.planning.groups import Crossings
 
 
 def add_alltoall(how: Any) -> None:
@@ -47,7 +47,7 @@ def _steps_ms(job: dict[str, Any], preset: str) -> dict[str, float]:
 
 def print_exchanges(job: dict[str, Any], args: argparse.Namespace) -> None:
     """Print what each all-to-all would take, where there is a choice."""
-    from ds_fsmoe.planning.crossings import crosses_once
+    from ds_fsmoe.planning.groups import crosses_once
     from ds_fsmoe.planning.workload import ALLTOALLS, ONCE_PER_NODE
 
     if not crosses_once(job["groups"]):
@@ -68,7 +68,7 @@ def print_exchanges(job: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _crossings(args: argparse.Namespace, job: dict[str, Any]) -> Crossings | None:
-    from ds_fsmoe.planning.crossings import counted_crossings, crosses_once, expected_crossings
+    from ds_fsmoe.planning.groups import counted_crossings, crosses_once, expected_crossings
 
     groups, shape = job["groups"], job["shape"]
     if not crosses_once(groups) or shape.E % groups.ep:

@@ -86,7 +86,7 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
     """
     from ds_fsmoe.files.runs import MEASURED, read_run
     from ds_fsmoe.offline.report.comparison import settled_after, times_of
-    from ds_fsmoe.planning.job.recorded_data import job_from_data
+    from ds_fsmoe.planning.job.recorded_costs import job_from_data
     from ds_fsmoe.planning.job.what_if import ran_of
 
     run = read_run(folder)

@@ -98,7 +98,7 @@ def halves_to_draw(args: argparse.Namespace, drawn: Report, job: dict[str, Any])
 
 
 def _alltoalls(job: dict[str, Any]) -> tuple[str, ...]:
-    from ds_fsmoe.planning.crossings import crosses_once
+    from ds_fsmoe.planning.groups import crosses_once
     from ds_fsmoe.planning.workload import ALLTOALLS
 
     return ALLTOALLS if crosses_once(job["groups"]) else (job["alltoall"],)

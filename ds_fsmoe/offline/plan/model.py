@@ -314,7 +314,7 @@ def _expert_groups(model: PlannedModel, groups: Groups) -> tuple[int, int] | Non
     """Return the model's groups of experts and how many of them a token takes; ``None``: it has none, they make no
     difference, or they lie across nodes."""
     from ds_fsmoe.offline.models.model_layers import commonest_moe
-    from ds_fsmoe.planning.crossings import crosses_once
+    from ds_fsmoe.planning.groups import crosses_once
 
     experts = None if model.architecture is None else commonest_moe(model.architecture).experts
     if experts is None or experts.groups is None or not crosses_once(groups) or experts.E % groups.ep:

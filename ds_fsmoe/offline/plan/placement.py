@@ -142,7 +142,7 @@ def moved_bytes(weights: int, dtype_bytes: int) -> int:
 def _prices(result: Report, job: dict[str, Any]) -> Prices:
     """Return what a layer of the plan that is shown costs."""
     from ds_fsmoe.planning.block import LayerPlan
-    from ds_fsmoe.planning.layer_costs import LayerCosts
+    from ds_fsmoe.planning.cost import LayerCosts
     from ds_fsmoe.planning.placement_costs import Prices
     from ds_fsmoe.planning.workload import GEMMS
 
@@ -164,7 +164,7 @@ def _prices(result: Report, job: dict[str, Any]) -> Prices:
 def _call(shape: Shape, mp: int, weights: int, num_local: int, job: dict[str, Any]) -> Any:
     """Return the sizes of a call of the layer that is planned."""
     from ds_fsmoe.planning.call_shape import CallShape
-    from ds_fsmoe.planning.crossings import Crossings
+    from ds_fsmoe.planning.groups import Crossings
     from ds_fsmoe.planning.workload import GEMMS
 
     tokens_S = shape.B * shape.L / mp
@@ -186,10 +186,9 @@ def _steps_ms(found: list[dict[str, Any]], prices: Prices, result: Report) -> tu
 
     The layers of the file stand for those of the model, whose number may be another.
     """
-    from ds_fsmoe.planning.placement_costs import BALANCED, layer_ms
+    from ds_fsmoe.planning.placement_costs import BALANCED
 
-    how = prices.alltoall, prices.contention, prices.is_serial, prices.recompute
-    even_ms = layer_ms(BALANCED, prices.shape, prices.groups, prices.plan, prices.costs, *how)
+    even_ms = prices.layer_ms(BALANCED)
     step_ms = sum(result.times_ms[result.preset_name])
     now_ms, placed_ms = (
         step_ms + len(result.layers) * float(np.mean([each[name] - even_ms for each in found]))
