@@ -14,9 +14,8 @@ from ds_fsmoe.planning.decide.search import Choice, SearchSpace
 from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.tuning.as_data import plans_as_data
 from ds_fsmoe.tuning.summary import Outcome
-from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe_plan, describe_rows, rows_of_plan
+from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe_plan, describe_rows, plans_as_data, rows_of_plan
 from tests.planning.measured_layers import Machine, layer_of, made_up
 
 

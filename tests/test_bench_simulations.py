@@ -34,7 +34,7 @@ from ds_fsmoe.offline.plan.report import PlannedJob
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
-from ds_fsmoe.planning.decide.stage_plan import StageTimes
+from ds_fsmoe.planning.decide.step_time import StageTimes
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
 from ds_fsmoe.planning.workload import AllToAll, Layer, kind_costs

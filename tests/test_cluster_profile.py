@@ -20,7 +20,7 @@ from ds_fsmoe.measuring import cluster_profile, stopwatch
 from ds_fsmoe.measuring import cluster_profile as microbenchmarks
 from ds_fsmoe.measuring import stopwatch as contention
 from ds_fsmoe.measuring.cache import Measurements, Measuring
-from ds_fsmoe.measuring.cluster_profile import COMPUTING, MeasuredShape, ProfileNames, lane_groups, profile_cluster
+from ds_fsmoe.measuring.cluster_profile import COMPUTING, ProfileNames, lane_groups, profile_cluster
 from ds_fsmoe.measuring.stopwatch import Stopwatch, slowdowns
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
@@ -176,7 +176,8 @@ def test_of_uneven_nodes_what_they_have_in_common_is_measured(tmp_path: Path) ->
 
 def test_ranks_that_are_left_over_are_groups_by_themselves() -> None:
     uneven = topology_of_hosts("aaabbc")
-    assert MeasuredShape.of(uneven) == MeasuredShape(3, 1)
+    shape = ProfileNames(uneven, SerialLanes(), torch.float32)
+    assert (shape.num_nodes, shape.per_node) == (3, 1)
     assert lane_groups(uneven, "inter") == ((0, 3, 5), (1,), (2,), (4,))
     uneven = topology_of_hosts("ababa")
     assert lane_groups(uneven, "inter") == ((0, 1), (2, 3), (4,))

@@ -17,8 +17,8 @@ from ds_fsmoe.gradients.reduction import is_faster_in_levels
 from ds_fsmoe.gradients.ways import AllReduce
 from ds_fsmoe.measuring import stopwatch
 from ds_fsmoe.measuring.cache import Measurements, Measuring
-from ds_fsmoe.measuring.profiler import _task_ms, issues_ahead
-from ds_fsmoe.measuring.stopwatch import FEWEST, MOST_ISSUED_MS, Stopwatch, slowdowns
+from ds_fsmoe.measuring.profiler import issues_ahead
+from ds_fsmoe.measuring.stopwatch import FEWEST, MOST_ISSUED_MS, Stopwatch, empty_task_ms, slowdowns
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile
@@ -130,7 +130,8 @@ def test_what_handing_out_tasks_costs_is_the_hosts_time(timed: Timed) -> None:
             super().run(schedule, dict.fromkeys(bodies, slow), label, observer)
 
     slow = Slow(CUDA)
-    assert _task_ms(Stopwatch(CUDA, host=device.host), "L00", slow, schedule) == pytest.approx(1.0)
+    watch = Stopwatch(CUDA, host=device.host)
+    assert empty_task_ms(watch, "empty tasks", slow, schedule, "empty") == pytest.approx(1.0)
     profile = LayerProfile({}, 1.0, False)
     assert dict(profile.costs(issues_ahead=True).forward_host_ms) == {}
     measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())

@@ -26,11 +26,11 @@ from ds_fsmoe.planning import cluster as clusters
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.measured import Slowdowns
-from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
 from ds_fsmoe.tuning.measure import Measured
@@ -185,15 +185,17 @@ def engine_model(
     labels = [f"L{number:02d}" for number in range(LAYERS)]
     kind = SimpleNamespace(
         labels=labels,
-        subject=SimpleNamespace(kind="experts", link_name=lambda link: link),
+        layer=SimpleNamespace(fsmoe=SimpleNamespace(is_uncut=False)),
+        subject=SimpleNamespace(kind="experts", link_name=lambda link: link, sizes=SimpleNamespace(num_choices=0)),
         pipeline=SimpleNamespace(forward=SimpleNamespace(groups=groups)),
         sizes=called,
         ways={"flat": SimpleNamespace(planned="flat")},
     )
     slowed = {(Lane.INTER, Lane.INTRA): 1 + model.kappa, (Lane.INTRA, Lane.INTER): 1 + model.kappa}
-    kept = {("experts", "flat"): LayerCosts.written(costs, cluster.host_ms)}
+    written = LayerCosts.written(costs, cluster.host_ms)
+    profiles: Any = {("experts", "flat"): SimpleNamespace(costs=lambda issues_ahead: written)}
     links: Any = SimpleNamespace(reduces={})
-    measured = Measured([kind], {}, links, Slowdowns(slowed), cluster, None, False, False, _costs=kept)  # type: ignore[list-item, arg-type]
+    measured = Measured([kind], profiles, links, Slowdowns(slowed), cluster, None, False, False)  # type: ignore[list-item, arg-type]
     micro_ops = {"gradient_partition": {"chunk_bytes": MICRO_OP_BYTES}} if name == "lina" else {}
     block = read_block({"fsmoe": {"enabled": True, "schedule": name, "autotune": True} | micro_ops})
     assert block is not None

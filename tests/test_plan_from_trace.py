@@ -16,7 +16,7 @@ from ds_fsmoe.files.runs import CLUSTER, MEASURED, read_run
 from ds_fsmoe.offline.plan.from_trace import calibrated
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.presets import NAMES
-from ds_fsmoe.planning.job.recorded_data import job_from_data
+from ds_fsmoe.planning.job.recorded_costs import job_from_data
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch

@@ -31,9 +31,8 @@ from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.call_shape import CallShape, moe_work, sized
 from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.cost import LayerCosts
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import IDEAL, Timeline, simulate

@@ -35,7 +35,7 @@ from ds_fsmoe.measuring.profiler import (
     slowdowns_of,
     time_links,
 )
-from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.measuring.stopwatch import Stopwatch, empty_task_ms
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.measured import (
@@ -231,7 +231,7 @@ def test_a_task_costs_its_share_of_what_runs_of_empty_ones_take() -> None:
 
     lanes: Any = SimpleNamespace(run=lambda schedule, *_: runs.append(schedule))
     watch: Any = SimpleNamespace(host_ms=host_ms)
-    assert profiler._task_ms(watch, "L00", lanes, plan.schedule) == pytest.approx(0.5)
+    assert empty_task_ms(watch, "empty tasks", lanes, plan.schedule, "empty") == pytest.approx(0.5)
     assert runs == [plan.schedule] * len(runs)
     # The same of a whole cluster.
     of_cluster: Any = SimpleNamespace(_lanes=lanes, _measuring=SimpleNamespace(watch=watch))

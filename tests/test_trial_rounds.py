@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.tuning.stage_plans import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
+from ds_fsmoe.tuning.tuned_model import Candidate
 from tests.test_trials import Step
 
 STOCK, NEAR = 3, 9

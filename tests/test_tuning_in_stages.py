@@ -18,12 +18,11 @@ from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock
-from ds_fsmoe.planning.decide.stage_plan import StageTimes
-from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.decide.step_time import StageTimes, StepTimes
 from ds_fsmoe.tuning.drift import BEFORE_NEXT, IN_A_ROW, BatchWatch
-from ds_fsmoe.tuning.stage_plans import OfStages
 from ds_fsmoe.tuning.table import span
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
+from ds_fsmoe.tuning.tuned_model import OfStages
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_pipeline_stages import batches, make_engine
@@ -297,7 +296,7 @@ def tune_on_two_nodes(rank: int, world_size: int) -> float:
     batch = endless(engine)
     for _ in range(13):
         engine.train_batch(batch)
-    assert len(engine.fsmoe.autotune.search.options) == (engine.stage_id == 0)
+    assert len(engine.fsmoe.autotune.job.labels) == (engine.stage_id == 0)
     total = torch.ones(())
     dist.all_reduce(total, group=dist.new_group([0, 7, 3, 4]))
     return total.item()

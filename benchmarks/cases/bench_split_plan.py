@@ -27,12 +27,11 @@ from benchmarks.simulations.layouts import cluster_of, crossings_of, dtype_bytes
 from ds_fsmoe.offline.models.known import MODELS
 from ds_fsmoe.offline.models.model_layers import model_layers
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.crossings import crosses_once
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, Settings, mode_of, plan_by_name
 from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import BEST
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, crosses_once
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
 
 FILE = "halves_plan.csv"

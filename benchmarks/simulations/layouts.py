@@ -14,8 +14,7 @@ from ds_fsmoe.offline.models.known import load_model
 from ds_fsmoe.offline.models.memory import GB, memory_of
 from ds_fsmoe.offline.models.training import BYTES, Training
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
-from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Crossings, Groups, crosses_once, expected_crossings
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 
 

@@ -33,7 +33,7 @@ from ds_fsmoe.planning.decide.block_times import BlockTimes
 from ds_fsmoe.planning.decide.degree import Load, Phase, choose_exact, makespan_ms
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import PRESETS
-from ds_fsmoe.planning.decide.stage_plan import StageTimes, stage_times
+from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work

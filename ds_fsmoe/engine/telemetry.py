@@ -35,17 +35,17 @@ from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.decide.plan import mode_of
-from ds_fsmoe.planning.job.recorded_data import job_as_data
+from ds_fsmoe.planning.job.recorded_costs import job_as_data
 from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.router_outputs import router_outputs
 from ds_fsmoe.telemetry.routers import RouterMetrics
 from ds_fsmoe.telemetry.stock_trace import StockTracer
-from ds_fsmoe.tuning.as_data import called_as_data, measured_job, plans_as_data
 from ds_fsmoe.tuning.autotune import Autotune
 from ds_fsmoe.tuning.drift import StepComparison
-from ds_fsmoe.tuning.measure import Measured, tensors_of
+from ds_fsmoe.tuning.measure import Measured
+from ds_fsmoe.tuning.table import called_as_data, plans_as_data
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
@@ -272,12 +272,12 @@ class Telemetry:
         tuner = state.autotune
         micro_batches = self._engine.gradient_accumulation_steps()
         choices = {label: getattr(gate, "k", None) for label, gate in self._gates().items()}
-        if tuner is not None and tuner.measured is not None and tuner.search is not None:
+        if tuner is not None and tuner.measured is not None and tuner.job is not None:
             measured = tuner.measured
             if measured is not self._recorded:
-                of_run = state.block.schedule, tensors_of(state.reduction), micro_batches, choices
+                kinds = tuple(replace(kind, num_choices=choices.get(kind.labels[0])) for kind in tuner.job.kinds)
                 cluster = None if measured.cluster is None else cluster_as_json(measured.cluster)
-                record.measured(job_as_data(measured_job(measured, tuner.search, *of_run)), cluster)
+                record.measured(job_as_data(replace(tuner.job, kinds=kinds)), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
             layers, mode = state.inner_layers, mode_of(state.block.schedule, state.block.gradient_partition.mode)

@@ -199,7 +199,7 @@ class Run:
     placement: list[dict[str, Any]] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
-    """What :func:`~ds_fsmoe.planning.job.recorded_data.job_from_data` reads."""
+    """What :func:`~ds_fsmoe.planning.job.recorded_costs.job_from_data` reads."""
     problems: list[str] = field(default_factory=list)
     title: str = ""
     """The title, set where several runs would have the same name."""

@@ -20,12 +20,12 @@ from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.measuring.cache import Measuring
-from ds_fsmoe.measuring.stopwatch import Prepare, slowdowns
+from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import Timing
-from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Draft, Lane, Schedule
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, REDUCE, Draft, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 # ---- The work that is timed to measure a cluster: one plain piece for each operation that the planner uses
@@ -65,42 +65,18 @@ class Trial:
     """A first size that takes hardly any time."""
     most: int
     """The largest size to try."""
-    ranks: int | None = None
     group: dist.ProcessGroup | None = None
-    """The group of this rank for a collective. A left-over rank has one of its own."""
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether the ranks do it together."""
-        return self.ranks is not None
+    """The group of this rank for a collective, which has one even where it is left over; ``None``: no collective."""
 
 
 # ---- which ranks
 
 
-@dataclass(frozen=True)
-class MeasuredShape:
-    """The shape of the measured cluster: its nodes, and the ranks of each."""
-
-    num_nodes: int
-    per_node: int
-    """The number of ranks of the smallest node."""
-
-    @classmethod
-    def of(cls, topology: Topology) -> MeasuredShape:
-        """Return the shape that all nodes have in common."""
-        nodes = _nodes(topology)
-        return cls(len(nodes), min(map(len, nodes)))
-
-    def ranks_of(self, link: str) -> int:
-        """Return the size of the groups of a link; 1 if there is no other rank."""
-        return self.num_nodes if link == "inter" else self.per_node
-
-
 def lane_groups(topology: Topology, link: str) -> tuple[Ranks, ...]:
     """All groups that use a link at the same time, as they do in training: of ``inter`` each has one rank per node, of
     ``intra`` the ranks of a node. Where nodes are not equally large, ranks are left over, each a group by itself."""
-    nodes, per_node = _nodes(topology), MeasuredShape.of(topology).per_node
+    nodes = _nodes(topology)
+    per_node = min(map(len, nodes))
     measured = [ranks[:per_node] for ranks in nodes]
     groups = list(zip(*measured, strict=True)) if link == "inter" else measured
     return tuple(groups) + tuple((rank,) for ranks in nodes for rank in ranks[per_node:])
@@ -150,7 +126,7 @@ def collectives(
     most = max(FEWEST, max_bytes // unit_bytes)
     first = min(most, max(FEWEST, _FIRST_BYTES // unit_bytes))
     return [
-        Trial(f"{link}.{name}", preparing(*body), float(unit_bytes), first, most, ranks, group)
+        Trial(f"{link}.{name}", preparing(*body), float(unit_bytes), first, most, group)
         for name, body in bodies.items()
     ]
 
@@ -246,12 +222,18 @@ class ProfileNames:
     """
 
     def __init__(self, topology: Topology, lanes: Lanes, dtype: torch.dtype, max_bytes: int = MAX_BYTES) -> None:
-        self.shape = MeasuredShape.of(topology)
-        self.links = [link for link in LINKS if self.shape.ranks_of(link) > 1]
+        nodes = _nodes(topology)
+        self.num_nodes, self.per_node = len(nodes), min(map(len, nodes))
+        """The shape that all nodes have in common."""
+        self.links = [link for link in LINKS if self.ranks_of(link) > 1]
         self.overlap = bool(self.links) and not isinstance(lanes, SerialLanes)
         """Return whether there are lanes that could slow each other down."""
         self._lanes = type(lanes).__name__
         self._how = f"{str(dtype).removeprefix('torch.')}, at most {max_bytes} bytes"
+
+    def ranks_of(self, link: str) -> int:
+        """Return the size of the groups of a link; 1 if there is no other rank."""
+        return self.num_nodes if link == "inter" else self.per_node
 
     @property
     def operations(self) -> list[str]:
@@ -274,7 +256,7 @@ class ProfileNames:
 
     def contention(self, kind: str) -> str:
         """Return the name of the slowdown of lanes."""
-        shape = f"{self.shape.num_nodes} nodes x {self.shape.per_node} ranks"
+        shape = f"{self.num_nodes} nodes x {self.per_node} ranks"
         return f"contention of {kind}, {shape}, {self._lanes}, {self._how}"
 
     @property
@@ -284,7 +266,7 @@ class ProfileNames:
 
     def _among(self, operation: str) -> str:
         link = operation.split(".")[0]
-        return f" among {self.shape.ranks_of(link)} ranks" if link in LINKS else ""
+        return f" among {self.ranks_of(link)} ranks" if link in LINKS else ""
 
 
 # ---- This module measures what a cluster's links and processors cost, in the planner's form
@@ -301,7 +283,7 @@ _FARTHEST = 16
 _MOST_NAMES = 3
 _CORUN_MS = 5.0
 """The approximate time of each piece of work that runs side by side to measure slowdown."""
-_HOST_RUNS, _HOST_CHUNKS = 8, 4
+_HOST_CHUNKS = 4
 
 
 def profile_cluster(
@@ -358,7 +340,6 @@ class _Profiler:
         self._max_bytes = max_bytes
         self._max_ctas = max_ctas
         self._names = ProfileNames(topology, lanes, dtype, max_bytes)
-        self._shape = self._names.shape
 
     def run(self, name: str, source: str) -> Cluster:
         """Measure everything and put the results together."""
@@ -372,7 +353,7 @@ class _Profiler:
         self._warn_of_bad_fits(timings)
         operations = {each: self._operation(each, timing) for each, timing in timings.items()}
         return Cluster(
-            name, self._shape.num_nodes, self._shape.per_node, operations, contention, host_ms, self._said(source)
+            name, self._names.num_nodes, self._names.per_node, operations, contention, host_ms, self._said(source)
         )
 
     @contextmanager
@@ -384,7 +365,7 @@ class _Profiler:
             trials = [
                 trial
                 for link, group in zip(self._names.links, groups, strict=True)
-                for trial in collectives(link, self._shape.ranks_of(link), group, device, self._dtype, self._max_bytes)
+                for trial in collectives(link, self._names.ranks_of(link), group, device, self._dtype, self._max_bytes)
             ]
             yield trials + computations(device, self._dtype, self._max_bytes)
 
@@ -420,8 +401,7 @@ class _Profiler:
     def _largest(self, trial: Trial) -> int:
         """Return the largest size to time, the same on every rank. The four collectives of a link share one."""
         link = trial.operation.split(".")[0]
-        what = link if trial.is_collective else trial.operation
-        aim_ms = LINK_AIM_MS if trial.is_collective else COMPUTING_AIM_MS
+        what, aim_ms = (trial.operation, COMPUTING_AIM_MS) if trial.group is None else (link, LINK_AIM_MS)
         largest = self._measuring.number(self._names.largest(what), lambda: float(self._grown(trial, what, aim_ms)))
         # An all-reduce sends what a reduce-scatter and an all-gather send.
         return max(FEWEST, int(largest) // (2 if trial.operation.endswith(".all_reduce") else 1))
@@ -439,21 +419,10 @@ class _Profiler:
     def _host_ms(self, timings: Mapping[str, Timing]) -> float:
         """What it takes to hand out a task, and to wait for what it needs; where the host issues ahead, with what it
         takes to issue an operation, the mean of all of them. Elsewhere that is in what the operation takes."""
-        schedule = _five_tasks_a_chunk()
-        bodies: dict[str, Callable[[object], None]] = dict.fromkeys(
-            {task.kind for task in schedule.tasks}, lambda task: None
+        empty_ms = empty_task_ms(
+            self._measuring.watch, "empty tasks", self._lanes, _five_tasks_a_chunk(), "profile/empty"
         )
-
-        def prepare(runs: int) -> Callable[[], None]:
-            def work() -> None:
-                for _ in range(runs):
-                    self._lanes.run(schedule, bodies, "profile/empty")
-
-            return work
-
-        time_ms = self._measuring.watch.host_ms("empty tasks", _HOST_RUNS, prepare)
-        issue_ms = sum(each.issue_ms for each in timings.values()) / len(timings)
-        return time_ms / (_HOST_RUNS * sum(task.kind != HOLD for task in schedule.tasks)) + issue_ms
+        return empty_ms + sum(each.issue_ms for each in timings.values()) / len(timings)
 
     def _contention(self, trials: Sequence[Trial], timings: Mapping[str, Timing]) -> Contention:
         if not self._names.overlap:
@@ -482,15 +451,15 @@ class _Profiler:
         bad = "" if fit.is_good else "; fits poorly"
         return Operation(
             fit.cost,
-            self._shape.ranks_of(link) if link in LINKS else None,
+            self._names.ranks_of(link) if link in LINKS else None,
             f"measured: {where}, typically off by {fit.typical_share:.1%}, at most by {fit.worst_share:.1%}{bad}",
         )
 
     def _said(self, source: str) -> str:
         sizes = self._topology.node_sizes
         if len(set(sizes)) > 1:
-            note = f"the nodes have {', '.join(map(str, sizes))} ranks; measured are {self._shape.per_node} of each"
-            if self._shape.per_node == 1:
+            note = f"the nodes have {', '.join(map(str, sizes))} ranks; measured are {self._names.per_node} of each"
+            if self._names.per_node == 1:
                 note += ", so there is nothing about links inside a node"
             self._warn(note)
             return "; ".join(filter(None, (source, note)))

@@ -23,7 +23,7 @@ from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.measuring.cache import Measuring
-from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, slowdowns
+from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
 from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -187,9 +187,6 @@ def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
 # on
 
 
-_HOST_RUNS = 8
-
-
 @dataclass(frozen=True)
 class ProfiledLayer:
     """One layer, as it was called."""
@@ -283,13 +280,14 @@ def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule
     of_kind = f"of {subject.kind}, {slots[-1]} slots"
     with untouched(watch.device, *getattr(subject.experts, "experts", ())):
         draws = _Draws(watch.device)
-        table = _Computations(watch.device, subject, draws).table()
+        table = _computations(watch.device, subject, draws)
         for name in subject.computations:
             prepare, flops = table[name]
             operations[name] = measuring.timing(f"{name} {of_kind}", "flop", slots, flops, prepare)
         drew = measuring.number(f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.seen)))
         empty = f"an empty task of {sum(task.kind != HOLD for task in schedule.tasks)}, {type(lanes).__name__}"
-        task_ms = measuring.number(empty, lambda: _task_ms(watch, subject.name, lanes, schedule))
+        what = f"empty tasks of {subject.name}", lanes, schedule, f"{subject.name}/empty"
+        task_ms = measuring.number(empty, lambda: empty_task_ms(watch, *what))
     return LayerProfile(operations, task_ms, bool(drew))
 
 
@@ -313,8 +311,7 @@ def slowdowns_of(
         prepare, row_bytes, _ = prepared(subject, name, subject.collectives, watch.device)
         rows = max(1, subject.link_bytes(name) // row_bytes // 4)
         work.setdefault(lane_of(name), partial(prepare, rows))
-    table = _Computations(watch.device, subject, _Draws(watch.device)).table()
-    work[Lane.COMPUTE] = partial(table[FORWARD][0], slots[-3])
+    work[Lane.COMPUTE] = partial(_computations(watch.device, subject, _Draws(watch.device))[FORWARD][0], slots[-3])
     pairs = [(a, b) for a in work for b in work if a is not b]
     of_kind = f"{subject.kind}, {subject.alltoall}, {slots[-1]} slots"
     names = {(a, b): f"slowdown of {a} by {b}, {of_kind}" for a, b in pairs}
@@ -327,69 +324,40 @@ def slowdowns_of(
 
 
 _Work = Callable[[], object]
-_Body = Callable[[CallOfExperts, int, torch.Tensor], _Work]
-"""A function from a finished forward call, its slots and a gradient of its results to the work to time."""
 
 
-class _Computations:
-    """The computations of experts on made-up rows."""
+def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -> dict[str, tuple[Prepare, float]]:
+    """Return the computations of experts on made-up rows: name -> what prepares so many slots, and the floating-point
+    operations of one."""
+    ranks = subject.collectives.num_exchanging * subject.collectives.num_sharing
 
-    def __init__(self, device: torch.device, subject: ProfiledLayer, draws: _Draws) -> None:
-        self._device = device
-        self._subject = subject
-        self._draws = draws
-
-    def table(self) -> dict[str, tuple[Prepare, float]]:
-        """Name -> what prepares so many slots, and the floating-point operations of one."""
-        collectives = self._subject.collectives
-        flops = 2.0 * collectives.num_exchanging * collectives.num_sharing * self._subject.num_weights
-        backward = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy))
-        anew = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy), same_cuts=False)
-        return {
-            FORWARD: (self._forward, flops),
-            BACKWARD: (backward, 2 * flops),
-            BACKWARD_ANEW: (anew, 2 * flops),
-        }
-
-    def _arrived(self, slots: int) -> torch.Tensor:
+    def arrived(slots: int) -> torch.Tensor:
         """Return the shape [N, e, c, M]."""
-        collectives, sizes = self._subject.collectives, self._subject.sizes
-        ranks = collectives.num_exchanging * collectives.num_sharing
-        shape = ranks, self._subject.num_local_experts, slots, sizes.width
-        return torch.randn(*shape, device=self._device).to(sizes.dtype)
+        shape = ranks, subject.num_local_experts, slots, subject.sizes.width
+        return torch.randn(*shape, device=device).to(subject.sizes.dtype)
 
-    def _call(self, same_cuts: bool = True) -> CallOfExperts:
-        with self._subject.surroundings():
-            return self._subject.experts.call(True, same_cuts=same_cuts, recompute=self._subject.recompute)
+    def called(same_cuts: bool = True) -> CallOfExperts:
+        with subject.surroundings():
+            return subject.experts.call(True, same_cuts=same_cuts, recompute=subject.recompute)
 
-    def _forward(self, slots: int) -> _Work:
-        x_NecM = self._arrived(slots)
+    def forward(slots: int) -> _Work:
+        x_NecM = arrived(slots)
         # A call takes each slot once; so that it can be done over and over, each time is a call of its own.
-        return lambda: self._call().forward(0, slots, x_NecM)
+        return lambda: called().forward(0, slots, x_NecM)
 
-    def _after_forward(self, body: _Body, same_cuts: bool = True) -> Prepare:
-        def prepare(slots: int) -> _Work:
-            call, x_NecM = self._call(same_cuts), self._arrived(slots)
-            with self._draws.watched():
-                y_NecM = call.forward(0, slots, x_NecM)
-            return body(call, slots, torch.randn_like(y_NecM))
+    def backward(slots: int, same_cuts: bool = True) -> _Work:
+        call, x_NecM = called(same_cuts), arrived(slots)
+        with draws.watched():
+            y_NecM = call.forward(0, slots, x_NecM)
+        dy_NecM = torch.randn_like(y_NecM)
+        return lambda: call.backward(0, slots, dy_NecM)
 
-        return prepare
-
-
-def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> float:
-    """Return the host cost per task of a schedule whose tasks do nothing."""
-    bodies = dict.fromkeys({task.kind for task in schedule.tasks}, lambda task: None)
-
-    def prepare(runs: int) -> Callable[[], None]:
-        def work() -> None:
-            for _ in range(runs):
-                lanes.run(schedule, bodies, f"{name}/empty")
-
-        return work
-
-    time_ms = watch.host_ms(f"empty tasks of {name}", _HOST_RUNS, prepare)
-    return time_ms / (_HOST_RUNS * max(1, sum(task.kind != HOLD for task in schedule.tasks)))
+    flops = 2.0 * ranks * subject.num_weights
+    return {
+        FORWARD: (forward, flops),
+        BACKWARD: (backward, 2 * flops),
+        BACKWARD_ANEW: (partial(backward, same_cuts=False), 2 * flops),
+    }
 
 
 class _Draws:

@@ -21,7 +21,7 @@ from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.job.measured import Slowdowns
-from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
+from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Schedule, Task
 
 FEWEST, MOST = 3, 9
 """The number of repetitions that count, after one that does not."""
@@ -35,6 +35,7 @@ SETTLE_S = 0.003
 link, and the news for others would wait behind: groups that share a link would be timed one after another, each having
 it alone."""
 
+_HOST_RUNS = 8
 Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
@@ -116,7 +117,7 @@ class Stopwatch:
         repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
         rounds = [self._round(*of_round, by_device) for _ in range(repeats)]
         of_ranks = self._over_ranks(rounds, group)
-        least = of_ranks if group is not None else self._fastest(rounds)
+        least = of_ranks if group is not None else self._over_ranks(rounds, None, least=True)
         return Times(of_ranks.median(dim=0).values.tolist(), issued, least.min(dim=0).values.tolist())
 
     def times_ms(
@@ -209,15 +210,11 @@ class Stopwatch:
         if self.issues_ahead:
             torch.cuda.synchronize(self.device)
 
-    def _fastest(self, values: Sequence[Sequence[float]]) -> torch.Tensor:
-        times = torch.tensor(values, dtype=torch.float64)
-        if world_size_now() > 1:
-            times = times.to(self.device)
-            with waiting("measured times"):
-                dist.all_reduce(times, dist.ReduceOp.MIN, group=self.group)
-        return times.cpu()
-
-    def _over_ranks(self, values: Sequence[Sequence[float]], group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _over_ranks(
+        self, values: Sequence[Sequence[float]], group: dist.ProcessGroup | None, least: bool = False
+    ) -> torch.Tensor:
+        """Return of each number the mean over the ranks of a group, if one is given, and of these the largest, or the
+        least, of all ranks that take part."""
         times = torch.tensor(values, dtype=torch.float64)
         if world_size_now() > 1:
             times = times.to(self.device)
@@ -225,8 +222,34 @@ class Stopwatch:
                 if group is not None:
                     dist.all_reduce(times, dist.ReduceOp.SUM, group=group)
                     times /= group.size()
-                dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
+                dist.all_reduce(times, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX, group=self.group)
         return times.cpu()
+
+
+def empty_task_ms(watch: Stopwatch, what: str, lanes: Lanes, schedule: Schedule, label: str) -> float:
+    """Return the host cost per task of a schedule whose tasks do nothing. Collective.
+
+    Args:
+        watch: the stopwatch of this job.
+        what: the measured thing, for messages.
+        lanes: the lanes that run it.
+        schedule: the schedule; holding a lane is no task.
+        label: the name of its runs.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    bodies = dict.fromkeys({task.kind for task in schedule.tasks}, lambda task: None)
+
+    def prepare(runs: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(runs):
+                lanes.run(schedule, bodies, label)
+
+        return work
+
+    time_ms = watch.host_ms(what, _HOST_RUNS, prepare)
+    return time_ms / (_HOST_RUNS * max(1, sum(task.kind != HOLD for task in schedule.tasks)))
 
 
 # ---- This module measures how much two lanes slow each other down: alone, then both at once

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
-from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.cost import LayerCosts
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Contention, Timeline

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.chunks import chunk_shares
-from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.cost import LayerCosts
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, REST, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate

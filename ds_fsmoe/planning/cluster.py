@@ -16,10 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_fsmoe.planning.cluster_schema import GROWTH, ClusterFile, slope_of
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.shapes import wrong_in
 from ds_fsmoe.untrusted import read_json
 
 _FOLDER = Path(__file__).parent / "clusters"
@@ -113,6 +111,9 @@ def load_cluster(name_or_path: str) -> Cluster:
     Raises:
         ValueError: no such name or file, or a file with a wrong field; it names the field and the choices.
     """
+    from ds_fsmoe.planning.cluster_schema import ClusterFile  # loads pydantic, as all that reads files
+    from ds_fsmoe.shapes import wrong_in
+
     path, data = read_cluster_file(name_or_path)
     if wrong := wrong_in(data, ClusterFile):
         raise ValueError(f"cluster file {path}: {wrong[0]}")
@@ -126,6 +127,8 @@ def cluster_from_json(data: Mapping[str, Any], name: str) -> Cluster:
         data: what the file says.
         name: the name of a cluster that has none in it.
     """
+    from ds_fsmoe.planning.cluster_schema import ClusterFile, slope_of
+
     said = ClusterFile.model_validate(data).model_dump(exclude_unset=True, exclude={"its_schema", "measured"})
     operations = {
         each: Operation(LinearCost(cost.pop("alpha_ms"), cost.pop(slope_of(each))), **cost)
@@ -161,6 +164,8 @@ def read_cluster_file(name_or_path: str) -> tuple[Path, Any]:
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster in JSON's types, so that :func:`load_cluster` reads an equal one back."""
+    from ds_fsmoe.planning.cluster_schema import GROWTH, slope_of
+
     operations = {}
     for name, operation in cluster.operations.items():
         cost = {"alpha_ms": float(operation.cost.alpha_ms), slope_of(name): float(operation.cost.beta_ms)}

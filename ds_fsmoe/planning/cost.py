@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from ds_fsmoe.planning.schedule import EXPERT, HOLD, REST
 
 GOOD_SHARE = 0.1
 """The largest typical deviation, as a share of the fitted time, at which a line describes the measurements: a plan from
@@ -74,6 +76,8 @@ class SwitchedCost:
 
 
 Cost = LinearCost | SwitchedCost
+HostCost = float | Mapping[str, float]
+"""The time of a launch on the one thread that issues for all lanes: one number for all tasks, or by kind."""
 
 
 def least_ms(cost: Cost, size: float, most_pieces: int = 256) -> float:
@@ -224,3 +228,79 @@ def _non_negative_line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tupl
     through_origin = (0.0, max(0.0, float((squared * x) @ y / ((squared * x) @ x))))
     flat = (max(0.0, float(squared @ y / squared.sum())), 0.0)
     return min(through_origin, flat, key=lambda line: float((squared * (y - line[0] - line[1] * x) ** 2).sum()))
+
+
+# ---- the costs of all tasks of one kind of layer: from a cluster's file or from measurements
+
+
+_COMPUTED = (HOLD, REST, EXPERT)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """Costs by kind of task. Two are equal only if they are the same object, so that plans can be cached by them."""
+
+    forward: Mapping[str, Cost]
+    backward: Mapping[str, Cost]
+    rechunked: Mapping[str, Cost] | None = None
+    """The backward's costs if it has other chunks than the forward; ``None``: it makes no difference."""
+    forward_host_ms: HostCost = 0.0
+    """The launch costs of the thread that issues for all lanes; none if each lane issues its own tasks."""
+    backward_host_ms: HostCost = 0.0
+    rechunked_host_ms: HostCost = 0.0
+    is_per_launch: bool = True
+    """Whether each launch of a task adds the start-up. A measured cost is of the whole task with all its launches."""
+    uses_rng: bool = False
+    """Whether experts draw random numbers: then both phases must have the same chunks."""
+    relative_residual: float = 0.0
+    """The typical deviation of measurements from these costs, as a share: a smaller gain counts as none."""
+
+    least: LayerCosts | None = None
+    """What tasks cost at their fastest, for bounds; ``None``: not known."""
+
+    @classmethod
+    def written(cls, costs: Mapping[str, Cost], host_ms: float = 0.0) -> LayerCosts:
+        """Return the costs of a cluster's file: the same in both phases."""
+        return cls(costs, costs, None, host_ms, host_ms, host_ms)
+
+    def of(self, backward: bool, same_chunks: bool = True) -> tuple[Mapping[str, Cost], HostCost]:
+        """Return the costs of a phase and the host costs of its launches.
+
+        Args:
+            backward: whether the phase is the backward.
+            same_chunks: whether the backward has the chunks of the forward.
+        """
+        if not backward:
+            return self.forward, self.forward_host_ms
+        if same_chunks or self.rechunked is None:
+            return self.backward, self.backward_host_ms
+        return self.rechunked, self.rechunked_host_ms
+
+    def among_others(self, kinds: Collection[str], cost_of: Callable[[str, Mapping[str, Cost]], Cost]) -> LayerCosts:
+        """Return the costs of the layer whose collectives run among other ranks: what it computes costs as much.
+
+        Args:
+            kinds: the kinds of tasks there.
+            cost_of: a kind of collective and the own costs of a phase -> what it costs there.
+        """
+
+        def costs(own: Mapping[str, Cost]) -> dict[str, Cost]:
+            sent = {kind: cost_of(kind, own) for kind in kinds if kind not in _COMPUTED}
+            return sent | {kind: cost for kind, cost in own.items() if kind in _COMPUTED}
+
+        def host_ms(own: HostCost) -> HostCost:
+            if not isinstance(own, Mapping):
+                return own
+            # To issue a collective takes the host as long among other ranks, and one kind of them as long as another.
+            of_links = [each_ms for kind, each_ms in own.items() if kind not in _COMPUTED]
+            return dict.fromkeys(kinds, max(of_links or own.values(), default=0.0)) | dict(own)
+
+        return replace(
+            self,
+            forward=costs(self.forward),
+            backward=costs(self.backward),
+            rechunked=None if self.rechunked is None else costs(self.rechunked),
+            forward_host_ms=host_ms(self.forward_host_ms),
+            backward_host_ms=host_ms(self.backward_host_ms),
+            rechunked_host_ms=host_ms(self.rechunked_host_ms),
+        )

@@ -18,11 +18,9 @@ import numpy as np
 
 from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized, sized_timeline
-from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -176,43 +174,6 @@ def under(run: Schedule, pressure: Pressure, groups: Groups) -> Schedule:
     return Schedule(tuple(replace(task, size=task.size * factors.get(task.kind, 1.0)) for task in run.tasks))
 
 
-def layer_ms(
-    pressure: Pressure,
-    shape: CallShape,
-    groups: Groups,
-    plan: LayerPlan,
-    costs: LayerCosts,
-    alltoall: AllToAll = "flat",
-    contention: Contention = IDEAL,
-    is_serial: bool = False,
-    recompute: bool = False,
-) -> float:
-    """Return the time of forward and backward of one call of a layer's experts' part, without slices of gradients.
-
-    Args:
-        pressure: how far the fullest lie above balanced routing.
-        shape: the sizes of a call in balanced routing.
-        groups: the process groups that run it.
-        plan: how it is run; its all-to-all is the next but one argument.
-        costs: the costs of its tasks.
-        alltoall: the all-to-all as the planner knows it.
-        contention: how lanes slow each other down.
-        is_serial: whether all tasks run one after another.
-        recompute: whether the forward runs again ahead of the backward.
-
-    Raises:
-        ValueError: a cost is missing.
-    """
-    same_chunks = plan.forward.degree == plan.backward.degree
-    times_ms = []
-    for backward, block in enumerate((plan.forward, plan.backward)):
-        phase = PhasePlan(block, groups, bool(backward), alltoall)
-        run = under(sized(phase.schedule, phase, shape), pressure, groups)
-        line = sized_timeline(run, bool(backward), costs, same_chunks, contention, is_serial)
-        times_ms.append(line.makespan_ms)
-    return (1 + recompute) * times_ms[0] + times_ms[1]
-
-
 def as_alltoall_bytes(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> float:
     """Return the bytes of a rank's buffer in the even all-to-all that gives the fullest port as much as this exchange.
 
@@ -227,35 +188,6 @@ def as_alltoall_bytes(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> float
     ours = _fullest_ports(np.asarray(sent_GG, dtype=float), node_of_rank)
     even = _fullest_ports(np.full((num_ranks, num_ranks), 1 / num_ranks), node_of_rank)
     return max(ours[name] / even[name] if even[name] > 0 else 0.0 for name in ("rank", "node"))
-
-
-def exchange_ms(sent_GG: np.ndarray, cost: Cost, node_of_rank: Sequence[int]) -> float:
-    """Return the time of one exchange by the cost of an all-to-all; none where nobody sends anything to another.
-
-    Args:
-        sent_GG: [G, G], the bytes that each rank sends to each.
-        cost: the cost of an all-to-all among these ranks, per byte of a rank's buffer.
-        node_of_rank: the node of each rank.
-    """
-    size_bytes = as_alltoall_bytes(sent_GG, node_of_rank)
-    return cost.ms(size_bytes) if size_bytes else 0.0
-
-
-def moves_ms(
-    now: ExpertPlacement, after: ExpertPlacement, bytes_per_expert: float, cost: Cost, node_of_rank: Sequence[int]
-) -> float:
-    """Return the time of moves that are made in one step, as one exchange: each expert goes to its rank directly.
-
-    Args:
-        now: the placement before.
-        after: the placement afterwards.
-        bytes_per_expert: what moves of one expert: its weights and its optimizer states.
-        cost: the cost of an all-to-all among these ranks, per byte of a rank's buffer.
-        node_of_rank: the node of each rank.
-    """
-    moved_GG = np.zeros((now.num_ranks, now.num_ranks))
-    np.add.at(moved_GG, (now.rank_of_expert, after.rank_of_expert), bytes_per_expert)
-    return exchange_ms(moved_GG, cost, node_of_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,15 +209,34 @@ class Prices:
     """The calls of the layer in an optimizer step."""
     recompute: bool = False
 
+    def layer_ms(self, pressure: Pressure) -> float:
+        """Return the time of forward and backward of one call of the layer's experts' part, without slices of
+        gradients.
+
+        Raises:
+            ValueError: a cost is missing.
+        """
+        same_chunks = self.plan.forward.degree == self.plan.backward.degree
+        times_ms = []
+        for backward, block in enumerate((self.plan.forward, self.plan.backward)):
+            phase = PhasePlan(block, self.groups, bool(backward), self.alltoall)
+            run = under(sized(phase.schedule, phase, self.shape), pressure, self.groups)
+            how = self.costs, same_chunks, self.contention, self.is_serial
+            times_ms.append(sized_timeline(run, bool(backward), *how).makespan_ms)
+        return (1 + self.recompute) * times_ms[0] + times_ms[1]
+
     def step_ms(self, placement: ExpertPlacement, seen: Seen) -> float:
         """Return the time of the layer's experts' part in one step."""
-        how = self.alltoall, self.contention, self.is_serial, self.recompute
         if self.alltoall == ONCE_PER_NODE and seen.tokens and self.shape.crossings is not None:
             pressure = once_per_node_pressure(placement, seen, self.shape.crossings)
         else:
             pressure = pressure_of(placement, seen)
-        return self.micro_batches * layer_ms(pressure, self.shape, self.groups, self.plan, self.costs, *how)
+        return self.micro_batches * self.layer_ms(pressure)
 
     def moves_ms(self, now: ExpertPlacement, wanted: ExpertPlacement, seen: Seen) -> float:
-        """Return the time that it takes to bring all experts to where another placement has them."""
-        return moves_ms(now, wanted, self.moved_bytes, self.costs.forward[A2A_IN], seen.node_of_rank)
+        """Return the time that it takes to bring all experts to where another placement has them, as one exchange: each
+        goes to its rank directly."""
+        moved_GG = np.zeros((now.num_ranks, now.num_ranks))
+        np.add.at(moved_GG, (now.rank_of_expert, wanted.rank_of_expert), self.moved_bytes)
+        size_bytes = as_alltoall_bytes(moved_GG, seen.node_of_rank)
+        return self.costs.forward[A2A_IN].ms(size_bytes) if size_bytes else 0.0

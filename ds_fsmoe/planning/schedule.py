@@ -126,10 +126,6 @@ class Schedule:
         """Return the same tasks, one after another."""
         return Schedule(tuple(replace(task, lane=Lane.COMPUTE) for task in self.tasks))
 
-    def degree(self, kind: str = EXPERT) -> int:
-        """Return the number of chunks of a kind of task."""
-        return len({(task.layer, task.chunk) for task in self.tasks if task.kind == kind})
-
     def __str__(self) -> str:
         width = len(str(len(self.tasks)))
         lines = []

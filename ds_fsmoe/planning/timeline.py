@@ -9,13 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.cost import Cost, HostCost
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 
 _INSTANT_MS = 1e-12  # what floating point leaves of a finished task
-
-HostCost = float | Mapping[str, float]
-"""The time of a launch on the one thread that issues for all lanes: one number for all tasks, or by kind."""
 
 
 @dataclass(frozen=True)

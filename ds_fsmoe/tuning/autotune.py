@@ -29,17 +29,23 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
-from ds_fsmoe.tuning.stage_plans import Candidate, OfStages, candidates_of_all_stages, rows_of_all_stages
 from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told, describe_rows, rows_of_plan
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Tried
-from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
+from ds_fsmoe.tuning.tuned_model import (
+    Candidate,
+    OfStages,
+    TunedModel,
+    candidates_of_all_stages,
+    rows_of_all_stages,
+    windows_of,
+)
 from ds_fsmoe.tuning.when import STEPS_BEFORE, needs_numbers
 
 if TYPE_CHECKING:
@@ -103,8 +109,8 @@ class Autotune:
         """Label of a layer -> the sizes of a call that were measured, since the stage has run."""
         self.measured: Measured | None = None
         """What was measured, since the stage has run."""
-        self.search: Search | None = None
-        """The choices from which plans are made, since the stage has run."""
+        self.job: RecordedJob | None = None
+        """What plans are made from, since the stage has run."""
         self.dense_ms: DenseTimes | None = None
         """What the rest of the model takes, as it was told."""
         self.stages: Stages | None = None
@@ -148,7 +154,7 @@ class Autotune:
         self._steps_before -= 1
         if not self._steps_before:
             # A layer that is left out of one forward may be in the other.
-            self._ask(None, num_watched=2)
+            self.request_again(None, num_watched=2)
         return not self._steps_before
 
     def close(self) -> None:
@@ -173,15 +179,13 @@ class Autotune:
         self._steps_before = 0
         self._why_without = why
 
-    def request_again(self, reason: str) -> None:
-        """Measure and plan again, one training forward from now. Every rank asks for it at the same step.
+    def request_again(self, reason: str | None, num_watched: int = 1) -> None:
+        """Measure and plan again, so many training forwards from now. Every rank asks for it at the same step.
 
         Args:
-            reason: the reason, logged when it is done.
+            reason: the reason, logged when it is done; ``None``: it is the first time.
+            num_watched: the forwards that are watched before.
         """
-        self._ask(reason)
-
-    def _ask(self, reason: str | None, num_watched: int = 1) -> None:
         self._is_wanted, self._why_again, self._why_without = True, reason, ""
         self._forwards_left = num_watched
         self.trials = None
@@ -250,7 +254,7 @@ class Autotune:
         count = num_micro_batches if stages is None else stages.num_micro_batches
         how = dense_ms, can_split, count, stages is not None, reduction is not None and reduction.sums_each
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
-        self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
+        self.measured, self.job, self.dense_ms = measured, model.job, dense_ms
         stage = None if stages is None else stages.stage
         plans = self._together(model, self._on_first(lambda: model.search.to_try(stage)))
         if len(plans) > 2 and stages is not None and plans[0].of_stages == plans[1].of_stages:

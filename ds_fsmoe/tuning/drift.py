@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import Predictors
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock, most_of
-from ds_fsmoe.planning.decide.stage_plan import StageTimes
+from ds_fsmoe.planning.decide.step_time import StageTimes
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -41,7 +42,7 @@ from ds_fsmoe.planning.schedule import (
     Lane,
 )
 from ds_fsmoe.planning.timeline import Timeline
-from ds_fsmoe.tuning.stage_plans import OfStages
+from ds_fsmoe.tuning.tuned_model import OfStages
 
 IN_A_ROW = 3
 """The number of compared steps in a row that have to differ before anything is said."""
@@ -211,28 +212,29 @@ class PredictionWatch:
 
     def _compare(self, step: int) -> StepComparison | None:
         own = self._clock.read()
-        totals, problem = _Totals((*self._names, *_KINDS, *_LANES)), ""
+        names, problem = (*self._names, *_KINDS, *_LANES), ""
+        runs: _Runs = defaultdict(list)
         try:
             if own is not None:
-                self._add_up(own, totals)
+                self._add_up(own, runs)
         except ValueError as error:
             own, problem = None, f": {error}"
         head = [1.0, 0.0, 0.0, 0.0, 0.0]
         if own is not None:
             whole_ms = own.forward_ms + own.backward_ms
             head = [0.0, own.num_forwards, own.num_backwards, whole_ms, self._load(own)]
-        numbers = most_of([*head, *totals.numbers()], self._clock.device, self._group)
+        numbers = most_of([*head, *_numbers(names, runs)], self._clock.device, self._group)
         lacks, num_forwards, num_backwards, whole_ms, load = numbers[: len(head)]
         if lacks:
             self._warn(step, problem)
         if lacks or not num_forwards:
             return None
-        compared = totals.compared(numbers[len(head) :])
+        compared = _compared(names, numbers[len(head) :])
         phases = {name: compared[name] for name in self._names if name in compared}
         rest_ms = whole_ms - sum(each.measured_ms for each in phases.values())
         rest = self._rest((int(num_forwards), int(num_backwards)), rest_ms)
         whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)
-        kinds, lanes = ({name: compared[name] for name in names if name in compared} for names in (_KINDS, _LANES))
+        kinds, lanes = ({name: compared[name] for name in of if name in compared} for of in (_KINDS, _LANES))
         return StepComparison(step, whole, rest, phases, kinds, lanes, load)
 
     def _rest(self, counts: tuple[int, int], rest_ms: float) -> Compared:
@@ -252,7 +254,7 @@ class PredictionWatch:
                 shares.append(sizes.capacity / planned)
         return statistics.fmean(shares) if shares else 1.0
 
-    def _add_up(self, own: MeasuredStep, totals: _Totals) -> None:
+    def _add_up(self, own: MeasuredStep, runs: _Runs) -> None:
         predictors = self._predictors()
         for run in own.runs:
             label, plan, sizes = run.about
@@ -261,11 +263,11 @@ class PredictionWatch:
             predicted = predictors[label].timeline(run.schedule, plan, sizes)
             # With nobody to exchange tokens with, nobody is waited for.
             waits = any(task.lane is not Lane.COMPUTE for task in plan.schedule.tasks)
-            totals.add(run.label, waits, predicted.makespan_ms, run.timeline.makespan_ms)
+            runs[run.label].append((waits, predicted.makespan_ms, run.timeline.makespan_ms))
             expected = _busy_ms(predicted)
             for name, measured_ms in _busy_ms(run.timeline).items():
                 sent = name not in (EXPERT, Lane.COMPUTE)
-                totals.add(name, sent, expected.get(name, 0.0), measured_ms)
+                runs[name].append((sent, expected.get(name, 0.0), measured_ms))
 
     def _warn(self, step: int, problem: str) -> None:
         if self._has_warned:
@@ -383,54 +385,30 @@ def _busy_ms(timeline: Timeline) -> dict[str, float]:
     return found
 
 
-@dataclass
-class _Total:
-    """The total over the runs on this rank."""
-
-    count: int = 0
-    waits: bool = False
-    predicted_ms: float = 0.0
-    measured_ms: float = 0.0
+_Runs = dict[str, list[tuple[bool, float, float]]]
+"""Name -> of each of its runs on this rank, whether its time includes waiting for other ranks, and the predicted and
+measured milliseconds."""
 
 
-@dataclass
-class _Totals:
-    """Sums by name, and the numbers by which ranks share them: equally many on every rank, for the largest of each."""
+def _numbers(names: Sequence[str], runs: _Runs) -> list[float]:
+    """Return the numbers by which ranks share their runs: equally many on every rank, for the largest of each. They are
+    means, because ranks may differ in their runs; negative ones find the least."""
+    found: list[float] = []
+    for name in names:
+        if not runs[name]:
+            found += [0.0, 0.0, *(-math.inf,) * 3]
+            continue
+        waits, predicted_ms, measured_ms = zip(*runs[name], strict=True)
+        mean_ms = statistics.fmean(measured_ms)
+        found += [len(waits), waits[0], statistics.fmean(predicted_ms), mean_ms, -mean_ms]
+    return found
 
-    names: Sequence[str]
-    _of: dict[str, _Total] = field(default_factory=dict)
 
-    def add(self, name: str, waits: bool, predicted_ms: float, measured_ms: float) -> None:
-        """Add one run.
-
-        Args:
-            name: its name; an unknown one is left out.
-            waits: whether its time on a rank includes waiting for others.
-            predicted_ms, measured_ms: its times.
-        """
-        total = self._of.setdefault(name, _Total(waits=waits))
-        total.count += 1
-        total.predicted_ms += predicted_ms
-        total.measured_ms += measured_ms
-
-    def numbers(self) -> list[float]:
-        """Return this rank's numbers: means, because ranks may differ in their runs; negative ones find the least."""
-        found: list[float] = []
-        for name in self.names:
-            total = self._of.get(name)
-            if total is None:
-                found += [0.0, 0.0, *(-math.inf,) * 3]
-            else:
-                predicted_ms, measured_ms = total.predicted_ms / total.count, total.measured_ms / total.count
-                found += [total.count, total.waits, predicted_ms, measured_ms, -measured_ms]
-        return found
-
-    def compared(self, numbers: Sequence[float]) -> dict[str, Compared]:
-        """Return the comparison of each name that any rank has run."""
-        found = {}
-        for at, name in enumerate(self.names):
-            count, waits, predicted_ms, most_ms, negative_least_ms = numbers[5 * at : 5 * at + 5]
-            if count:
-                measured_ms = -negative_least_ms if waits else most_ms
-                found[name] = Compared(count * predicted_ms, count * measured_ms)
-        return found
+def _compared(names: Sequence[str], numbers: Sequence[float]) -> dict[str, Compared]:
+    """Return the comparison of each name that any rank has run."""
+    found = {}
+    for at, name in enumerate(names):
+        count, waits, predicted_ms, most_ms, negative_least_ms = numbers[5 * at : 5 * at + 5]
+        if count:
+            found[name] = Compared(count * predicted_ms, count * (-negative_least_ms if waits else most_ms))
+    return found

@@ -24,7 +24,7 @@ from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.crossings import Crossings, counted_crossings, expected_crossings
+from ds_fsmoe.planning.groups import Crossings, counted_crossings, expected_crossings
 from ds_fsmoe.planning.job.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns everything that the autotuner measures, as data; and the model as the planner sees it, made from that."""
+"""Returns everything that the autotuner measures, as data."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,20 +19,38 @@ from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.log import progress_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, Measuring, cluster_fingerprint, source_of
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.profiler import LinkTimes, Reduces, is_serial, issues_ahead, profile, slowdowns_of, time_links
-from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.measuring.profiler import (
+    LinkTimes,
+    Reduces,
+    is_serial,
+    issues_ahead,
+    profile,
+    slowdowns_of,
+    time_links,
+    untouched,
+)
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.job.larger_ep import sizes_from
-from ds_fsmoe.planning.job.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
-from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
-from ds_fsmoe.planning.workload import Gradient, Layer
+from ds_fsmoe.planning.job.measured import (
+    EXPERT_GRADIENTS,
+    GATE,
+    GATHERED,
+    GRADIENTS,
+    ORDER,
+    REDUCE_SCATTER,
+    SCATTERED,
+    LayerProfile,
+    Slowdowns,
+    Timing,
+)
+from ds_fsmoe.planning.job.what_if import sizes_from
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, GRAD_GATHER, GRAD_SCATTER
 from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_ways_on_every_stage
-from ds_fsmoe.tuning.layer_parts import time_gate_and_order, time_gradients
 
 if TYPE_CHECKING:
+    from ds_fsmoe.gradients.flat_buffers import FlatGradients
     from ds_fsmoe.gradients.reduction import Reduction
     from ds_fsmoe.layer.runtime import LayerRuntime
     from ds_fsmoe.layer.stock_layer import FSMoELayer
@@ -62,7 +79,6 @@ class Measured:
     """The number of operations that were timed; 0 where all was known."""
     source: str = ""
     """The origin of what was not measured again."""
-    _costs: dict[tuple[str, str], LayerCosts] = field(default_factory=dict)
 
     @cached_property
     def kind_of(self) -> dict[str, LayerKind]:
@@ -73,50 +89,9 @@ class Measured:
         """Return what was measured for layers with an all-to-all."""
         return self.profiles[kind.subject.kind, alltoall]
 
-    def costs_of(self, kind: LayerKind, alltoall: str) -> LayerCosts:
-        """Return the measured costs as the planner needs them; always the same object."""
-        key = kind.subject.kind, alltoall
-        if key not in self._costs:
-            self._costs[key] = self.profiles[key].costs(self.issues_ahead)
-        return self._costs[key]
-
     def reduces(self, kind: LayerKind) -> Reduces:
         """Return how reduce-scatters of these layers are done."""
         return self.links.reduces.get(kind.subject.link_name(REDUCE_SCATTER), ())
-
-    def options(
-        self,
-        labels: Sequence[str],
-        rest_ms: tuple[float, float],
-        gradients_bytes: Mapping[str, int],
-        tensors_bytes: Mapping[str, Sequence[int]] | None = None,
-    ) -> list[dict[str, Layer]]:
-        """Return the model as the planner sees it: layer by layer, name of an all-to-all -> the layer with it.
-
-        Args:
-            labels: the labels of its layers, in the order of the forward.
-            rest_ms: the time of all but the experts' parts, forward and backward: each layer is followed by its share.
-            gradients_bytes: kind of gradient -> all that is reduced: each layer leaves its share.
-            tensors_bytes: kind of gradient -> the bytes of its tensors, in the order of the backward, where slices keep
-                to them; ``None``: they do not.
-        """
-        found: dict[int, dict[str, Layer]] = {}
-        count = max(1, len(labels))
-        shares_ms = rest_ms[0] / count, rest_ms[1] / count
-        for kind in self.kinds:
-            groups = kind.pipeline.forward.groups
-            gradients = tuple(
-                Gradient(
-                    each, lanes, gradients_bytes[each] // count, _share((tensors_bytes or {}).get(each, ()), count)
-                )
-                for each, lanes in gradient_lanes(groups).items()
-                if gradients_bytes.get(each, 0) >= count and lanes
-            )
-            found[id(kind)] = {
-                name: layer_of_call(groups, kind.sizes, self.costs_of(kind, name), way.planned, shares_ms, gradients)
-                for name, way in kind.ways.items()
-            }
-        return [found[id(self.kind_of[label])] for label in labels]
 
 
 def _may_be_spread_more(kinds: Sequence[LayerKind]) -> bool:
@@ -124,15 +99,6 @@ def _may_be_spread_more(kinds: Sequence[LayerKind]) -> bool:
     found = {kind.pipeline.forward.groups.ep for kind in kinds}
     num_experts = [kind.subject.num_experts for kind in kinds]
     return len(found) == 1 and len(sizes_from(kinds[0].pipeline.forward.groups, num_experts)) > 1
-
-
-def _share(tensors_bytes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the bytes of the tensors in the middle one of so many equal parts, as all layers are taken to be alike."""
-    share = sum(tensors_bytes) // count
-    first = count // 2 * share
-    ends = list(itertools.accumulate(tensors_bytes, initial=0))
-    cut = (min(end, first + share) - max(start, first) for start, end in itertools.pairwise(ends))
-    return tuple(each for each in cut if each > 0)
 
 
 def tensors_of(reduction: Reduction | None) -> dict[str, list[int]]:
@@ -286,3 +252,91 @@ def _keep(
                 joined.timings |= each.timings
                 joined.numbers |= each.numbers
             cache.write(fingerprint, joined, cluster)
+
+
+# ---- what a layer does besides the experts' part, alone: gate, order, and the sums of gradients
+
+
+LARGEST_NUMEL = 1 << 20
+"""The most elements of gradients that are summed to measure the cost."""
+_NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}
+
+
+def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timing]:
+    """Time the forward of a layer's gate, and of its order there and back, per token. Collective.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    layer, device = kind.layer, measuring.watch.device
+    width, dtype = kind.subject.sizes.width, kind.subject.sizes.dtype
+    # As many tokens as the fullest rank has, so that all measure the same.
+    num_tokens = int(measuring.watch.slowest([[float(kind.num_tokens)]])[0][0])
+    sizes = _sizes_up_to(num_tokens, 4)
+
+    def tokens(size: int) -> torch.Tensor:
+        return torch.randn(size, width, device=device).to(dtype)
+
+    def gate(size: int) -> Callable[[], object]:
+        x_SM = tokens(size)
+        return lambda: layer.route_unheard(x_SM, None, None)
+
+    def order(size: int) -> Callable[[], object]:
+        x_SM = tokens(size)
+        routing = layer.route_unheard(x_SM, None, None)
+        return lambda: layer.fsmoe.order.restore(layer.fsmoe.order.arrange(x_SM, routing), routing)
+
+    was_training = layer.gate.training
+    # A gate that counts what it routes in training does not count this.
+    layer.gate.eval()
+    found: dict[str, Timing] = {}
+    jobs: dict[str, Prepare] = {GATE: gate, ORDER: order}
+    try:
+        with untouched(device, layer.gate), kind.subject.surroundings():
+            for name, prepare in jobs.items():
+                parts = f"{name} {type(layer.gate).__name__}, {type(layer.fsmoe.order).__name__}"
+                of_kind = f"{parts}, {layer.num_local_experts}"
+                full_name = f"{of_kind} experts a rank, width {width}, {dtype}, up to {sizes[-1]} tokens"
+                found[name] = measuring.timing(full_name, "token", sizes, 1.0, prepare)
+    finally:
+        layer.gate.train(was_training)
+    return found
+
+
+def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction | None) -> dict[str, Timing]:
+    """Time the sums of gradients, per byte: dense ones, and the experts' where several ranks hold them. Collective.
+
+    Args:
+        measuring: the measuring of this job.
+        kind: a layer.
+        reduction: its groups are used; without one, DeepSpeed's for dense gradients.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    largest: dict[str, FlatGradients] = {}
+    for flat in () if reduction is None else reduction.reducer.flats:
+        if flat.kind not in largest or flat.numel > largest[flat.kind].numel:
+            largest[flat.kind] = flat
+    found: dict[str, Timing] = {}
+    placements = kind.pipeline.forward.groups.placements
+    for grad_kind, flat in largest.items():
+        sizes = _sizes_up_to(min(LARGEST_NUMEL, flat.numel), 6)
+        at = placements["dp" if grad_kind == GRAD else "edp"]
+        of_kind = f"of {flat.dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
+        for task in flat.way.most_kinds:
+            name = _NAMES[grad_kind if task == GRAD else task]
+            if name not in found:
+                found[name] = measuring.timing(
+                    f"{name} {of_kind}, {flat.way}",
+                    *("byte", sizes, float(flat.dtype.itemsize), flat.reducing(task), flat.group),
+                )
+    return found
+
+
+def _sizes_up_to(largest: int, count: int) -> list[int]:
+    """Return so many sizes by halves, fewer where they would repeat, but at least the three that a line needs."""
+    sizes = sorted({max(1, largest >> halvings) for halvings in range(count)})
+    while len(sizes) < 3:
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -21,8 +21,8 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
-from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.decide.presets import BEST, preset
+from ds_fsmoe.planning.groups import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
 

@@ -201,7 +201,7 @@ def _why_whole(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
 
 
 def _chunks(row: Row) -> str:
-    forward, backward = (choice.block.degree for choice in row.choices)
+    forward, backward = (choice.order.degree for choice in row.choices)
     chunks = f"{forward} and {backward} chunks" if (forward, backward) != (1, 1) else "one chunk"
     return chunks if row.alltoall == "flat" else f"{chunks}, {row.alltoall}"
 

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats what the autotuner has measured and chosen, as tables to be read."""
+"""Formats what the autotuner has measured and chosen: as tables to be read, and as plain data for a run's folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.measuring.profiler import Reduces
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order, order_words
-from ds_fsmoe.planning.decide.plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import ModelPlan, mode_of
 from ds_fsmoe.planning.decide.search import MIN_GAIN, Choice, Degree, chunks_text
 from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, job_as_data
 from ds_fsmoe.terminal.tables import Message, Table
 
 if TYPE_CHECKING:
+    from ds_fsmoe.config.blocks import FSMoEBlock
+    from ds_fsmoe.execution.pipeline import LayerPipeline
+    from ds_fsmoe.layer.runtime import LayerRuntime
+    from ds_fsmoe.layer.stock_layer import FSMoELayer
+    from ds_fsmoe.planning.block import Links
+    from ds_fsmoe.planning.call_shape import CallShape
+    from ds_fsmoe.planning.decide.gradients import Mode
+    from ds_fsmoe.tuning.autotune import Autotune
     from ds_fsmoe.tuning.measure import Measured
 
 PAYS = 1.1
@@ -349,3 +358,151 @@ def span(labels: Sequence[str]) -> str:
     if len(labels) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return f"{labels[0]}..{names[-1]}"
     return ", ".join(labels)
+
+
+# ---- what was measured and decided, as plain data for the folder of a run
+
+
+def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | None) -> dict[str, Any]:
+    """Return the plans that run now and, where layers were measured, what the plans follow from.
+
+    Args:
+        pipelines: label -> how each layer is run.
+        autotune: the stage; ``None``, or one that has not run, if degrees were given.
+    """
+    layers = [
+        {
+            "layer": label,
+            "phase": phase,
+            "degree": plan.block.degree,
+            "order": plan.block.links,
+            "alltoall": plan.alltoall,
+            "tasks": len(plan.schedule.tasks),
+        }
+        for label, pipeline in pipelines.items()
+        for phase, plan in (("forward", pipeline.forward), ("backward", pipeline.backward))
+    ]
+    if autotune is None or not autotune.rows:
+        return {"layers": layers}
+    return {
+        "layers": layers,
+        **autotune.outcome.as_data(autotune.step),
+        "num_measured": autotune.num_measured,
+        "choices": choices_as_data(autotune.rows),
+        "trials": [[asdict(each) for each in of_round] for of_round in autotune.tried],
+        "hints": list(autotune.hints),
+        "fits": _fits(autotune.rows),
+    }
+
+
+def measured_job(
+    measured: Measured,
+    block: FSMoEBlock,
+    running: LayerRuntime,
+    labels: Sequence[str],
+    tensors_bytes: Mapping[str, Sequence[int]],
+    micro_batches: int,
+) -> RecordedJob:
+    """Return what plans are searched from, so that they can be searched again without the machine; not yet what the
+    rest of the model takes, and the bytes of its gradients.
+
+    Args:
+        measured: what was measured.
+        block: the options of the stage.
+        running: the lanes and links of the layers.
+        labels: the labels of the layers in the order of the forward.
+        tensors_bytes: kind of gradient -> the bytes of each tensor that we reduce.
+        micro_batches: the forwards and backwards of an optimizer step.
+    """
+    kinds = tuple(
+        RecordedKind(
+            tuple(kind.labels),
+            kind.pipeline.forward.groups,
+            kind.sizes,
+            {name: RecordedWay(way.planned, measured.profile_of(kind, name)) for name, way in kind.ways.items()},
+            kind.layer.fsmoe.is_uncut,
+            kind.subject.sizes.num_choices or None,
+        )
+        for kind in measured.kinds
+    )
+    return RecordedJob(
+        kinds,
+        tuple(labels),
+        mode=mode_of(block.schedule, block.gradient_partition.mode),
+        links=running.links,
+        tensors_bytes={kind: tuple(sizes) for kind, sizes in tensors_bytes.items()},
+        slowed=measured.slowed,
+        is_serial=measured.is_serial,
+        issues_ahead=measured.issues_ahead,
+        shared_link=running.one_link is not None,
+        **_of_block(block, micro_batches),
+    )
+
+
+def called_as_data(
+    shapes: Mapping[str, CallShape],
+    layers: Mapping[str, FSMoELayer],
+    block: FSMoEBlock,
+    links: Links,
+    mode: Mode,
+    micro_batches: int,
+    choices: Mapping[str, int | None],
+) -> dict[str, Any]:
+    """Return what the layers of a run are that was not measured: what their tasks cost is in its trace, if anywhere.
+
+    Args:
+        shapes: label of a layer -> the sizes of its first call.
+        layers: the layers by label.
+        block: the block of the engine.
+        links: the order of traffic within a layer.
+        mode: when gradients are sent.
+        micro_batches: the forwards and backwards of an optimizer step.
+        choices: label of a layer, in the order of the forward -> the experts of a token, where that is known.
+    """
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for label, shape in shapes.items():
+        inner = layers[label]
+        assert inner.pipeline is not None
+        forward = inner.pipeline.forward
+        key = forward.groups, shape, forward.alltoall, inner.fsmoe.is_uncut, choices.get(label)
+        kinds.setdefault(key, []).append(label)
+    job = RecordedJob(
+        kinds=tuple(
+            RecordedKind(tuple(labels), groups, shape, {alltoall: RecordedWay(alltoall)}, *others)
+            for (groups, shape, alltoall, *others), labels in kinds.items()
+        ),
+        labels=tuple(label for label in choices if label in shapes),
+        mode=mode,
+        links=links,
+        is_serial=not block.overlap,
+        **_of_block(block, micro_batches),
+    )
+    return job_as_data(job)
+
+
+def _of_block(block: FSMoEBlock, micro_batches: int) -> dict[str, Any]:
+    return {
+        "schedule": block.schedule,
+        "max_degree": block.pipeline_degree.max,
+        "gradient_solver": block.gradient_partition.solver,
+        "chunk_bytes": block.gradient_partition.asked_bytes,
+        "micro_batches": micro_batches,
+    }
+
+
+def _fits(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [
+        {
+            "operation": name,
+            "layers": labels,
+            "unit": timing.unit,
+            "sizes": timing.sizes,
+            "times_ms": timing.times_ms,
+            "line_ms": [timing.cost.ms(size) for size in timing.sizes],
+            "lines": [asdict(each) for each, _ in _lines(timing.cost)],
+            "typical_share": timing.best_fit.typical_share,
+            "worst_share": timing.best_fit.worst_share,
+            "is_good": timing.best_fit.is_good,
+        }
+        for name, timing, labels in timings_of(rows)
+    ]

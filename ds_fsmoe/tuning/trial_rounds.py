@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.terminal.progress import NowAndThen
-from ds_fsmoe.tuning.stage_plans import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.table import describe_plan
 from ds_fsmoe.tuning.trials import Trials, Tried
-from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
+from ds_fsmoe.tuning.tuned_model import Candidate, TunedModel, windows_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -4,23 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.topology import Stages, world_size_now
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.block import LayerPlan, Slice
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.gradient_plan import WindowBytes
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.decide.plan import Planner, Settings, mode_of
+from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.presets import BEST
-from ds_fsmoe.planning.decide.stage_plan import StageTimes, stage_times
-from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step
-from ds_fsmoe.planning.job.larger_ep import larger_ep_sizes
-from ds_fsmoe.tuning.as_data import measured_job
+from ds_fsmoe.planning.decide.step_time import StageTimes, StepTimes, other_esp_sizes, predict_step, stage_times
+from ds_fsmoe.planning.job.what_if import larger_ep_sizes
 from ds_fsmoe.tuning.measure import Measured
+from ds_fsmoe.tuning.table import Row, describe_plan, measured_job
 
 if TYPE_CHECKING:
     from ds_fsmoe.layer.runtime import LayerRuntime
@@ -80,51 +81,46 @@ class TunedModel:
         sums_each: bool = False,
     ) -> None:
         self.measured = measured
-        self._schedule = block.schedule
         self._layers = layers
-        self.labels = [label for label in layers if label in measured.kind_of]
-        contention = measured.slowed.contention()
-        settings = Settings(
-            contention,
-            max_degree=block.pipeline_degree.max,
-            gradient_solver=block.gradient_partition.solver,
-            chunk_bytes=block.gradient_partition.asked_bytes,
-            is_serial=measured.is_serial,
-            shared_link=running.one_link is not None,
-            num_micro_batches=1 if sums_each else num_micro_batches,
-        )
-        costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
-        of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
-        self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
-        # What was seen is the second backward, with the gradients only where a step ends there.
-        has_none = in_stages or (num_micro_batches > FORWARDS_WATCHED and not sums_each)
-        in_backward_ms = 0.0 if has_none else self._gradients_ms
         self._num_micro_batches = 1 if sums_each else num_micro_batches
         self._num_steps = num_micro_batches if sums_each else 1
         # Where a step has one micro-batch, what was seen has waited too.
         self._wait_ms = 0.0 if dense_ms is None or in_stages else dense_ms.wait_ms
-        self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
-        rest_ms = self._rest_ms
-        self._dense_ms = None if dense_ms is None else sum(rest_ms)
+        labels = [label for label in layers if label in measured.kind_of]
+        self.job = measured_job(measured, block, running, labels, tensors_bytes, num_micro_batches)
+        costs = [self.job.costs_of(kind, next(iter(kind.ways))) for kind in map(self.job.kind_of, labels[:1])]
+        of_gradients = costs[0].backward if costs else {}
+        self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
         totals: dict[str, int] = {}
         for kind, size in gradients:
             if kind in of_gradients:
                 totals[kind] = totals.get(kind, 0) + size
+        # What was seen is the second backward, with the gradients only where a step ends there.
+        has_none = in_stages or (num_micro_batches > FORWARDS_WATCHED and not sums_each)
+        in_backward_ms = 0.0 if has_none else self._gradients_ms
+        self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
+        self._dense_ms = None if dense_ms is None else sum(self._rest_ms)
+        self.job = replace(self.job, rest_ms=self._rest_ms, gradients_bytes=totals)
         asked = block.pipeline_degree
         forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
+        settings = replace(self.job.settings, num_micro_batches=self._num_micro_batches)
         space = settings.space(block.schedule)
-        mode = mode_of(block.schedule, block.gradient_partition.mode)
         self.search = Search(
             Planner({}, settings),
-            measured.options(self.labels, rest_ms, totals, tensors_bytes if mode == "micro_ops" else None),
+            self.job.options(self.job.mode, self._rest_ms),
             space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
-            mode,
+            self.job.mode,
             running.links,
-            [layers[label].fsmoe.is_uncut for label in self.labels],
+            self.job.uncut,
             can_split,
             # A system that was named is run as it is.
-            may_send_anyhow=block.schedule == BEST and mode == "adaptive",
+            may_send_anyhow=block.schedule == BEST and self.job.mode == "adaptive",
         )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the layers in the order of the forward."""
+        return self.job.labels
 
     def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
         """Run the layers by a plan from now on."""
@@ -139,7 +135,7 @@ class TunedModel:
                 predictors.pop(label, None)
                 continue
             predictors[label] = MeasuredPredictor(
-                measured.costs_of(kind, alltoall),
+                self.job.costs_of(self.job.kind_of(label), alltoall),
                 measured.slowed.contention(),
                 measured.is_serial,
                 forward.degree == backward.degree,
@@ -166,15 +162,100 @@ class TunedModel:
             ESP size -> the time of the experts' parts of a step; EP size -> the time of a step, the size as it is
             first, then larger ones.
         """
-        measured, search = self.measured, self.search
-        if world_size_now() == 1 or measured.cluster is None:
+        job, search, cluster = self.job, self.search, self.measured.cluster
+        if world_size_now() == 1 or cluster is None:
             return {}, {}
         counted = [
-            (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))
-            for kind in measured.kinds
+            (len(kind.labels), kind.groups, kind.shape, job.costs_of(kind, next(iter(kind.ways)))) for kind in job.kinds
         ]
-        per_node = measured.topology.ranks_per_node
-        sharded = other_esp_sizes(search.planner, search.space, measured.cluster, counted, per_node)
-        choices = {label: measured.kind_of[label].subject.sizes.num_choices or None for label in self.labels}
-        job = measured_job(measured, search, self._schedule, {}, self._num_micro_batches, choices)
-        return sharded, larger_ep_sizes(job, measured.cluster)
+        per_node = self.measured.topology.ranks_per_node
+        sharded = other_esp_sizes(search.planner, search.space, cluster, counted, per_node)
+        return sharded, larger_ep_sizes(replace(job, micro_batches=self._num_micro_batches), cluster)
+
+
+# ---- the plans of pipeline stages: each stage plans for its own layers, and all of them try the plans of one number in
+# the same batches
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class OfStages:
+    """What runs in all stages of a pipeline, the same on every rank."""
+
+    name: str
+    """What the stages run, for people."""
+    step: StepTimes
+    """What is predicted of the micro-batches of a step on the stage that takes longest, without sends and bubbles."""
+    times: tuple[StageTimes, ...]
+    """What is predicted of a micro-batch on each stage, from the front."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan to try."""
+
+    plan: ModelPlan
+    of_stages: OfStages | None = None
+    """What all stages run with it; ``None``: there are none."""
+
+
+def rows_of_all_stages(rows: Sequence[Row], stages: Stages) -> list[Row]:
+    """Return the rows of the layers of all stages, labelled with their stage, on every rank. Collective over all.
+
+    Args:
+        rows: those of this stage.
+        stages: where this rank is.
+    """
+    named = [
+        [replace(each, labels=tuple(f"stage{stage}/{label}" for label in each.labels)) for each in of_stage]
+        for stage, of_stage in enumerate(_from_all_stages(list(rows), stages))
+    ]
+    return [each for of_stage in named for each in of_stage]
+
+
+def candidates_of_all_stages(plans: Sequence[ModelPlan], model: TunedModel, stages: Stages) -> list[Candidate]:
+    """Return the plans to try on this stage, of which every stage has as many: one with fewer repeats its first.
+    Collective over all ranks.
+
+    Args:
+        plans: of this stage, DeepSpeed's schedule last.
+        model: the layers of this stage.
+        stages: where this rank is.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    own: list[tuple[str, StepTimes, StageTimes]] = []
+    with raise_on_all_ranks(None, "predicting the plans of a stage"):
+        own = [(describe_plan(model.labels, each), model.predict(each), model.micro_batch(each)) for each in plans]
+    of_stages = _from_all_stages(own, stages)
+    most = max(map(len, of_stages))
+    together = zip(*(_as_many(each, most) for each in of_stages), strict=True)
+    return [Candidate(plan, _joined(of_plan)) for plan, of_plan in zip(_as_many(plans, most), together, strict=True)]
+
+
+def _from_all_stages(own: _T, stages: Stages) -> list[_T]:
+    """Return what each stage has, from the front, on every rank: its ranks have the same."""
+    of_stages = dict(reversed(on_every_rank((stages.stage, own))))
+    return [of_stages[stage] for stage in range(stages.num_stages)]
+
+
+def _as_many(of_plans: Sequence[_T], count: int) -> list[_T]:
+    """Return what belongs to the plans of a stage for so many: the first again ahead of the last."""
+    *others, stock = of_plans
+    return [*others, *others[:1] * (count - len(of_plans)), stock]
+
+
+def _joined(of_stages: Sequence[tuple[str, StepTimes, StageTimes]]) -> OfStages:
+    """Return what all stages run; the name only once where those with layers run alike."""
+    names, steps, times = zip(*of_stages, strict=True)
+    named = {f"stage{stage}": name for stage, name in enumerate(names) if name}
+    if len(set(named.values())) == 1:
+        name = next(iter(named.values()))
+    else:
+        name = "; ".join(f"{stage} in {name}" for stage, name in named.items())
+    longest = max(steps, key=lambda each: each.chosen_ms)
+    # What is dense was seen of single micro-batches of one stage.
+    return OfStages(name, replace(longest, dense_ms=None), times)

@@ -8,8 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ds_fsmoe.planning.crossings import counted_crossings, crosses_once, expected_crossings
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, counted_crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, COLLECT, SPREAD, Lane
 from ds_fsmoe.planning.workload import Shape, layer_work
 

@@ -44,7 +44,8 @@ def check_laws(found: Partition, pieces: list[QueuedGradient], windows: list[Sen
                 assert each.newest_layer == mine[int(np.searchsorted(ends, sent))].layer
                 assert each.lanes == mine[0].lanes
         assert sent == sum(each.size_bytes for each in mine)
-    assert found.size_bytes == sum(each.size_bytes for each in pieces)
+    sent_bytes = sum(each.size_bytes for slices in (*found.slices, found.tail) for each in slices)
+    assert sent_bytes == sum(each.size_bytes for each in pieces)
     assert found.extra_ms == pytest.approx(extra_ms(found, pieces, windows), abs=1e-3, rel=1e-4)
 
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.job.larger_ep import larger_ep_sizes, sizes_from
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
-from ds_fsmoe.planning.job.what_if import WhatIf
+from ds_fsmoe.planning.job.what_if import WhatIf, larger_ep_sizes, sizes_from
 from tests.planning.measured_layers import SIZES
 from tests.planning.test_recorded_costs import job_of
 from tests.planning.test_what_if import CLUSTER

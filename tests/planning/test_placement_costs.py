@@ -12,11 +12,9 @@ from hypothesis import given, settings
 
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
-from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.crossings import Crossings, expected_crossings
+from ds_fsmoe.planning.cost import LayerCosts, LinearCost, SwitchedCost
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.groups import Crossings, Groups, expected_crossings
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.placement_costs import (
     BALANCED,
@@ -24,9 +22,6 @@ from ds_fsmoe.planning.placement_costs import (
     Prices,
     Seen,
     as_alltoall_bytes,
-    exchange_ms,
-    layer_ms,
-    moves_ms,
     once_per_node_pressure,
     pressure_of,
 )
@@ -61,6 +56,19 @@ WAYS: dict[str, tuple[Groups, AllToAll]] = {
     "sharded experts": (Groups(4, 2, ep=2, esp=2), "flat"),
 }
 PRESSURE = Pressure(compute=2.0, inter=3.0, intra=5.0)
+
+
+def moves_ms(
+    now: ExpertPlacement,
+    after: ExpertPlacement,
+    moved_bytes: float,
+    cost: LinearCost | SwitchedCost,
+    nodes: tuple[int, ...],
+) -> float:
+    """What moves take by the cost of an all-to-all."""
+    plan = LayerPlan(BlockPlan(), BlockPlan(), "flat")
+    prices = Prices(SHAPE, Groups(len(nodes), 1), plan, LayerCosts.written({A2A_IN: cost}), moved_bytes)
+    return prices.moves_ms(now, after, Seen(np.zeros((now.num_ranks, now.num_experts)), nodes))
 
 
 def shape_for(alltoall: AllToAll) -> CallShape:
@@ -135,8 +143,8 @@ def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str,
         same = degrees[0] == degrees[1]
         expected.append(call_timeline(phase.schedule, phase, shape, COSTS, same, contention).makespan_ms)
     for recompute in (False, True):
-        found = layer_ms(BALANCED, shape, groups, plan, COSTS, alltoall, contention, recompute=recompute)
-        assert found == pytest.approx((1 + recompute) * expected[0] + expected[1])
+        prices = Prices(shape, groups, plan, COSTS, 0.0, alltoall, contention, recompute=recompute)
+        assert prices.layer_ms(BALANCED) == pytest.approx((1 + recompute) * expected[0] + expected[1])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -154,8 +162,8 @@ def test_one_after_another_tasks_take_their_sizes_times_the_pressure(way: str) -
             if task.kind != HOLD:
                 kinds.add(task.kind)
                 expected += COSTS.forward[task.kind].ms(task.size * factors[task.kind], task.launches)
-    found = layer_ms(PRESSURE, shape, groups, plan, COSTS, alltoall, is_serial=True)
-    assert found == pytest.approx(expected)
+    prices = Prices(shape, groups, plan, COSTS, 0.0, alltoall, is_serial=True)
+    assert prices.layer_ms(PRESSURE) == pytest.approx(expected)
     assert kinds >= {A2A_IN, EXPERT, A2A_OUT}
     assert (A2A_IN_NODE in kinds, SPREAD in kinds, GATHER in kinds) == (
         way == "2dh",
@@ -190,8 +198,10 @@ def test_the_fullest_port_counts_whoever_it_is() -> None:
 
 
 def test_one_rank_has_nobody_to_send_to() -> None:
-    assert exchange_ms(np.array([[1e9]]), LinearCost(5.0, 1.0), (0,)) == 0.0
-    assert exchange_ms(np.eye(3), LinearCost(5.0, 1.0), (0, 1, 1)) == 0.0
+    assert as_alltoall_bytes(np.array([[1e9]]), (0,)) == 0.0
+    assert as_alltoall_bytes(np.eye(3), (0, 1, 1)) == 0.0
+    alone = ExpertPlacement.at_start(4, 1)
+    assert moves_ms(alone, alone.swapped(0, 2), 24, LinearCost(5.0, 1.0), (0,)) == 0.0
 
 
 def test_swaps_of_one_step_are_one_exchange() -> None:
@@ -229,8 +239,7 @@ def test_prices_add_up_a_step() -> None:
     prices = Prices(SHAPE, groups, plan, COSTS, 700.0, alltoall, micro_batches=3)
     seen, now = load("hot_expert", 8, 4), ExpertPlacement.at_start(8, 4)
     for each in (now, now.swapped(0, 3)):
-        call_ms = layer_ms(pressure_of(each, seen), SHAPE, groups, plan, COSTS, alltoall)
-        assert prices.step_ms(each, seen) == pytest.approx(3 * call_ms)
+        assert prices.step_ms(each, seen) == pytest.approx(3 * prices.layer_ms(pressure_of(each, seen)))
         expected_ms = moves_ms(now, each, 700.0, COSTS.forward[A2A_IN], seen.node_of_rank)
         assert prices.moves_ms(now, each, seen) == pytest.approx(expected_ms)
     assert prices.step_ms(now, seen) != pytest.approx(prices.step_ms(now.swapped(0, 3), seen))

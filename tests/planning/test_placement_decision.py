@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.cost import LayerCosts, LinearCost
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.placement_costs import Prices, Seen
 from ds_fsmoe.planning.placement_policies import Allowed, balanced, decide, off
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, HOLD

@@ -13,7 +13,7 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.offline.models.pipeline import batch_ms
 from ds_fsmoe.planning.decide.presets import NAMES
-from ds_fsmoe.planning.decide.stage_plan import StageTimes
+from ds_fsmoe.planning.decide.step_time import StageTimes
 
 TINY: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40},

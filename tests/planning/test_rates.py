@@ -15,9 +15,8 @@ from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.rates import experts_cost
 from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
-from ds_fsmoe.planning.workload import Shape, kind_costs
+from ds_fsmoe.planning.workload import Shape, experts_cost, kind_costs
 
 H100, ALONE = load_cluster("h100_400"), Groups(1, 1)
 TOLERANCE = 0.1

@@ -23,17 +23,16 @@ from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import moe_work, sized
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.groups import Placement
+from ds_fsmoe.planning.groups import Crossings, Placement
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.job.recorded_costs import (
     RecordedGroups,
     RecordedJob,
     RecordedKind,
     RecordedWay,
-    cost_times,
+    job_as_data,
+    job_from_data,
 )
-from ds_fsmoe.planning.job.recorded_data import job_as_data, job_from_data
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, play
@@ -326,4 +325,4 @@ def test_events_of_unfinished_runs_and_predictions_do_not_count() -> None:
 def test_a_cost_is_multiplied_at_every_size() -> None:
     cost = SwitchedCost(LinearCost(1.0, 2.0), LinearCost(3.0, 0.5), 10.0)
     for size in (0.0, 3.0, 10.0, 55.0):
-        assert cost_times(cost, 1.5).ms(size) == pytest.approx(1.5 * cost.ms(size))
+        assert cost.times(1.5).ms(size) == pytest.approx(1.5 * cost.ms(size))

@@ -39,11 +39,11 @@ def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, se
         times_ms = by_brute_force(profile, bool(backward), orders)
         best = min(range(len(orders)), key=times_ms.__getitem__)
         assert len(orders) == MAX_DEGREE
-        assert choice.block == orders[best].plan()
+        assert choice.order == orders[best]
         assert choice.time_ms == pytest.approx(times_ms[best])
         assert choice.uncut_ms == pytest.approx(times_ms[0])
         rest_ms = [(time_ms, order.degree) for time_ms, order in zip(times_ms, orders, strict=True)]
-        runner_up = min(pair for pair in rest_ms if pair[1] != choice.block.degree)
+        runner_up = min(pair for pair in rest_ms if pair[1] != choice.order.degree)
         assert (choice.runner_up_ms, choice.runner_up) == (pytest.approx(runner_up[0]), runner_up[1])
 
 
@@ -81,9 +81,9 @@ def test_best_cuts_for_a_gain_of_more_than_three_hundredths_and_not_for_one_with
         any_gain, _ = choose_degrees(profile, Machine(), replace(best, min_gain=0.0))
         forward, _ = choose_degrees(profile, Machine(), best)
         gains.append(1 - any_gain.time_ms / any_gain.uncut_ms)
-        assert any_gain.block.degree > 1
-        assert (forward.block.degree > 1) == (gains[-1] > 0.03)
-        assert forward.block.degree > 1 or forward.block.links == "reduce_first"
+        assert any_gain.order.degree > 1
+        assert (forward.order.degree > 1) == (gains[-1] > 0.03)
+        assert forward.order.degree > 1 or forward.order.links == "reduce_first"
     assert gains == sorted(gains)
     assert gains[0] < 0.01
     assert 0.02 < gains[2] < 0.03 < gains[3] < 0.04
@@ -100,13 +100,13 @@ def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str,
         sum(pair)
         for pair in zip(by_brute_force(profile, False, orders), by_brute_force(profile, True, orders), strict=True)
     ]
-    assert forward.block.degree == backward.block.degree == 1 + sums_ms.index(min(sums_ms))
+    assert forward.order.degree == backward.order.degree == 1 + sums_ms.index(min(sums_ms))
 
 
 def test_the_schedule_that_does_not_cut_is_not_cut() -> None:
     space = SearchSpace.of("deepspeed", MAX_DEGREE)
     for choice in choose_degrees(made_up(), Machine(), space):
-        assert (choice.block.degree, choice.runner_up) == (1, None)
+        assert (choice.order.degree, choice.runner_up) == (1, None)
 
 
 def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None:
@@ -114,9 +114,9 @@ def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None
     apart = 0
     for seed in range(12):
         free = choose_degrees(made_up(seed, is_written=False), Machine(), space)
-        apart += free[0].block.degree != free[1].block.degree
+        apart += free[0].order.degree != free[1].order.degree
         pair = choose_degrees(made_up(seed, is_written=False, uses_rng=True), Machine(), space)
-        assert pair[0].block.degree == pair[1].block.degree
+        assert pair[0].order.degree == pair[1].order.degree
     assert apart > 0
 
 
@@ -139,7 +139,7 @@ def test_a_runner_up_is_what_could_be_run_instead_and_both_phases_take_no_less_w
             assert choice.runner_up_both_ms >= choice.both_ms * (1 - 1e-9)
             faster_alone += choice.runner_up_ms < choice.time_ms
             # Asked for, it takes what was said.
-            degrees = (choice.runner_up,) * 2 if uses_rng else (choice.runner_up, other.block.degree)
+            degrees = (choice.runner_up,) * 2 if uses_rng else (choice.runner_up, other.order.degree)
             pair = degrees if asked == (1, 0) else degrees[::-1]
             found = choose_degrees(profile, Machine(), space, pair, "paper")
             assert sum(each.time_ms for each in found) == pytest.approx(choice.runner_up_both_ms)
@@ -157,7 +157,7 @@ def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> N
             )
         }
         forward, backward = choose_degrees(replace(dear, operations=operations), Machine(), space)
-        assert forward.block.degree == backward.block.degree
+        assert forward.order.degree == backward.order.degree
 
 
 def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> None:
@@ -167,8 +167,8 @@ def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> N
     for asked in itertools.product((None, 1, 5, 11), repeat=2):
         found = choose_degrees(profile, Machine(), space, asked, "paper")
         for choice, degree, freely in zip(found, asked, free, strict=True):
-            assert choice.block.degree == (freely.block.degree if degree is None else degree)
-            assert choice.auto_degree == freely.block.degree
+            assert choice.order.degree == (freely.order.degree if degree is None else degree)
+            assert choice.auto_degree == freely.order.degree
             assert choice.auto_ms == pytest.approx(freely.time_ms)
 
 
@@ -176,13 +176,13 @@ def test_where_one_task_runs_after_another_nothing_is_cut() -> None:
     for schedule in ("best", "fsmoe", "tutel"):
         space = SearchSpace.of(schedule, MAX_DEGREE)
         for choice in choose_degrees(made_up(1), Machine(is_serial=True), space):
-            assert choice.block.degree == 1
+            assert choice.order.degree == 1
 
 
 def test_no_more_chunks_than_slots_are_considered() -> None:
     few = replace(SIZES, capacity=3)
     for choice in choose_degrees(made_up(), Machine(), SearchSpace.of("fsmoe", MAX_DEGREE), shape=few):
-        assert choice.block.degree <= 3
+        assert choice.order.degree <= 3
 
 
 def test_a_dear_host_makes_fewer_chunks() -> None:
@@ -191,7 +191,7 @@ def test_a_dear_host_makes_fewer_chunks() -> None:
         cheap, dear = (
             choose_degrees(made_up(0, task_ms=task_ms), Machine(issues_ahead=ahead), space)[0] for task_ms in (0.0, 5.0)
         )
-        assert dear.block.degree < cheap.block.degree
+        assert dear.order.degree < cheap.order.degree
 
 
 def test_lanes_that_slow_each_other_down_to_a_standstill_are_not_worth_a_cut() -> None:
@@ -199,11 +199,11 @@ def test_lanes_that_slow_each_other_down_to_a_standstill_are_not_worth_a_cut() -
     for seed in range(4):
         profile = made_up(seed)
         free = choose_degrees(profile, Machine(), space)
-        assert max(choice.block.degree for choice in free) > 1
+        assert max(choice.order.degree for choice in free) > 1
         # Two lanes at once do no more than one: nothing is left to be gained.
         stuck = Machine(contention=Contention(links=1.0, compute=1.0, traffic=1.0))
         for choice, freely in zip(choose_degrees(profile, stuck, space), free, strict=True):
-            assert choice.block.degree == 1
+            assert choice.order.degree == 1
             assert choice.time_ms == pytest.approx(freely.uncut_ms)
 
 
@@ -225,7 +225,7 @@ def test_contention_is_priced_and_the_isolated_time_is_told_beside_it() -> None:
 def test_links_that_are_one_wire_are_one_lane_for_best() -> None:
     for seed in range(3):
         for choice in choose_degrees(made_up(seed), Machine(), SearchSpace.of("best", MAX_DEGREE, shared_link=True)):
-            assert choice.block.links == "shared"
+            assert choice.order.links == "shared"
 
 
 def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
@@ -233,7 +233,7 @@ def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
     space = SearchSpace.of("best", MAX_DEGREE)
     forward, _ = choose_degrees(profile, Machine(), space)
     gain = 1 - forward.time_ms / forward.uncut_ms
-    assert forward.block.degree > 1
+    assert forward.order.degree > 1
     # Off by more than the gain, up and down in turn, so that the lines stay about where they are.
     off = min(0.9, 2.5 * gain)
 
@@ -244,7 +244,7 @@ def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
     doubtful = replace(profile, operations={name: swinging(each) for name, each in profile.operations.items()})
     assert doubtful.relative_residual > MIN_GAIN
     for choice in choose_degrees(doubtful, Machine(), space):
-        assert choice.time_ms < (1 - doubtful.relative_residual) * choice.uncut_ms or choice.block.degree == 1
+        assert choice.time_ms < (1 - doubtful.relative_residual) * choice.uncut_ms or choice.order.degree == 1
 
 
 def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_thread_issues_for_all_lanes() -> None:
@@ -261,10 +261,10 @@ def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_t
             }
             bound = replace(profile, operations=operations)
             ahead, threads = (choose_degrees(bound, Machine(issues_ahead=ahead), space) for ahead in (True, False))
-            degrees[issue_ms] = [each.block.degree for each in ahead]
-            assert [each.block.degree for each in threads] == degrees[0.0]
+            degrees[issue_ms] = [each.order.degree for each in ahead]
+            assert [each.order.degree for each in threads] == degrees[0.0]
             # Nothing is over before the host has issued one task of experts for each chunk.
-            assert all(each.time_ms >= issue_ms * each.block.degree for each in ahead)
+            assert all(each.time_ms >= issue_ms * each.order.degree for each in ahead)
         assert max(degrees[0.0]) > 1
         assert degrees[30.0] == [1, 1]
         for phase in range(2):

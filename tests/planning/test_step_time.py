@@ -10,7 +10,7 @@ import pytest
 from ds_fsmoe.planning.block import ORDERS, Links
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
-from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
+from ds_fsmoe.planning.cost import LayerCosts, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms
 from ds_fsmoe.planning.decide.search import SearchSpace
@@ -25,7 +25,6 @@ from ds_fsmoe.planning.job.measured import (
     LayerProfile,
     Timing,
 )
-from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import Gradient, Layer

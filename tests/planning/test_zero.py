@@ -18,7 +18,7 @@ from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.presets import NAMES
-from ds_fsmoe.planning.decide.stage_plan import stage_times
+from ds_fsmoe.planning.decide.step_time import stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD_PARTS,

@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.memory_activations import has_sinks, norms_of_heads
-from ds_fsmoe.planning.crossings import Crossings
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.rates import activation_bytes
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.schedule import ATTENTION, DENSE, ELEMENTWISE, MP_GATHER, MP_REDUCE, SOFTMAX, Lane
 from ds_fsmoe.planning.workload import (
     GEMMS,
@@ -29,6 +27,7 @@ from ds_fsmoe.planning.workload import (
     Layer,
     Shape,
     Work,
+    activation_bytes,
     arranging,
     check_divides,
     collective,

@@ -20,11 +20,10 @@ from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, gathers_of
 from ds_fsmoe.planning.block import add_work
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.presets import BEST
-from ds_fsmoe.planning.decide.stage_plan import StagePlan, StageTimes, stage_times
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.decide.step_time import StagePlan, StageTimes, stage_times
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work

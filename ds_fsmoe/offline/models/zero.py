@@ -27,9 +27,8 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.rates import cost_among
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
-from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work
+from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work, cost_among
 
 PREFETCH = 50_000_000
 """``zero_optimization.stage3_prefetch_bucket_size``, in elements: a message is about as large."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.crossings import Crossings, counted_crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.decide.bounds import busiest_ms
+from ds_fsmoe.planning.groups import Crossings, counted_crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.workload import ALLTOALLS, ONCE_PER_NODE
 from ds_fsmoe.routes.recorded import read_routing
 from ds_fsmoe.terminal.tables import print_table

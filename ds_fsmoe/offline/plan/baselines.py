@@ -17,8 +17,7 @@ from ds_fsmoe.offline.models.architecture import step_flops
 from ds_fsmoe.offline.plan.memory import larger_layouts, need_gb, needs_of
 from ds_fsmoe.offline.plan.report import STOCK, PlannedJob, Report, report
 from ds_fsmoe.offline.plan.stages import batch_of, is_batch
-from ds_fsmoe.planning.crossings import crosses_once, expected_crossings
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, crosses_once, expected_crossings
 from ds_fsmoe.planning.workload import ALLTOALLS
 
 _MIN_GAIN = 0.97

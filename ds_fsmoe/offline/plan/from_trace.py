@@ -37,8 +37,7 @@ from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
-from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind
-from ds_fsmoe.planning.job.recorded_data import job_from_data
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, job_from_data
 from ds_fsmoe.planning.job.what_if import Prediction, Ran, WhatIf, ran_of
 from ds_fsmoe.planning.placement_costs import Prices
 from ds_fsmoe.planning.timeline import IDEAL

@@ -15,8 +15,7 @@ from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
 from ds_fsmoe.offline.models.training import BYTES
 from ds_fsmoe.offline.plan.command import LENGTH
 from ds_fsmoe.offline.plan.report import PlannedJob
-from ds_fsmoe.planning.crossings import crosses_once
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, crosses_once
 from ds_fsmoe.planning.workload import Shape
 
 

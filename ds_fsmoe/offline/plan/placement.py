@@ -12,10 +12,10 @@ import numpy as np
 from ds_fsmoe.offline.plan.report import PlannedJob, Report
 from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.placement_costs import BALANCED, Prices, Seen, layer_ms
+from ds_fsmoe.planning.groups import Crossings
+from ds_fsmoe.planning.placement_costs import BALANCED, Prices, Seen
 from ds_fsmoe.planning.placement_policies import balanced, decide
 from ds_fsmoe.planning.workload import GEMMS
 from ds_fsmoe.routes.recorded import Recording, read_routing
@@ -85,8 +85,7 @@ def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
     ]
     print_table(heads, rows)
     print("  fullest: the rows of the fullest rank over the mean; layer ms: dispatch, experts, combine, both phases")
-    how = prices.alltoall, prices.contention, prices.is_serial, prices.recompute
-    even_ms = layer_ms(BALANCED, prices.shape, prices.groups, prices.plan, prices.costs, *how)
+    even_ms = prices.layer_ms(BALANCED)
     balanced_ms = result.step_ms(result.preset_name)
     # The layers of the file stand for those of the model, whose number may be another.
     now_ms, placed_ms = (

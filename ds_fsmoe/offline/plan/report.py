@@ -16,12 +16,11 @@ from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, mode
 from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, kind_costs, layer_work
 

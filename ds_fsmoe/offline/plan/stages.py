@@ -14,7 +14,7 @@ from ds_fsmoe.offline.models.model_layers import DenseStage, stages
 from ds_fsmoe.offline.models.pipeline import PlannedPipeline, pipeline_of_layers, pipeline_of_model
 from ds_fsmoe.offline.plan.report import STOCK, Report
 from ds_fsmoe.planning.decide.bounds import step_bounds_ms
-from ds_fsmoe.planning.decide.stage_plan import StagePlan, StageTimes, stage_times
+from ds_fsmoe.planning.decide.step_time import StagePlan, StageTimes, stage_times
 from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 from ds_fsmoe.planning.call_shape import moe_work
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.cost import Cost, LinearCost, fit
+from ds_fsmoe.planning.cost import Cost, LayerCosts, LinearCost, fit
 from ds_fsmoe.planning.job.measured import Slowdowns
-from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
 from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     EXPERT,
@@ -308,7 +307,7 @@ def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> Laye
             factor = factors.get(key, statistics.median(others) if others else 1.0)
             line = lines.get(key)
             is_kept = name in (HOLD, REST, *GRADIENT_TASKS)
-            found[name] = cost if is_kept else line if line is not None else cost_times(cost, factor)
+            found[name] = cost if is_kept else line if line is not None else cost.times(factor)
         return found
 
     rechunked = None if costs.rechunked is None else phase(costs.rechunked, True)

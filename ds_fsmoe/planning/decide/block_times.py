@@ -16,10 +16,10 @@ import numpy as np
 from ds_fsmoe.planning.batch import Job, Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
 from ds_fsmoe.planning.chunks import chunk_shares
-from ds_fsmoe.planning.cost import Cost, LinearCost
+from ds_fsmoe.planning.cost import Cost, HostCost, LinearCost
 from ds_fsmoe.planning.decide.degree import NOTHING, Load, Phase, bounds_ms
 from ds_fsmoe.planning.schedule import HOLD, Lane
-from ds_fsmoe.planning.timeline import IDEAL, Contention, HostCost
+from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 
 

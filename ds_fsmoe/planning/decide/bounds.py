@@ -72,28 +72,20 @@ def step_bounds_ms(
         max_degree: the highest degree.
         carried: the gradients that already wait when the backward begins.
     """
-
-    def parts(layer: Layer) -> list[tuple[BlockWork, Mapping[str, Cost]]]:
-        own = layer.costs
-        again = [(layer.forward, own.forward if own else costs)] if layer.recompute else []
-        return [*again, (layer.backward, own.backward if own else costs)]
-
-    forward_ms = sum(
-        lower_bound_ms(each.forward, each.costs.forward if each.costs else costs, max_degree) for each in layers
+    forwards, backwards = _phases(layers, costs)
+    forward_ms, backward_ms = (
+        sum(lower_bound_ms(work, of_work, max_degree) for work, of_work in parts) for parts in (forwards, backwards)
     )
-    backwards = [part for layer in layers for part in parts(layer)]
-    backward_ms = sum(lower_bound_ms(work, of_work, max_degree) for work, of_work in backwards)
-    of_layers = costs if not layers or layers[-1].costs is None else layers[-1].costs.backward
+    of_layers, gradients = _gradients(layers, costs, carried)
     # Gradients can travel together, so each kind has to be launched once.
-    gradients = (*carried, *(each for layer in layers for each in layer.gradients))
     between = [each for each in gradients if Lane.INTER in each.lanes]
     grads_ms = sum(of_layers[each.kind].ms(each.size_bytes, 0) for each in between)
     grads_ms += sum(of_layers[kind].ms(0.0) for kind in {each.kind for each in between})
     traffic_ms = sum(_inter_ms(work, of_work) for work, of_work in backwards)
-    forwards = [(each.forward, costs) for each in layers if each.sharing is not None]
     shared = [each.sharing for each in layers if each.sharing is not None]
+    in_forward = [(each.forward, costs) for each in layers if each.sharing is not None]
     return (
-        max(forward_ms, _shared_ms(forwards, [each.forward for each in shared], costs)),
+        max(forward_ms, _shared_ms(in_forward, [each.forward for each in shared], costs)),
         max(
             backward_ms,
             traffic_ms + grads_ms,
@@ -128,15 +120,31 @@ def busiest_ms(
         return found
 
     totals = [dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)]
-    for layer in layers:
-        own = layer.costs
-        forward, backward = (own.forward, own.backward) if own else (costs, costs)
-        phases = [(0, layer.forward, forward), (1, layer.backward, backward)]
-        for phase, work, of_work in (*phases, *([(1, layer.forward, forward)] if layer.recompute else [])):
-            for lane, time_ms in lanes_ms(work, of_work).items():
-                totals[phase][lane] += time_ms
-    gradients = (*carried, *(each for layer in layers for each in layer.gradients))
-    of_layers = costs if not layers or layers[-1].costs is None else layers[-1].costs.backward
+    for total, parts in zip(totals, _phases(layers, costs), strict=True):
+        for lane, time_ms in (each for part in parts for each in lanes_ms(*part).items()):
+            total[lane] += time_ms
+    of_layers, gradients = _gradients(layers, costs, carried)
     for each in gradients:
         totals[1][each.lanes[0]] += of_layers[each.kind].ms(each.size_bytes, 0)
     return max(totals[0].values()), max(totals[1].values())
+
+
+_Costs = Mapping[str, Cost]
+
+
+def _phases(
+    layers: Sequence[Layer], costs: _Costs
+) -> tuple[list[tuple[BlockWork, _Costs]], list[tuple[BlockWork, _Costs]]]:
+    """Return what layers do in a forward, and in a backward with what it runs again, each with its costs."""
+    forwards, backwards = [], []
+    for layer in layers:
+        forward, backward = (layer.costs.forward, layer.costs.backward) if layer.costs else (costs, costs)
+        forwards.append((layer.forward, forward))
+        backwards += [*([(layer.forward, forward)] if layer.recompute else []), (layer.backward, backward)]
+    return forwards, backwards
+
+
+def _gradients(layers: Sequence[Layer], costs: _Costs, carried: Sequence[Gradient]) -> tuple[_Costs, list[Gradient]]:
+    """Return the costs of gradients, and all that are sent."""
+    of_layers = costs if not layers or layers[-1].costs is None else layers[-1].costs.backward
+    return of_layers, [*carried, *(each for layer in layers for each in layer.gradients)]

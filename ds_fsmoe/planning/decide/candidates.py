@@ -44,38 +44,40 @@ class Search:
     may_send_anyhow: bool = False
     """Whether gradients may also be sent at once or at the end, where whole steps show that to be faster."""
 
-    def fastest(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
+    def fastest(self, space: SearchSpace | None = None) -> ModelPlan:
         """Return the plan with the shortest predicted time; one in halves where it gains more than
         :data:`~ds_fsmoe.planning.decide.search.MIN_GAIN`.
 
         Args:
             space: the allowed choices, if not all.
-            planner: the planner that predicts times, if not this one's.
         """
-        return self._faster(self.whole(space, planner), self.in_halves(space, planner), planner or self.planner)
+        return self._faster(self.whole(space), self.in_halves(space))
 
-    def _faster(self, whole: ModelPlan, halves: ModelPlan | None, planner: Planner) -> ModelPlan:
-        gains = halves is not None and planner.step_ms(halves) < (1 - MIN_GAIN) * planner.step_ms(whole)
-        return halves if halves is not None and gains else whole
+    def _faster(self, whole: ModelPlan, halves: ModelPlan | None) -> ModelPlan:
+        if halves is None or self.planner.step_ms(halves) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
+            return whole
+        return halves
 
     def whole(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
-        """Return the fastest plan of those that run a micro-batch as a whole; see :meth:`fastest`."""
+        """Return the fastest plan of those that run a micro-batch as a whole.
+
+        Args:
+            space: the allowed choices, if not all.
+            planner: the planner that predicts times, if not this one's.
+        """
         return (planner or self.planner).plan_options(self.options, self._spaces(space or self.space), self.mode)
 
-    def in_halves(
-        self, space: SearchSpace | None = None, planner: Planner | None = None, degree: int | None = None
-    ) -> ModelPlan | None:
+    def in_halves(self, space: SearchSpace | None = None, degree: int | None = None) -> ModelPlan | None:
         """Return the fastest plan in halves, or ``None`` where there can be none.
 
         Args:
-            space, planner: see :meth:`fastest`.
+            space: the allowed choices, if not all.
             degree: the chunks of a half, if they are given.
         """
-        used = planner or self.planner
         # With one lane there is nothing that a half could hide behind.
-        if not self.can_split or used.settings.is_serial:
+        if not self.can_split or self.planner.settings.is_serial:
             return None
-        return plan_in_halves(used, self.options, self._spaces(space or self.space), self.mode, degree=degree)
+        return plan_in_halves(self.planner, self.options, self._spaces(space or self.space), self.mode, degree=degree)
 
     def _spaces(self, space: SearchSpace) -> list[SearchSpace]:
         """Return the choices that are allowed to each layer."""
@@ -89,7 +91,7 @@ class Search:
         isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
         whole = self.whole()
         halves = [self.in_halves(degree=each) for each in (None, *HALVES_DEGREES)]
-        fastest = self._faster(whole, halves[0], self.planner)
+        fastest = self._faster(whole, halves[0])
         found = [fastest, whole, self._again(self.whole(planner=isolated)), *self._by_alltoall()]
         if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]

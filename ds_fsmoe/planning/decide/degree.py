@@ -10,7 +10,7 @@ equally long, and mispredict about a fifth of other layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,62 +167,42 @@ def _choice(phase: Phase, degree: int, times_ms: list[float]) -> DegreeChoice:
     return DegreeChoice(degree, chosen_ms, runner_up, margin, bottleneck, paper_case(phase, degree))
 
 
-# The paper's predicates Q1 to Q7 as differences: a predicate holds where its value is above 0.
-_Predicate = Callable[[Phase, float], float]
-
-
-def _q1(p: Phase, r: float) -> float:
-    a, g, _, _ = p.chunk_times_ms(r)
-    return a - g
-
-
-def _q2(p: Phase, r: float) -> float:
-    a, _, e, _ = p.chunk_times_ms(r)
-    return r * e - 2 * (r - 1) * a
-
-
-def _q3(p: Phase, r: float) -> float:
-    _, g, e, s = p.chunk_times_ms(r)
-    return r * e - (r - 1) * (g + s)
-
-
-def _q4(p: Phase, r: float) -> float:
-    _, g, _, s = p.chunk_times_ms(r)
-    return p.grad_ms - (g + s)
-
-
-def _q5(p: Phase, r: float) -> float:
+def _predicates(p: Phase, r: float) -> dict[str, float]:
+    """Return the paper's predicates Q1 to Q7 as differences: a predicate holds where its value is above 0."""
     a, g, e, s = p.chunk_times_ms(r)
-    return p.grad_ms - (r * e - 2 * (r - 1) * a + g + s)
+    # Q7 has the same formula as Q5 and stands for the other value of Q1.
+    q5 = p.grad_ms - (r * e - 2 * (r - 1) * a + g + s)
+    return {
+        "Q1": a - g,
+        "Q2": r * e - 2 * (r - 1) * a,
+        "Q3": r * e - (r - 1) * (g + s),
+        "Q4": p.grad_ms - (g + s),
+        "Q5": q5,
+        "Q6": p.grad_ms - (r * g + r * s - 2 * (r - 1) * a),
+        "Q7": q5,
+    }
 
-
-def _q6(p: Phase, r: float) -> float:
-    a, g, _, s = p.chunk_times_ms(r)
-    return p.grad_ms - (r * g + r * s - 2 * (r - 1) * a)
-
-
-# Q7 has the same formula as Q5 and stands for the other value of Q1.
-_q7 = _q5
 
 # Case -> its clauses; a clause is a list of (predicate, whether it holds).
-_Clause = tuple[tuple[_Predicate, bool], ...]
+_Clause = tuple[tuple[str, bool], ...]
 _CLAUSES: dict[int, tuple[_Clause, ...]] = {
     1: (
-        ((_q1, True), (_q2, False), (_q4, True)),
-        ((_q1, True), (_q2, True), (_q5, True)),
-        ((_q1, False), (_q3, False), (_q6, True)),
-        ((_q1, False), (_q3, True), (_q7, True)),
+        (("Q1", True), ("Q2", False), ("Q4", True)),
+        (("Q1", True), ("Q2", True), ("Q5", True)),
+        (("Q1", False), ("Q3", False), ("Q6", True)),
+        (("Q1", False), ("Q3", True), ("Q7", True)),
     ),
-    2: (((_q1, True), (_q2, True), (_q5, False)), ((_q1, False), (_q3, True), (_q7, False))),
-    3: (((_q1, True), (_q2, False), (_q4, False)),),
-    4: (((_q1, False), (_q3, False), (_q6, False)),),
+    2: ((("Q1", True), ("Q2", True), ("Q5", False)), (("Q1", False), ("Q3", True), ("Q7", False))),
+    3: ((("Q1", True), ("Q2", False), ("Q4", False)),),
+    4: ((("Q1", False), ("Q3", False), ("Q6", False)),),
 }
 
 
 def paper_case(phase: Phase, degree: float) -> int:
     """Return the case of the paper's figure 4 whose predicates hold; exactly one case fits each layer."""
+    found = _predicates(phase, degree)
     for case, clauses in _CLAUSES.items():
-        if any(all((predicate(phase, degree) > 0) == holds for predicate, holds in clause) for clause in clauses):
+        if any(all((found[predicate] > 0) == holds for predicate, holds in clause) for clause in clauses):
             return case
     raise AssertionError("the predicates of the four cases are exhaustive")
 
@@ -242,10 +222,11 @@ def _minimise(phase: Phase, case: int, clause: _Clause, max_degree: int) -> tupl
     """Return (time, r) of the best real r that SLSQP finds for one clause, or ``None`` if it finds none that fits."""
     from scipy.optimize import minimize  # only the paper's method needs it, and loading it takes a second
 
-    constraints = [
-        {"type": "ineq", "fun": lambda r, q=predicate, sign=1.0 if holds else -1.0: sign * q(phase, float(r[0]))}
-        for predicate, holds in clause
-    ]
+    def margin(r: np.ndarray, predicate: str, holds: bool) -> float:
+        value = _predicates(phase, float(r[0]))[predicate]
+        return value if holds else -value
+
+    constraints = [{"type": "ineq", "fun": margin, "args": each} for each in clause]
     found = minimize(
         lambda r: paper_case_ms(phase, case, float(r[0])),
         x0=np.array([min(2.0, float(max_degree))]),
@@ -253,5 +234,5 @@ def _minimise(phase: Phase, case: int, clause: _Clause, max_degree: int) -> tupl
         constraints=constraints,
         method="SLSQP",
     )
-    fits = all(constraint["fun"](found.x) >= -1e-6 for constraint in constraints)
+    fits = all(margin(found.x, *each) >= -1e-6 for each in clause)
     return (float(found.fun), float(found.x[0])) if found.success and fits else None

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
-from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.cost import Cost, LayerCosts
 from ds_fsmoe.planning.decide.search import Choice
 from ds_fsmoe.planning.halves import halves_schedule
-from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import EXPERT_PARAMETERS, GRADIENT_TASKS, PARAMETERS, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, play
 from ds_fsmoe.planning.workload import Layer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner chooses a degree and an order for every layer and phase, an all-to-all, and a window for every gradient.
 
-A cluster's file and measurements come here alike, as :class:`~ds_fsmoe.planning.layer_costs.LayerCosts`; ``ds_fsmoe
+A cluster's file and measurements come here alike, as :class:`~ds_fsmoe.planning.cost.LayerCosts`; ``ds_fsmoe
 plan`` prints what comes out, and training runs it.
 """
 
@@ -16,15 +16,22 @@ import numpy as np
 
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
-from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.cost import Cost, LayerCosts
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes, learn
 from ds_fsmoe.planning.decide.degree import smallest_of_best
-from ds_fsmoe.planning.decide.gradient_prices import Price, window_prices
-from ds_fsmoe.planning.decide.gradients import Mode, Partition, QueuedGradient, SendWindow, check_solver, partition
+from ds_fsmoe.planning.decide.gradients import (
+    Mode,
+    Partition,
+    Price,
+    QueuedGradient,
+    SendWindow,
+    check_solver,
+    partition,
+    window_prices,
+)
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.decide.search import MIN_GAIN, Choice, SearchSpace, choose
-from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer

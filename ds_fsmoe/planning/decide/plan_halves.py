@@ -55,7 +55,6 @@ def plan_in_halves(
     options: Sequence[Mapping[str, Layer]],
     spaces: SearchSpace | Sequence[SearchSpace],
     mode: Mode,
-    names: Sequence[str] | None = None,
     *,
     degree: int | None = None,
 ) -> ModelPlan | None:
@@ -68,7 +67,6 @@ def plan_in_halves(
         spaces: what may be chosen from.
         mode: when gradients are sent in a step that is not run in halves. With ``adaptive`` they are also tried beside
             what lies between layers, and each layer's in the next one.
-        names: the all-to-all of each layer, if these are given.
         degree: the chunks of each half, if they are given.
 
     Returns:
@@ -78,7 +76,7 @@ def plan_in_halves(
     if not options:
         return None
     found: list[ModelPlan] = []
-    for used in [names] if names is not None else _namings(options):
+    for used in _namings(options):
         unsplit = [planner.plan_options(options, of_layers, each, used) for each in _modes(mode)]
         layers = unsplit[0].layers
         ways = [_ways(layer, space, degree) for layer, space in zip(layers, of_layers, strict=True)]
@@ -100,7 +98,8 @@ def run_in_halves(
     """Return the plan in halves with the given ways to run each layer, forward and backward; gradients follow from it.
 
     Args:
-        planner, options, spaces, mode, names: see :func:`plan_in_halves`.
+        planner, options, spaces, mode: see :func:`plan_in_halves`.
+        names: the all-to-all of each layer.
         orders: how each layer is run.
     """
     unsplit = [planner.plan_options(options, spaces, each, names) for each in _modes(mode)]

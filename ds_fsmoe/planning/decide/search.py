@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, Slice, block_schedule
+from ds_fsmoe.planning.block import ORDERS, Links, Slice, block_schedule
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
@@ -173,11 +173,6 @@ class Choice:
     bottleneck: str = ""
     paper_case: int | None = None
     """The case (1 to 4) of the paper's figure 4; ``None`` where its figure does not speak of such a layer."""
-
-    @property
-    def block(self) -> BlockPlan:
-        """The plan without gradients."""
-        return self.order.plan()
 
     def explain(self) -> str:
         """Say in one sentence what was chosen and why."""

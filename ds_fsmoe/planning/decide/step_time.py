@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of a whole step: with the chosen schedule, with stock's, and with other expert sharding."""
+"""Predictions of a step, and of a stage's: with the chosen schedule, with stock's, and with other expert sharding."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import astuple, dataclass, replace
 
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
-from ds_fsmoe.planning.decide.plan import ModelPlan, Planner
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.schedule import EXPERT, HOLD, REST
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer, kind_costs
-
-_COMPUTED = (HOLD, REST, EXPERT)
 
 
 @dataclass(frozen=True)
@@ -191,30 +189,51 @@ def sharded_ms(
     except ValueError:
         return None
     sharded = replace(shape, num_weights=max(1, shape.num_weights * groups.esp // esp_size))
-    layer = layer_of_call(others, sharded, _among(links, measured))
+    layer = layer_of_call(others, sharded, measured.among_others(links, lambda kind, own: links[kind]))
     return sum(each.time_ms for each in planner.choose(layer, space))
 
 
-def _among(links: Mapping, measured: LayerCosts) -> LayerCosts:
-    """Return the costs of a layer whose collectives run among other ranks."""
+# ---- the times of one stage of a pipeline
 
-    def costs(own: Mapping) -> dict:
-        sent = {kind: cost for kind, cost in links.items() if kind not in _COMPUTED}
-        return sent | {kind: cost for kind, cost in own.items() if kind in _COMPUTED}
 
-    def host_ms(own: float | Mapping[str, float]) -> float | dict[str, float]:
-        if not isinstance(own, Mapping):
-            return own
-        # To issue a collective takes the host as long among other ranks, and one kind of them as long as another.
-        of_links = [each_ms for kind, each_ms in own.items() if kind not in _COMPUTED]
-        return dict.fromkeys(links, max(of_links or own.values(), default=0.0)) | dict(own)
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """The times of one stage's own work: those of one micro-batch, predicted or measured."""
 
-    return replace(
-        measured,
-        forward=costs(measured.forward),
-        backward=costs(measured.backward),
-        rechunked=None if measured.rechunked is None else costs(measured.rechunked),
-        forward_host_ms=host_ms(measured.forward_host_ms),
-        backward_host_ms=host_ms(measured.backward_host_ms),
-        rechunked_host_ms=host_ms(measured.rechunked_host_ms),
-    )
+    forward_ms: float
+    backward_ms: float
+    """The time of a backward that sends no gradients to be summed: of all micro-batches but the last one."""
+    last_backward_ms: float
+    """The time of the backward in which gradients travel."""
+    gradients_ms: float = 0.0
+    """The time of the gradients that are left after it."""
+
+    def busy_ms(self, num_micro_batches: int) -> float:
+        """Return the time of a whole batch of this stage alone, without sends."""
+        m = num_micro_batches
+        return m * self.forward_ms + (m - 1) * self.backward_ms + self.last_backward_ms + self.gradients_ms
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of one stage, and what it takes."""
+
+    times: StageTimes
+    hidden_bytes: float
+    """The gradients that travel beside the last backward."""
+    after_bytes: float
+    """The gradients that are left after it."""
+    plan: ModelPlan | None = None
+    """How its layers are run; ``None``: it has none."""
+
+
+def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
+    """Return what a plan of a stage's layers takes there."""
+    last_forward_ms, to_the_end_ms = planner.phases_ms(plan)
+    forward_ms, bare_ms = planner.phases_ms(plan.earlier())
+    # What is left over counts as a part of its own, as it does where it is measured.
+    last_ms = planner.phases_ms(replace(plan, tail=()))[1] if plan.tail else to_the_end_ms
+    hidden = sum(each.size_bytes for block in plan.backward for each in (*block.moe_slices, *block.dense_slices))
+    # Gathers of updated parameters make one forward of a step longer, and count once.
+    after_ms = to_the_end_ms - last_ms + last_forward_ms - forward_ms
+    return StagePlan(StageTimes(forward_ms, bare_ms, last_ms, after_ms), hidden, plan.tail_bytes, plan)

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ds_fsmoe.planning.cost import Cost, Fit, LinearCost, fit, fit_switched
-from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.cost import Cost, Fit, LayerCosts, LinearCost, fit, fit_switched
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,

@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, HOLD, REST
-from ds_fsmoe.planning.timeline import HostCost
+from ds_fsmoe.planning.groups import Crossings, Groups, crosses_once, expected_crossings
+from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
+from ds_fsmoe.planning.schedule import EXPERT_GRAD
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
 
-_COMPUTED = (HOLD, REST, EXPERT)
 _GRADIENT_BYTES = 1 << 20
 """The size at which collectives of gradients are compared."""
 
@@ -102,25 +99,12 @@ def _kind(job: RecordedJob, kind: RecordedKind, cluster: Cluster, other: OtherRa
     sizes = _sizes(groups, shape, alltoall)
     costs = job.costs_of(kind, name)
 
-    def costs_of(own: Mapping[str, Cost]) -> dict[str, Cost]:
-        found: dict[str, Cost] = {each: own[each] for each in _COMPUTED if each in own}
-        for each, cost in now.items():
-            if each in _COMPUTED:
-                continue
-            size = sizes.get(each, _GRADIENT_BYTES)
-            before_ms = was[each].ms(size) if each in was and each in own else 0.0
-            found[each] = cost_times(own[each], cost.ms(size) / before_ms) if before_ms else cost
-        return found
+    def cost_of(each: str, own: Mapping[str, Cost]) -> Cost:
+        size = sizes.get(each, _GRADIENT_BYTES)
+        before_ms = was[each].ms(size) if each in was and each in own else 0.0
+        return own[each].times(now[each].ms(size) / before_ms) if before_ms else now[each]
 
-    fitted = replace(
-        costs,
-        forward=costs_of(costs.forward),
-        backward=costs_of(costs.backward),
-        rechunked=None if costs.rechunked is None else costs_of(costs.rechunked),
-        forward_host_ms=_host_ms(costs.forward_host_ms, now),
-        backward_host_ms=_host_ms(costs.backward_host_ms, now),
-        rechunked_host_ms=_host_ms(costs.rechunked_host_ms, now),
-    )
+    fitted = costs.among_others(now, cost_of)
     return replace(kind, groups=groups, shape=shape, ways={alltoall: RecordedWay(alltoall, None, fitted)})
 
 
@@ -136,11 +120,3 @@ def _crossings(kind: RecordedKind, groups: Groups) -> Crossings:
 
 def _sizes(groups: Groups, shape: CallShape, alltoall: AllToAll) -> dict[str, float]:
     return {each.kind: each.size for each in moe_work(groups, False, shape, alltoall).collectives}
-
-
-def _host_ms(own: HostCost, kinds: Mapping[str, Cost]) -> HostCost:
-    if not isinstance(own, Mapping):
-        return own
-    # To issue a collective takes the host as long among other ranks, and one kind of them as long as another.
-    of_links = [each_ms for kind, each_ms in own.items() if kind not in _COMPUTED]
-    return dict.fromkeys(kinds, max(of_links or own.values(), default=0.0)) | dict(own)
