@@ -133,7 +133,7 @@ def test_a_collective_that_crosses_nodes_is_never_free_even_where_groups_and_nod
 ) -> None:
     layer, costs = layer_work(SHAPE, groups), kind_costs(cluster_of(), groups)
     moe = layer.forward.moe
-    for each in (*layer.forward.before, *moe.enter, *moe.gather, *moe.reduce, *moe.leave, *layer.gradients):
+    for each in (*layer.forward.before, *moe.collectives, *layer.gradients):
         if Lane.INTER in each.lanes:
             assert costs[each.kind].alpha_ms > 0, each.kind
             assert costs[each.kind].beta_ms > 0, each.kind
