@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 from ds_fsmoe.planning.cluster import Cluster
@@ -147,6 +147,8 @@ class Stage(Work):
     offset: int = 0
     """By how many chunks it is issued ahead of the other stages on the way in, and behind them on the way out, where
     links have streams of their own."""
+    group: str = ""
+    """The group whose ranks it sends among, ``"ep"`` or ``"esp"``; empty: it sends nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,24 +340,24 @@ def _around(
     if alltoall not in ALLTOALLS:
         raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
     at, esp = groups.placements["ep"], groups.placements["esp"]
-    inter, intra = (Lane.INTER,), (Lane.INTRA,)
+    inter, intra, sends = (Lane.INTER,), (Lane.INTRA,), partial(Stage, group="ep")
     if alltoall == ONCE_PER_NODE and crosses_once(groups):
         found = crossings or expected_crossings(shape.E, shape.K, at.nodes, at.per_node)
         between_bytes, inside_bytes = (sent_bytes * each / shape.K for each in (found.nodes, found.ranks))
-        ahead = Stage(A2A_IN, inter, between_bytes), Stage(SPREAD, intra, inside_bytes, is_inner=True)
-        behind = Stage(COLLECT, intra, inside_bytes, is_inner=True), Stage(A2A_OUT, inter, between_bytes)
+        ahead = sends(A2A_IN, inter, between_bytes), sends(SPREAD, intra, inside_bytes, is_inner=True)
+        behind = sends(COLLECT, intra, inside_bytes, is_inner=True), sends(A2A_OUT, inter, between_bytes)
         return ahead, behind
     gather, reduce = (
-        (Stage(kind, esp.lanes, sent_bytes * groups.esp, is_inner=True),) if esp.size > 1 else ()
+        (Stage(kind, esp.lanes, sent_bytes * groups.esp, is_inner=True, group="esp"),) if esp.size > 1 else ()
         for kind in (GATHER, REDUCE)
     )
     if len(at.lanes) == 2 and alltoall == "2dh":
         # Exchange inside the node first, then among equals of other nodes; on the way out the other way round. The step
         # inside is a chunk apart from the others: with its own chunk it would wait for a gather or reduce on its link.
-        enter = Stage(A2A_IN_NODE, intra, sent_bytes, offset=1), Stage(A2A_IN, inter, sent_bytes)
-        leave = Stage(A2A_OUT, inter, sent_bytes), Stage(A2A_OUT_NODE, intra, sent_bytes, offset=1)
+        enter = sends(A2A_IN_NODE, intra, sent_bytes, offset=1), sends(A2A_IN, inter, sent_bytes)
+        leave = sends(A2A_OUT, inter, sent_bytes), sends(A2A_OUT_NODE, intra, sent_bytes, offset=1)
         return (*enter, *gather), (*reduce, *leave)
-    flat = [(Stage(kind, at.lanes, sent_bytes),) if at.size > 1 else () for kind in (A2A_IN, A2A_OUT)]
+    flat = [(sends(kind, at.lanes, sent_bytes),) if at.size > 1 else () for kind in (A2A_IN, A2A_OUT)]
     return (*flat[0], *gather), (*reduce, *flat[1])
 
 
@@ -391,6 +393,17 @@ def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: S
 def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
     """Return a collective among the ranks of a group: none in a group of one."""
     return (Work(kind, at.lanes, size_bytes),) if at.size > 1 else ()
+
+
+@lru_cache(maxsize=1)
+def stage_kinds() -> Mapping[str, str]:
+    """Return every kind of task that the experts' part of a layer can have -> the group that it sends among; "": it
+    sends nothing."""
+    shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
+    # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
+    whole, sharded = Groups(4, 2, ep=4), Groups(8, 4, mp=2, esp=2, ep=4)
+    moes = [moe_works(shape, groups, each, 1.0, False, None)[0] for groups in (sharded, whole) for each in ALLTOALLS]
+    return {EXPERT: ""} | {each.kind: each.group for moe in moes for each in (*moe.ahead, *moe.behind)}
 
 
 def kind_costs(

@@ -86,7 +86,7 @@ def test_the_planner_runs_every_layer_in_as_many_chunks_as_its_bytes_make(layout
     plan = plan_by_name(Planner(random_costs(random.Random(layout)), settings), "lina", layers)
     for index, layer in enumerate(layers):
         forward, backward = plan.blocks(index)
-        size_bytes = max((each.size for each in layer.forward.moe.ahead), default=0.0)
+        size_bytes = max((each.size for each in layer.forward.moe.exchange), default=0.0)
         assert forward.degree == backward.degree == min(5, max(1, -int(-size_bytes // micro_op_bytes)))
         assert forward.links == "shared"
 

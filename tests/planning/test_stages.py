@@ -16,7 +16,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import entering, half_moe, halves_schedule
 from ds_fsmoe.planning.schedule import A2A_IN, EXPERT, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work, layer_work, stage_kinds
 from tests.planning.layers import LAYOUTS, SHAPE
 
 INTER, INTRA, COMPUTE = (Lane.INTER,), (Lane.INTRA,), (Lane.COMPUTE,)
@@ -68,6 +68,14 @@ def test_each_kind_of_layer_has_its_list_of_stages_in_both_phases_and_in_halves(
     layer = layer_work(SHAPE, groups, alltoall)
     for block in (layer.forward, layer.backward):
         assert words(block.moe) == words(half_moe(block.moe)) == wanted
+
+
+def test_every_kind_of_stage_says_among_which_ranks_it_sends() -> None:
+    in_lists = {kind.split()[0] for _, listed in LISTS.values() for kind in listed.split(", ")}
+    assert set(stage_kinds()) == in_lists
+    shards = {"GATHER", "REDUCE"}
+    wanted = {kind: "" if kind == EXPERT else "esp" if kind in shards else "ep" for kind in in_lists}
+    assert stage_kinds() == wanted
 
 
 def test_pieces_of_so_many_bytes_are_the_same_stages_with_more_chunks() -> None:

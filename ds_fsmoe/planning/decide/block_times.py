@@ -286,8 +286,9 @@ def _papers_stages(moe: MoEWork) -> tuple[Stage, Stage | None, Work, Stage | Non
     gather, reduce = moe.ahead[1:], moe.behind[:-1]
     between = (*moe.ahead[:1], *moe.behind[-1:])
     links = [[(each.lanes, each.is_inner) for each in stages] for stages in (between, gather, reduce)]
-    inner = [], [((Lane.INTRA,), True)]
-    if links[0] != [((Lane.INTER,), False)] * 2 or not all(each in inner for each in links[1:]):
+    # Experts are sharded or they are not: both gather and reduce, or neither.
+    inner = [((Lane.INTRA,), True)] * len(gather)
+    if links != [[((Lane.INTER,), False)] * 2, inner, inner] or len(gather) > 1:
         return None
     if len({(each.size, each.launches) for each in between}) > 1:
         return None
