@@ -94,7 +94,7 @@ def test_a_plan_computes_all_of_a_layer_whatever_its_chunks_are() -> None:
             for task in schedule.tasks:
                 parts[task.kind] = parts.get(task.kind, 0.0) + task.size
             layer = getattr(whole_tasks(configuration.shape, configuration.groups), phase)
-            for work in (*layer.before, *layer.after, *layer.moe.enter, *layer.moe.leave):
+            for work in (*layer.before, *layer.after, *layer.moe.exchange):
                 assert math.isclose(parts[work.kind], work.size), (name, work.kind)
             experts = sum(parts.get(kind, 0.0) for kind in CUT)
             assert math.isclose(experts, of_rank.whole_size[EXPERT] * (1 if phase == "forward" else 2)), name

@@ -206,9 +206,8 @@ def test_the_planner_plans_for_hosts_that_do_not_hold_neighbours() -> None:
     neighbours = layer_work(shape, placed_groups(found, topology_of_hosts("aabb")))
     assert neighbours == layer_work(shape, Groups(4, 2, esp=2, ep=2))
     moe = layer_work(shape, placed_groups(found, topology_of_hosts("abab"))).forward.moe
-    assert [each.lanes for each in moe.enter] == [INSIDE]
-    assert [each.lanes for each in moe.gather] == [BETWEEN]
-    assert [each.lanes for each in neighbours.forward.moe.enter] == [BETWEEN]
+    assert [each.lanes for each in moe.ahead] == [INSIDE, BETWEEN]
+    assert [each.lanes for each in neighbours.forward.moe.ahead if not each.is_inner] == [BETWEEN]
 
 
 # ---- communicators

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Task,
 )
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, layer_work
 
 BACK = "_BACK"
 """Behind the kind of what is computed in the backward."""
@@ -55,16 +56,14 @@ def whole_tasks(shape: Shape, groups: Groups) -> Layer:
 
 
 def _phase(block: BlockWork, suffix: str) -> BlockWork:
-    def one(work: Work) -> Work:
+    def one(work: Any) -> Any:
         return replace(work, kind=work.kind + suffix if Lane.COMPUTE in work.lanes else work.kind, launches=1)
 
     def all_of(works: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(one(each) for each in works if each.kind != SOFTMAX)
 
-    moe = block.moe
-    links = (all_of(each) for each in (moe.enter, moe.gather))
-    back = (all_of(each) for each in (moe.reduce, moe.leave))
-    return BlockWork(all_of(block.before), MoEWork(*links, one(moe.expert), *back), all_of(block.after))
+    moe = block.moe.each(one)
+    return BlockWork(all_of(block.before), replace(moe, expert=one(moe.expert)), all_of(block.after))
 
 
 class Computation:

@@ -14,7 +14,7 @@ from ds_fsmoe.planning.decide.presets import Switches
 from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Work, layer_work
+from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Stage, Work, layer_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,9 @@ def _figure_4(chunk_ms: tuple[float, float, float, float], grad_ms: float) -> Ti
     costs = dict.fromkeys((A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, GRAD), LinearCost(0.0, 1.0))
     a, g, e, s = (degree * each for each in chunk_ms)
     moe = MoEWork(
-        (Work(A2A_IN, (Lane.INTER,), a),),
-        (Work(GATHER, (Lane.INTRA,), g),),
+        (Stage(A2A_IN, (Lane.INTER,), a), Stage(GATHER, (Lane.INTRA,), g, is_inner=True)),
         Work(EXPERT, (Lane.COMPUTE,), e),
-        (Work(REDUCE, (Lane.INTRA,), s),),
-        (Work(A2A_OUT, (Lane.INTER,), a),),
+        (Stage(REDUCE, (Lane.INTRA,), s, is_inner=True), Stage(A2A_OUT, (Lane.INTER,), a)),
     )
     plan = BlockPlan(degree, "paper", moe_slices=(Slice(GRAD, (Lane.INTER,), grad_ms),))
     return simulate(block_schedule(BlockWork((), moe, ()), plan), costs)

@@ -191,7 +191,7 @@ def _lanes_of(layers: Iterable[Layer]) -> dict[str, Lane]:
     found = {}
     for layer in set(layers):
         for work in (layer.forward, layer.backward):
-            for each in (*work.before, *work.moe.collectives, work.moe.expert, *work.after):
+            for each in (*work.before, *work.moe.stages, *work.after):
                 if each.kind not in (GRAD, EXPERT_GRAD):
                     found[each.kind] = each.lanes[0]
     return found

@@ -28,31 +28,13 @@ from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor, Predictor
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_IN_NODE,
-    A2A_OUT,
-    A2A_OUT_NODE,
-    COLLECT,
-    EXPERT_GRAD,
-    GATHER,
-    GRAD,
-    GRAD_GATHER,
-    GRAD_SCATTER,
-    REDUCE,
-    SPREAD,
-    Schedule,
-)
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, GRAD_GATHER, GRAD_SCATTER, Schedule
+from ds_fsmoe.planning.workload import stage_kinds
 
 if TYPE_CHECKING:
     from ds_fsmoe.gradients.reducer import GradientReducer
 
-_KINDS_OF_GROUP = {
-    "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT),
-    "esp": (GATHER, REDUCE),
-    "dp": (GRAD, GRAD_SCATTER, GRAD_GATHER),
-    "edp": (EXPERT_GRAD,),
-}
+_GROUP_OF_GRADIENTS = {GRAD: "dp", GRAD_SCATTER: "dp", GRAD_GATHER: "dp", EXPERT_GRAD: "edp"}
 
 
 def folder_of_trace(block: FSMoEBlock) -> Path:
@@ -101,7 +83,9 @@ class CallObserver:
         """
         if self.tracer is not None:
             self.tracer.peers[pipeline.label] = {
-                kind: list(groups.ranks_of(group)) for group, kinds in _KINDS_OF_GROUP.items() for kind in kinds
+                kind: list(groups.ranks_of(group))
+                for kind, group in (stage_kinds() | _GROUP_OF_GRADIENTS).items()
+                if group
             }
         if isinstance(self.predictor, Predictor):
             self.predictor.of(pipeline.forward.groups, pipeline.forward.alltoall)

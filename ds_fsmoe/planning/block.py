@@ -14,7 +14,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_PARAMETERS, GRAD_GATHER, GRAD_SCATTER, Draft, Lane, Schedule
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Sharing, Work
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Sharing, Stage, Work
 
 Links = Literal["shared", "paper", "reduce_first"]
 ORDERS: tuple[Links, ...] = ("shared", "paper", "reduce_first")
@@ -152,13 +152,17 @@ class MoEPart:
         """The tasks that make weight gradients."""
         # Where nothing leaves the node there is one link anyhow.
         self._stream = Lane.INTER if any(Lane.INTER in each.lanes for each in moe.collectives) else None
-        # Of an all-to-all in two steps the one inside the node comes a chunk ahead of the gather on the way in, and a
-        # chunk behind the reduce on the way out: on the same link, each would wait for the other's chunk to come
-        # between nodes.
-        in_steps = len(moe.enter) > 1 and plan.links != "shared"
-        self._inside, self._enter = (moe.enter[:1], moe.enter[1:]) if in_steps else ((), moe.enter)
-        self._leave, self._back_inside = (moe.leave[:1], moe.leave[1:]) if in_steps else (moe.leave, ())
-        self._to_gather: tuple[Work, ...] = ()
+        self._ahead, self._gather = self._by_offset(moe.ahead)
+        self._behind, self._reduce = self._by_offset(moe.behind)
+        self._to_gather: tuple[Stage, ...] = ()
+
+    def _by_offset(self, stages: Iterable[Stage]) -> tuple[dict[int, list[Stage]], tuple[Stage, ...]]:
+        """Return by how many chunks stages of the exchange are apart -> these stages, and the inner stages."""
+        found: dict[int, list[Stage]] = {0: []}
+        for each in stages:
+            if not each.is_inner:
+                found.setdefault(each.offset if self.plan.links != "shared" else 0, []).append(each)
+        return dict(sorted(found.items())), tuple(each for each in stages if each.is_inner)
 
     def whole(self, passed: Passed) -> tuple[int, ...]:
         """Append all of it. Return the tasks that the next part waits for.
@@ -173,7 +177,7 @@ class MoEPart:
         Args:
             gathers: whether they are gathered, too; else that comes with :meth:`rest`.
         """
-        self._to_gather = () if gathers else self.moe.gather
+        self._to_gather = () if gathers else self._gather
         for chunk in range(self.plan.degree):
             self._bring(chunk, gathers)
 
@@ -201,16 +205,14 @@ class MoEPart:
             if chunk == plan.degree - 1:
                 summed = _add_slices(draft, plan.moe_slices, layer, passed, scattered=scattered)
             if reduce_ahead and chunk >= 1:
-                self._step(chunk - 1, moe.reduce)
+                self._step(chunk - 1, self._reduce)
             self._step(chunk, (moe.expert,))
             self.weights_done.extend(self._at[chunk])
-        for chunk in range(plan.degree):
-            if not reduce_ahead or chunk == plan.degree - 1:
-                self._step(chunk, moe.reduce)
-            self._step(chunk, self._leave)
-            if chunk > 0:
-                self._step(chunk - 1, self._back_inside)
-        self._step(plan.degree - 1, self._back_inside)
+        for chunk in range(plan.degree + max(self._behind)):
+            if chunk < plan.degree and not (reduce_ahead and chunk < plan.degree - 1):
+                self._step(chunk, self._reduce)
+            for offset, stages in self._behind.items():
+                self._step(chunk - offset, stages)
         for index, each in enumerate(plan.moe_slices):
             if GRAD_GATHER in each.inside:
                 after = (summed[index],)
@@ -219,15 +221,16 @@ class MoEPart:
 
     def _bring(self, chunk: int, gathers: bool = True) -> None:
         if chunk == 0:
-            self._step(0, self._inside)
-        self._step(chunk, self._enter)
-        if chunk + 1 < self.plan.degree:
-            self._step(chunk + 1, self._inside)
+            for early in range(max(self._ahead)):
+                self._step(early, [each for each in self.moe.ahead if each.offset > early and not each.is_inner])
+        for offset, stages in self._ahead.items():
+            self._step(chunk + offset, stages)
         if gathers:
-            self._step(chunk, self.moe.gather)
+            self._step(chunk, self._gather)
 
     def _step(self, chunk: int, works: Iterable[Work]) -> None:
-        for each in works:
+        """Append stages of a chunk, if there is one of this number."""
+        for each in works if 0 <= chunk < self.plan.degree else ():
             self._at[chunk] = (self._add(each, chunk, self._at[chunk]),)
 
     def _add(self, work: Work, chunk: int, after: Iterable[int]) -> int:

@@ -22,6 +22,7 @@ from ds_fsmoe.planning.workload import (
     Layer,
     MoEWork,
     Shape,
+    Stage,
     Work,
     layer_work,
 )
@@ -80,17 +81,18 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
     is_once = alltoall == ONCE_PER_NODE and shape.crossings is not None
     return replace(
         moe,
-        enter=_shared(moe.enter, way_in),
-        gather=_shared(moe.gather, way_in) if is_once else moe.gather,
-        reduce=_shared(moe.reduce, way_out) if is_once else moe.reduce,
-        leave=_shared(moe.leave, way_out),
+        ahead=_shared(moe.ahead, way_in, is_once),
+        behind=_shared(moe.behind, way_out, is_once),
         expert=replace(moe.expert, size=times * flops, launches=times * launches),
         capacity=max(1, shape.capacity if shape.num_tokens is None else shape.num_tokens),
     )
 
 
-def _shared(works: tuple[Work, ...], share: float) -> tuple[Work, ...]:
-    return works if share == 1.0 else tuple(replace(each, size=each.size * share) for each in works)
+def _shared(stages: tuple[Stage, ...], share: float, with_inner: bool) -> tuple[Stage, ...]:
+    """Return stages that send a share of their bytes, the inner ones too or not."""
+    if share == 1.0:
+        return stages
+    return tuple(each if each.is_inner > with_inner else replace(each, size=each.size * share) for each in stages)
 
 
 def layer_of_call(
@@ -124,7 +126,7 @@ def layer_of_call(
 def sized(schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Schedule:
     """Return the same tasks in the same order, each with its size in a call."""
     moe = moe_work(plan.groups, plan.backward, shape, plan.alltoall)
-    work_of = {each.kind: each for each in (*moe.collectives, moe.expert)}
+    work_of = {each.kind: each for each in moe.stages}
     shares = chunk_shares(moe.capacity, plan.block.degree)
 
     def with_size(task: Task) -> Task:

@@ -62,6 +62,6 @@ def degree_by_bytes(moe: MoEWork, micro_op_bytes: int, max_degree: int) -> int:
         micro_op_bytes: the bytes of a micro-op.
         max_degree: the largest number; no more than there are slots.
     """
-    size_bytes = max((each.size for each in (*moe.enter, *moe.leave)), default=0.0)
+    size_bytes = max((each.size for each in moe.exchange), default=0.0)
     most = max_degree if moe.capacity is None else min(max_degree, moe.capacity)
     return max(1, min(most, num_micro_ops(size_bytes, micro_op_bytes)))

@@ -10,27 +10,23 @@ and a half's attention, or whatever else lies between two layers, comes ahead of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_fsmoe.planning.block import BlockPlan, MoEPart, Passed, Slice, add_after, add_work
-from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, GATHER, HOLD, SPREAD, Draft, Lane, Schedule, Task
+from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Schedule, Task
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
-ENTERING = frozenset((A2A_IN_NODE, A2A_IN, GATHER, SPREAD))
-"""The kinds of tasks that bring tokens to the experts."""
-SETTING_OUT = ENTERING - {GATHER, SPREAD}
-"""Those of them that are first."""
 NUM_HALVES = 2
 
 
-def entering_first(schedule: Schedule, kinds: frozenset[str] = ENTERING) -> tuple[Schedule, int]:
+def entering_first(schedule: Schedule, kinds: Collection[str]) -> tuple[Schedule, int]:
     """Return the same tasks with those that bring tokens to the experts ahead of all others, and how many they are.
 
     Args:
         schedule: the tasks.
-        kinds: of the tasks that go ahead.
+        kinds: of the tasks that go ahead, such as those of :func:`entering`.
 
     Raises:
         ValueError: such a task needs the result of another one.
@@ -59,6 +55,11 @@ def entering_first(schedule: Schedule, kinds: frozenset[str] = ENTERING) -> tupl
     return Schedule(tuple(moved)), sum(map(enters, tasks))
 
 
+def entering(moe: MoEWork, gathers: bool = True) -> frozenset[str]:
+    """Return the kinds of tasks that bring tokens to the experts, with or without those that gather them there."""
+    return frozenset(each.kind for each in moe.ahead if gathers or not each.is_inner)
+
+
 # ---- the schedule of a model, over all its layers
 #
 # In the order of each phase, layer by layer: what lies between two layers, of the first half, and what brings its
@@ -72,11 +73,8 @@ def half_moe(moe: MoEWork) -> MoEWork:
     capacity = None if moe.capacity is None else max(1, math.ceil(moe.capacity / NUM_HALVES))
     share = 1 / NUM_HALVES if capacity is None or not moe.capacity else capacity / moe.capacity
 
-    def of(works: Sequence[Work]) -> tuple[Work, ...]:
-        return tuple(replace(each, size=each.size * share) for each in works)
-
-    (expert,) = of((moe.expert,))
-    return MoEWork(of(moe.enter), of(moe.gather), expert, of(moe.reduce), of(moe.leave), capacity)
+    part = moe.each(lambda stage: replace(stage, size=stage.size * share))
+    return replace(part, expert=replace(moe.expert, size=moe.expert.size * share), capacity=capacity)
 
 
 def half_layer(layer: Layer) -> Layer:

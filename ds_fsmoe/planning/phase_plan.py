@@ -8,9 +8,9 @@ from functools import cached_property
 
 from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import ENTERING, SETTING_OUT, entering_first
+from ds_fsmoe.planning.halves import entering, entering_first
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane, Schedule
-from ds_fsmoe.planning.workload import AllToAll, BlockWork, Shape, layer_work
+from ds_fsmoe.planning.workload import AllToAll, BlockWork, MoEWork, Shape, layer_work
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PhasePlan:
             reduces_ahead = self.block.links == "reduce_first"
             # Within a half all reduces come behind all gathers.
             schedule = self._schedule(slices, "paper") if reduces_ahead else self.sending(slices)
-            self._paused[key] = entering_first(schedule, SETTING_OUT if reduces_ahead and is_second else ENTERING)
+            self._paused[key] = entering_first(schedule, entering(self._moe, not (reduces_ahead and is_second)))
         return self._paused[key]
 
     @cached_property
@@ -66,11 +66,14 @@ class PhasePlan:
     def _schedules(self) -> dict[tuple[tuple[str, ...], ...], Schedule]:
         return {}
 
-    def _schedule(self, slices: tuple[tuple[str, ...], ...], links: Links | None = None) -> Schedule:
+    @cached_property
+    def _moe(self) -> MoEWork:
         # Sizes are of no importance to what is run, so those of one row stand for all.
         sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
         work = layer_work(sizes, self.groups, self.alltoall)
-        moe = (work.backward if self.backward else work.forward).moe
+        return (work.backward if self.backward else work.forward).moe
+
+    def _schedule(self, slices: tuple[tuple[str, ...], ...], links: Links | None = None) -> Schedule:
         lanes = gradient_lanes(self.groups)
         sent = tuple(
             Slice(kind, lanes[kind], 1.0, inside=tuple(each for each in tasks if each != kind))
@@ -79,7 +82,7 @@ class PhasePlan:
             if kind in lanes
         )
         block = BlockPlan(self.block.degree, links or self.block.links, sent)
-        return block_schedule(BlockWork((), moe, ()), block)
+        return block_schedule(BlockWork((), self._moe, ()), block)
 
 
 def gradient_lanes(groups: Groups) -> dict[str, tuple[Lane, ...]]:

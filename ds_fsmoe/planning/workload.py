@@ -13,8 +13,9 @@ F = K * capacity factor, the copies that each token is sent as.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 from ds_fsmoe.planning.cluster import Cluster
@@ -134,6 +135,22 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage(Work):
+    """One operation that every chunk of the experts' part passes on its way to the experts or back.
+
+    Where it stands in :class:`MoEWork` says when it is due; the fields say where it may go out of turn.
+    """
+
+    is_inner: bool = False
+    """Whether it gathers what the experts need, or adds up what they return, and is no part of the exchange."""
+    offset: int = 0
+    """By how many chunks it is issued ahead of the other stages on the way in, and behind them on the way out, where
+    links have streams of their own."""
+    group: str = ""
+    """The group whose ranks it sends among, ``"ep"`` or ``"esp"``; empty: it sends nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sharing:
     """What ZeRO sends for one layer besides what its schedule places."""
 
@@ -148,23 +165,36 @@ class Sharing:
     """Whether this happens in every micro-batch; otherwise once a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MoEWork:
-    """The part of a layer that is cut into chunks. What a group of one would do is not there."""
+    """The part of a layer that is cut into chunks, in the order of time. What a group of one would do is not there."""
 
-    enter: tuple[Work, ...]
-    """The all-to-all to the experts: nothing, one operation, or its parts inside a node and between nodes."""
-    gather: tuple[Work, ...]
+    ahead: tuple[Stage, ...]
+    """The stages that bring rows to the experts; those that are inner come last."""
     expert: Work
-    reduce: tuple[Work, ...]
-    leave: tuple[Work, ...]
+    behind: tuple[Stage, ...]
+    """The stages that bring results back; those that are inner come first."""
     capacity: int | None = None
     """Slots per expert, C: chunks are whole slots. ``None``: rows can be cut anywhere."""
 
-    @property
-    def collectives(self) -> tuple[Work, ...]:
-        """Return all traffic in the order of time."""
-        return (*self.enter, *self.gather, *self.reduce, *self.leave)
+    @cached_property
+    def stages(self) -> tuple[Work, ...]:
+        """All stages, with the experts'."""
+        return (*self.ahead, self.expert, *self.behind)
+
+    @cached_property
+    def collectives(self) -> tuple[Stage, ...]:
+        """The stages that send something."""
+        return tuple(each for each in (*self.ahead, *self.behind) if Lane.COMPUTE not in each.lanes)
+
+    @cached_property
+    def exchange(self) -> tuple[Stage, ...]:
+        """The stages that send rows to the ranks of their experts and back."""
+        return tuple(each for each in self.collectives if not each.is_inner)
+
+    def each(self, change: Callable[[Stage], Stage]) -> MoEWork:
+        """Return the same part with other stages in the place of those around the experts."""
+        return replace(self, ahead=tuple(map(change, self.ahead)), behind=tuple(map(change, self.behind)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,27 +317,47 @@ def moe_works(
     crossings: Crossings | None,
 ) -> tuple[MoEWork, MoEWork]:
     """Return the part that is cut into chunks, forward and backward; see :func:`layer_work`."""
-    at, gemms = groups.placements, GEMMS[shape.ffn]
+    gemms = GEMMS[shape.ffn]
     # The others wait for the fullest rank, which receives, computes and returns more than the mean.
     sent_bytes = shape.fullest_F * tokens_S * shape.M * shape.dtype_bytes
     # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
     expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
-    enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
-    gather, reduce = (collective(kind, at["esp"], sent_bytes * groups.esp) for kind in (GATHER, REDUCE))
-    if alltoall == ONCE_PER_NODE and crosses_once(groups):
-        found = crossings or expected_crossings(shape.E, shape.K, at["ep"].nodes, at["ep"].per_node)
-        between_bytes, inside_bytes = (sent_bytes * each / shape.K for each in (found.nodes, found.ranks))
-        enter, leave = ((Work(kind, (Lane.INTER,), between_bytes),) for kind in (A2A_IN, A2A_OUT))
-        gather, reduce = ((Work(kind, (Lane.INTRA,), inside_bytes),) for kind in (SPREAD, COLLECT))
+    ahead, behind = _around(shape, groups, alltoall, sent_bytes, crossings)
     # Rows are cut by tokens, slots by their number for each expert.
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
-    return (
-        MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),
-        MoEWork(enter, gather, twice, reduce, leave, capacity=capacity),
+    return MoEWork(ahead, expert, behind, capacity), MoEWork(ahead, twice, behind, capacity)
+
+
+def _around(
+    shape: Shape, groups: Groups, alltoall: AllToAll, sent_bytes: float, crossings: Crossings | None
+) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """Return the stages ahead of the experts and behind them: the all-to-all, and what shards of experts gather and
+    add up."""
+    if alltoall not in ALLTOALLS:
+        raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
+    at, esp = groups.placements["ep"], groups.placements["esp"]
+    inter, intra, sends = (Lane.INTER,), (Lane.INTRA,), partial(Stage, group="ep")
+    if alltoall == ONCE_PER_NODE and crosses_once(groups):
+        found = crossings or expected_crossings(shape.E, shape.K, at.nodes, at.per_node)
+        between_bytes, inside_bytes = (sent_bytes * each / shape.K for each in (found.nodes, found.ranks))
+        ahead = sends(A2A_IN, inter, between_bytes), sends(SPREAD, intra, inside_bytes, is_inner=True)
+        behind = sends(COLLECT, intra, inside_bytes, is_inner=True), sends(A2A_OUT, inter, between_bytes)
+        return ahead, behind
+    gather, reduce = (
+        (Stage(kind, esp.lanes, sent_bytes * groups.esp, is_inner=True, group="esp"),) if esp.size > 1 else ()
+        for kind in (GATHER, REDUCE)
     )
+    if len(at.lanes) == 2 and alltoall == "2dh":
+        # Exchange inside the node first, then among equals of other nodes; on the way out the other way round. The step
+        # inside is a chunk apart from the others: with its own chunk it would wait for a gather or reduce on its link.
+        enter = sends(A2A_IN_NODE, intra, sent_bytes, offset=1), sends(A2A_IN, inter, sent_bytes)
+        leave = sends(A2A_OUT, inter, sent_bytes), sends(A2A_OUT_NODE, intra, sent_bytes, offset=1)
+        return (*enter, *gather), (*reduce, *leave)
+    flat = [(sends(kind, at.lanes, sent_bytes),) if at.size > 1 else () for kind in (A2A_IN, A2A_OUT)]
+    return (*flat[0], *gather), (*reduce, *flat[1])
 
 
 def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
@@ -344,15 +394,15 @@ def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
     return (Work(kind, at.lanes, size_bytes),) if at.size > 1 else ()
 
 
-def _all_to_all(at: Placement, size_bytes: float, alltoall: AllToAll) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    if alltoall not in ALLTOALLS:
-        raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
-    if len(at.lanes) < 2 or alltoall in ("flat", ONCE_PER_NODE):
-        return collective(A2A_IN, at, size_bytes), collective(A2A_OUT, at, size_bytes)
-    # Exchange inside the node first, then among equals of other nodes; on the way out the other way round.
-    enter = Work(A2A_IN_NODE, (Lane.INTRA,), size_bytes), Work(A2A_IN, (Lane.INTER,), size_bytes)
-    leave = Work(A2A_OUT, (Lane.INTER,), size_bytes), Work(A2A_OUT_NODE, (Lane.INTRA,), size_bytes)
-    return enter, leave
+@lru_cache(maxsize=1)
+def stage_kinds() -> Mapping[str, str]:
+    """Return every kind of task that the experts' part of a layer can have -> the group that it sends among; "": it
+    sends nothing."""
+    shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
+    # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
+    whole, sharded = Groups(4, 2, ep=4), Groups(8, 4, mp=2, esp=2, ep=4)
+    moes = [moe_works(shape, groups, each, 1.0, False, None)[0] for groups in (sharded, whole) for each in ALLTOALLS]
+    return {EXPERT: ""} | {each.kind: each.group for moe in moes for each in (*moe.ahead, *moe.behind)}
 
 
 def kind_costs(

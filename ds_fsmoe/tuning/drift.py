@@ -27,21 +27,9 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import Predictors
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock, most_of
 from ds_fsmoe.planning.decide.step_time import StageTimes
-from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_IN_NODE,
-    A2A_OUT,
-    A2A_OUT_NODE,
-    COLLECT,
-    EXPERT,
-    GATHER,
-    GRADIENT_TASKS,
-    HOLD,
-    REDUCE,
-    SPREAD,
-    Lane,
-)
+from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS, HOLD, Lane
 from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.planning.workload import stage_kinds
 from ds_fsmoe.tuning.tuned_model import OfStages
 
 IN_A_ROW = 3
@@ -50,13 +38,14 @@ BEFORE_NEXT = 10
 """The number of compared steps after a new plan before drift may ask for another one."""
 REFERENCES = 3
 """The number of compared steps whose lower median is the rest of a step, as one may have been disturbed."""
-_KINDS = (
-    *(A2A_IN_NODE, A2A_IN, GATHER, SPREAD, EXPERT, REDUCE, COLLECT, A2A_OUT, A2A_OUT_NODE),
-    *GRADIENT_TASKS,
-)
 _LANES = tuple(str(lane) for lane in Lane)
 _PHASES = ("forward", "backward")
 _WORST = 3
+
+
+def _kinds() -> tuple[str, ...]:
+    """Return the kinds of tasks that are compared, the same on every rank."""
+    return (*stage_kinds(), *GRADIENT_TASKS)
 
 
 @dataclass(frozen=True)
@@ -212,7 +201,7 @@ class PredictionWatch:
 
     def _compare(self, step: int) -> StepComparison | None:
         own = self._clock.read()
-        names, problem = (*self._names, *_KINDS, *_LANES), ""
+        names, problem = (*self._names, *_kinds(), *_LANES), ""
         runs: _Runs = defaultdict(list)
         try:
             if own is not None:
@@ -234,7 +223,7 @@ class PredictionWatch:
         rest_ms = whole_ms - sum(each.measured_ms for each in phases.values())
         rest = self._rest((int(num_forwards), int(num_backwards)), rest_ms)
         whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)
-        kinds, lanes = ({name: compared[name] for name in of if name in compared} for of in (_KINDS, _LANES))
+        kinds, lanes = ({name: compared[name] for name in of if name in compared} for of in (_kinds(), _LANES))
         return StepComparison(step, whole, rest, phases, kinds, lanes, load)
 
     def _rest(self, counts: tuple[int, int], rest_ms: float) -> Compared:

@@ -40,7 +40,7 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Stage, Work, layer_work
 
 KINDS = (
     *(A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, GATHER, REDUCE, EXPERT, GRAD, EXPERT_GRAD),
@@ -98,11 +98,15 @@ def bare_block(phase: Phase) -> tuple[BlockWork, dict[str, LinearCost]]:
     """The MoE part alone, its groups lying as the paper's do."""
     inter, intra = (Lane.INTER,), (Lane.INTRA,)
     moe = MoEWork(
-        (Work(A2A_IN, inter, phase.a2a.size, phase.a2a.launches),),
-        (Work(GATHER, intra, phase.gather.size, phase.gather.launches),),
+        (
+            Stage(A2A_IN, inter, phase.a2a.size, phase.a2a.launches),
+            Stage(GATHER, intra, phase.gather.size, phase.gather.launches, is_inner=True),
+        ),
         Work(EXPERT, (Lane.COMPUTE,), phase.expert.size, phase.expert.launches),
-        (Work(REDUCE, intra, phase.reduce.size, phase.reduce.launches),),
-        (Work(A2A_OUT, inter, phase.a2a.size, phase.a2a.launches),),
+        (
+            Stage(REDUCE, intra, phase.reduce.size, phase.reduce.launches, is_inner=True),
+            Stage(A2A_OUT, inter, phase.a2a.size, phase.a2a.launches),
+        ),
     )
     costs = {A2A_IN: phase.a2a.cost, A2A_OUT: phase.a2a.cost, GATHER: phase.gather.cost, EXPERT: phase.expert.cost}
     costs |= {REDUCE: phase.reduce.cost, GRAD: LinearCost(phase.grad_ms, 0.0)}

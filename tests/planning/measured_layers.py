@@ -38,7 +38,7 @@ def made_up(seed: int = 0, is_written: bool = True, uses_rng: bool = False, task
     """Costs of a layer; each is (alpha, all of it) in ms."""
     chance = random.Random(seed)
     work = {backward: moe_work(GROUPS, backward, SIZES) for backward in (False, True)}
-    sent, gathered = work[False].enter[0].size, work[False].gather[0].size
+    sent, gathered = (each.size for each in work[False].ahead)
     flops = work[False].expert.size
     sizes = {ALL_TO_ALL: sent, ALL_GATHER: gathered, REDUCE_SCATTER: gathered, FORWARD: flops, BACKWARD: 2 * flops}
     sizes |= {} if is_written else {BACKWARD_ANEW: 2 * flops}

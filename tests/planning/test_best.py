@@ -19,7 +19,7 @@ from ds_fsmoe.planning.decide.search import LANE_NAMES
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Shape, Stage, Work, kind_costs, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, choice_of, layer_of, plan_by_switches, random_costs
 
 TESTBEDS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
@@ -119,10 +119,9 @@ def test_no_plan_of_a_model_beats_its_lower_bound(layout: str, contention: Conte
 
 def bare(enter_ms: float, forward_ms: float, backward_ms: float) -> Layer:
     """A layer with an all-to-all and experts; sizes are milliseconds."""
-    enter = (Work("A2A_IN", (Lane.INTER,), enter_ms),)
+    enter = (Stage("A2A_IN", (Lane.INTER,), enter_ms),)
     forward, backward = (
-        BlockWork((), MoEWork(enter, (), Work(EXPERT, (Lane.COMPUTE,), ms), (), ()), ())
-        for ms in (forward_ms, backward_ms)
+        BlockWork((), MoEWork(enter, Work(EXPERT, (Lane.COMPUTE,), ms), ()), ()) for ms in (forward_ms, backward_ms)
     )
     return Layer(forward, backward, ())
 

@@ -91,14 +91,14 @@ def test_with_pipeline_stages_groups_stay_inside_a_stage() -> None:
 def test_2dh_is_two_tasks_on_two_lanes_and_flat_one_on_both() -> None:
     groups = Groups(16, 4, ep=8)
     flat, two = (layer_work(SHAPE, groups, each).forward.moe for each in ("flat", "2dh"))
-    assert [(each.kind, each.lanes) for each in (*flat.enter, *flat.leave)] == [(A2A_IN, BOTH), (A2A_OUT, BOTH)]
-    assert [(each.kind, each.lanes) for each in (*two.enter, *two.leave)] == [
+    assert [(each.kind, each.lanes) for each in flat.exchange] == [(A2A_IN, BOTH), (A2A_OUT, BOTH)]
+    assert [(each.kind, each.lanes) for each in two.exchange] == [
         (A2A_IN_NODE, INSIDE),
         (A2A_IN, BETWEEN),
         (A2A_OUT, BETWEEN),
         (A2A_OUT_NODE, INSIDE),
     ]
-    assert {each.size for each in (*two.enter, *two.leave)} == {flat.enter[0].size}
+    assert {each.size for each in two.exchange} == {flat.ahead[0].size}
     one_per_node = Groups(16, 4, esp=4, ep=4)
     assert layer_work(SHAPE, one_per_node, "2dh") == layer_work(SHAPE, one_per_node, "flat"), "they coincide there"
 
@@ -133,7 +133,7 @@ def test_a_collective_that_crosses_nodes_is_never_free_even_where_groups_and_nod
 ) -> None:
     layer, costs = layer_work(SHAPE, groups), kind_costs(cluster_of(), groups)
     moe = layer.forward.moe
-    for each in (*layer.forward.before, *moe.enter, *moe.gather, *moe.reduce, *moe.leave, *layer.gradients):
+    for each in (*layer.forward.before, *moe.collectives, *layer.gradients):
         if Lane.INTER in each.lanes:
             assert costs[each.kind].alpha_ms > 0, each.kind
             assert costs[each.kind].beta_ms > 0, each.kind

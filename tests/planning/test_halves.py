@@ -17,7 +17,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.bounds import busiest_ms
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import ENTERING, SETTING_OUT, entering_first, half_layer, half_moe, halves_schedule
+from ds_fsmoe.planning.halves import entering, entering_first, half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -36,7 +36,7 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import Contention, simulate
-from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Work, layer_work
+from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Stage, Work, layer_work
 from tests.planning.layers import KINDS, LAYOUTS, SHAPE, layer_of, random_costs
 
 BETWEEN, AT = (Lane.INTER,), (Lane.COMPUTE,)
@@ -46,10 +46,10 @@ OF_EXPERTS = Gradient(EXPERT_GRAD, BETWEEN, 50)
 
 def small(recompute: bool = False) -> Layer:
     """A layer of one operation of each kind, of which a half has a whole number."""
-    enter, expert, leave = Work(A2A_IN, BETWEEN, 40), Work(EXPERT, AT, 60), Work(A2A_OUT, BETWEEN, 40)
+    enter, expert, leave = Stage(A2A_IN, BETWEEN, 40), Work(EXPERT, AT, 60), Stage(A2A_OUT, BETWEEN, 40)
     attention, restore = Work(ATTENTION, AT, 20), Work(RESTORE, AT, 8)
-    forward = BlockWork((attention,), MoEWork((enter,), (), expert, (), (leave,)), (restore,))
-    moe = MoEWork((enter,), (), replace(expert, size=120), (), (leave,))
+    forward = BlockWork((attention,), MoEWork((enter,), expert, (leave,)), (restore,))
+    moe = MoEWork((enter,), replace(expert, size=120), (leave,))
     return Layer(forward, BlockWork((restore,), moe, (attention,)), (SENT, OF_EXPERTS), recompute)
 
 
@@ -126,14 +126,15 @@ def test_what_enters_first_keeps_what_each_task_needs(drawn, is_second) -> None:
     behind_gathers = replace(phase, block=replace(plan, links="paper")) if links == "reduce_first" else phase
     before, (after, pause) = behind_gathers.sending(slices), phase.paused(slices, is_second)
     assert phase.paused(slices, is_second)[0] is after
-    entering = SETTING_OUT if is_second and links == "reduce_first" else ENTERING
+    moe = layer_work(SHAPE, groups, alltoall).forward.moe
+    ahead_of_pause = entering(moe, not (is_second and links == "reduce_first"))
     # The same tasks; those that bring tokens, and no others, are ahead of the pause.
     assert Counter((task.kind, task.lane, task.chunk) for task in after.tasks) == Counter(
         (task.kind, task.lane, task.chunk) for task in before.tasks
     )
     ahead, behind = after.tasks[:pause], after.tasks[pause:]
-    assert {task.kind for task in ahead} <= {*entering, HOLD}
-    assert not {task.kind for task in behind} & entering
+    assert {task.kind for task in ahead} <= {*ahead_of_pause, HOLD}
+    assert not {task.kind for task in behind} & ahead_of_pause
     # Whoever waited for a result still does. Only what is issued later to a lane that is held is waited for no more.
     for kept in (HOLD, *KINDS):
         of_kind = [[task for task in each.tasks if task.kind == kept] for each in (before, after)]
@@ -144,8 +145,8 @@ def test_what_enters_first_keeps_what_each_task_needs(drawn, is_second) -> None:
             )
             missing = wanted - found
             assert found <= wanted
-            assert all(kind in GRADIENT_TASKS or kind in ENTERING - entering for kind, *_ in missing)
-            assert not missing or kept in entering
+            assert all(kind in GRADIENT_TASKS or kind in entering(moe) - ahead_of_pause for kind, *_ in missing)
+            assert not missing or kept in ahead_of_pause
 
 
 @given(PHASES)
@@ -157,21 +158,21 @@ def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are
     slices = () if in_levels is None or not backward else slices_of(groups, in_levels)
     plan = BlockPlan(degree, links, slices)
     found = halves_schedule([layer], [plan], "backward" if backward else "forward")
-    of_moe = [
-        task for task in found.tasks if task.kind in {each.kind for each in (*work.moe.collectives, work.moe.expert)}
-    ]
+    of_moe = [task for task in found.tasks if task.kind in {each.kind for each in work.moe.stages}]
     half = half_moe(work.moe)
     for number in range(2):
         behind_gathers = "paper" if links == "reduce_first" else links
         alone = replace(plan, links=behind_gathers, moe_slices=slices if number else ())
-        entering = SETTING_OUT if number and links == "reduce_first" else ENTERING
-        wanted, pause = entering_first(block_schedule(BlockWork((), half, ()), alone), entering)
+        ahead_of_pause = entering(half, not (number and links == "reduce_first"))
+        wanted, pause = entering_first(block_schedule(BlockWork((), half, ()), alone), ahead_of_pause)
         mine = [each for each in of_moe if number * degree <= each.chunk < (number + 1) * degree]
         kinds = {each.kind for each in of_moe}
         assert [(each.kind, each.lane, each.chunk - number * degree, each.size) for each in mine] == [
             (each.kind, each.lane, each.chunk, each.size) for each in wanted.tasks if each.kind in kinds
         ]
-        assert all(each.kind in entering for each in mine[: sum(task.kind in kinds for task in wanted.tasks[:pause])])
+        assert all(
+            each.kind in ahead_of_pause for each in mine[: sum(task.kind in kinds for task in wanted.tasks[:pause])]
+        )
 
 
 def model(layer: Layer, degree: int, num_layers: int, in_halves: bool) -> ModelPlan:
@@ -226,7 +227,7 @@ def longest_chain_ms(schedule: Schedule, costs: dict[str, LinearCost]) -> float:
 def test_a_half_of_slots_is_rounded_up_and_rows_are_halved() -> None:
     slots = replace(small().forward.moe, capacity=5)
     assert half_moe(slots).capacity == 3
-    assert half_moe(slots).enter[0].size == pytest.approx(40 * 3 / 5)
+    assert half_moe(slots).ahead[0].size == pytest.approx(40 * 3 / 5)
     assert half_moe(replace(slots, capacity=1)) == replace(slots, capacity=1)
     assert half_moe(replace(slots, capacity=None)).expert.size == 30
     assert half_layer(small()).gradients == ()

@@ -26,7 +26,7 @@ from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD, Lane
 from ds_fsmoe.planning.timeline import Contention, Timeline
-from ds_fsmoe.planning.workload import MoEWork, Shape, Work, layer_work
+from ds_fsmoe.planning.workload import MoEWork, Shape, Stage, Work, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 from tests.planning.queues import INTER, window
 
@@ -39,8 +39,8 @@ GRADIENTS = (GRAD, EXPERT_GRAD)
 
 def moe(size_bytes: float, capacity: int | None = None) -> MoEWork:
     """An experts' part whose all-to-alls have so many bytes."""
-    enter, leave = ((Work(kind, INTER, size_bytes),) for kind in ("A2A_IN", "A2A_OUT"))
-    return MoEWork(enter, (), Work("EXPERT", (Lane.COMPUTE,), 1.0), (), leave, capacity=capacity)
+    enter, leave = ((Stage(kind, INTER, size_bytes),) for kind in ("A2A_IN", "A2A_OUT"))
+    return MoEWork(enter, Work("EXPERT", (Lane.COMPUTE,), 1.0), leave, capacity=capacity)
 
 
 @UNHURRIED
@@ -65,7 +65,7 @@ def test_a_micro_op_is_30_megabytes() -> None:
 
 
 def test_a_layer_whose_tokens_stay_on_their_rank_is_not_cut() -> None:
-    alone = MoEWork((), (), Work("EXPERT", (Lane.COMPUTE,), 1e12), (), ())
+    alone = MoEWork((), Work("EXPERT", (Lane.COMPUTE,), 1e12), ())
     assert degree_by_bytes(alone, 1, 16) == 1
 
 
@@ -86,7 +86,7 @@ def test_the_planner_runs_every_layer_in_as_many_chunks_as_its_bytes_make(layout
     plan = plan_by_name(Planner(random_costs(random.Random(layout)), settings), "lina", layers)
     for index, layer in enumerate(layers):
         forward, backward = plan.blocks(index)
-        size_bytes = max((each.size for each in layer.forward.moe.enter), default=0.0)
+        size_bytes = max((each.size for each in layer.forward.moe.exchange), default=0.0)
         assert forward.degree == backward.degree == min(5, max(1, -int(-size_bytes // micro_op_bytes)))
         assert forward.links == "shared"
 

@@ -50,7 +50,7 @@ ALONE = Groups(world=8, gpus_per_node=4, ep=2)
 
 
 def works(block: BlockWork) -> list[Work]:
-    return [*block.before, *block.moe.collectives, block.moe.expert, *block.after]
+    return [*block.before, *block.moe.stages, *block.after]
 
 
 def total(layers: tuple[Layer, ...], phase: str, kind: str) -> float:
@@ -198,7 +198,7 @@ def test_another_capacity_and_a_fuller_rank_change_what_is_sent() -> None:
         model_layers(ODD, ALONE, B, L, 2, **how)[0] for how in ({}, {"imbalance": 1.5}, {"capacity_factor": 2.0})
     )
     for other, share in ((fuller, 1.5), (dropping, 2.0)):
-        assert other.forward.moe.enter[0].size == pytest.approx(share * even.forward.moe.enter[0].size)
+        assert other.forward.moe.ahead[0].size == pytest.approx(share * even.forward.moe.ahead[0].size)
         assert other.forward.before[:2] == even.forward.before[:2]
 
 

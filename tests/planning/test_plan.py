@@ -240,4 +240,4 @@ def test_table_4_has_1458_layers(testbed: str) -> None:
     assert len(shapes) == len(set(shapes)) == 1458
     assert {each.L for each in shapes} == ({512, 1024, 2048} if testbed == "a" else {256, 512, 1024})
     assert {each.H // each.M for each in shapes} == {2, 3, 4}
-    assert Lane.INTER in layer_work(shapes[0], TESTBEDS["a"]).forward.moe.enter[0].lanes
+    assert Lane.INTER in layer_work(shapes[0], TESTBEDS["a"]).forward.moe.ahead[0].lanes

@@ -189,7 +189,7 @@ def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_t
     # Tokens are on their way between nodes most of the time, and gathers of the second half wait for them: on the link
     # that the first half's results need before they can set out.
     ms_of = {A2A_IN: 8.0, GATHER: 3.0, EXPERT: 1.0, REDUCE: 3.0, A2A_OUT: 8.0}
-    sizes = {each.kind: each.size for each in (*moe.collectives, moe.expert)}
+    sizes = {each.kind: each.size for each in moe.stages}
     costs = {kind: LinearCost(0.0, ms / sizes[kind]) for kind, ms in ms_of.items()}
     layers = [replace(layer, forward=replace(layer.forward, before=(), after=()))] * 4
     took_ms = {}

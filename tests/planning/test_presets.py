@@ -22,7 +22,7 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import Contention, simulate
-from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
+from ds_fsmoe.planning.workload import BlockWork, MoEWork, Stage, Work
 
 INTER, INTRA, COMPUTE = (Lane.INTER,), (Lane.INTRA,), (Lane.COMPUTE,)
 COSTS = dict.fromkeys([A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, GRAD, "NEXT"], LinearCost(0.1, 1.0))
@@ -32,11 +32,9 @@ LETTERS = {A2A_IN: "D", A2A_OUT: "C", GATHER: "G", REDUCE: "R", EXPERT: "E", GRA
 def layer(a2a: float = 4.0, gather: float = 3.0, expert: float = 6.0, reduce: float = 3.0) -> BlockWork:
     """The MoE part of a backward, and one dense operation behind it."""
     moe = MoEWork(
-        (Work(A2A_IN, INTER, a2a),),
-        (Work(GATHER, INTRA, gather),),
+        (Stage(A2A_IN, INTER, a2a), Stage(GATHER, INTRA, gather, is_inner=True)),
         Work(EXPERT, COMPUTE, expert),
-        (Work(REDUCE, INTRA, reduce),),
-        (Work(A2A_OUT, INTER, a2a),),
+        (Stage(REDUCE, INTRA, reduce, is_inner=True), Stage(A2A_OUT, INTER, a2a)),
     )
     return BlockWork((), moe, (Work("NEXT", COMPUTE, 2.0),))
 

@@ -190,7 +190,7 @@ def test_one_size_takes_start_up_from_a_cluster_or_leaves_it_out() -> None:
         assert len(one_size) == count
         cost = fitted["L00"].forward[A2A_IN]
         assert cost.alpha_ms == pytest.approx(alpha_ms)
-        half_bytes = moe_work(GROUPS, False, SIZES).enter[0].size / 2
+        half_bytes = moe_work(GROUPS, False, SIZES).ahead[0].size / 2
         assert cost.ms(half_bytes) == pytest.approx(spans.pieces_ms["L00", False, "flat", 2, A2A_IN, 1])
     assert fitted["L00"] is fitted["L02"]
 

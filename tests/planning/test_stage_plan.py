@@ -55,7 +55,7 @@ def all_works(stage: tuple[Layer, ...] | DenseStage, phase: str) -> list[Work]:
     if isinstance(stage, DenseStage):
         return list(getattr(stage, phase))
     blocks: list[BlockWork] = [getattr(layer, phase) for layer in stage]
-    return [work for each in blocks for work in (*each.before, *each.moe.collectives, each.moe.expert, *each.after)]
+    return [work for each in blocks for work in (*each.before, *each.moe.stages, *each.after)]
 
 
 def done(architecture: Architecture, pp: int, mp: int, phase: str) -> tuple[dict[str, float], dict[str, float]]:

@@ -80,7 +80,7 @@ def operations_ms(testbed: str, ffn: str, phase: str, cluster_name: str) -> dict
     block = getattr(layer, phase)
     moe = block.moe
     spent: dict[str, float] = {}
-    for each in (*block.before, *moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave, *block.after):
+    for each in (*block.before, *moe.stages, *block.after):
         spent[each.kind] = spent.get(each.kind, 0.0) + costs[each.kind].ms(each.size, each.launches)
     grads = {each.kind: costs[each.kind].ms(each.size_bytes) for each in layer.gradients}
     assert set(grads) == {GRAD}
@@ -118,8 +118,8 @@ def test_volumes_are_those_of_the_papers_section_2(testbed: str) -> None:
     B, L, M, H = 4, 1024, 1600, 6400
     layer = layer_work(Shape(B, L, M, H, groups.ep, 2, F / 2, "gpt", 25), groups)
     moe = layer.forward.moe
-    assert moe.enter[0].size / 4 == pytest.approx(F * B * L * M / groups.esp)
-    assert moe.gather[0].size / 4 == moe.reduce[0].size / 4 == pytest.approx(F * B * L * M)
+    assert moe.ahead[0].size / 4 == pytest.approx(F * B * L * M / groups.esp)
+    assert moe.ahead[1].size / 4 == moe.behind[0].size / 4 == pytest.approx(F * B * L * M)
     assert moe.expert.size / 2 == pytest.approx(2 * F * B * L * M * H / groups.esp)
     attention, softmax = layer.forward.before[1:3]
     assert attention.size / 2 == pytest.approx((4 * B * L * M**2 + 2 * B * L**2 * M) / groups.mp)

@@ -201,6 +201,6 @@ def test_a_token_that_crosses_once_sends_less_between_nodes() -> None:
         for name in ("flat", "once_per_node")
     )
     assert once.ran.alltoalls == ("once_per_node",) * 3
-    sent = [each.plan.layers[0].forward.moe.enter[0].size for each in (flat, once)]
+    sent = [each.plan.layers[0].forward.moe.ahead[0].size for each in (flat, once)]
     # Its four choices lie in both nodes: two crossings in place of four.
     assert sent[1] == pytest.approx(sent[0] / 2)

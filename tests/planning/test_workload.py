@@ -36,7 +36,7 @@ ODD_GROUPS = Groups(world=6, gpus_per_node=3, mp=3, esp=2, ep=3)
 
 def works(block: BlockWork) -> list[Work]:
     moe = block.moe
-    return [*block.before, *moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave, *block.after]
+    return [*block.before, *moe.stages, *block.after]
 
 
 def sizes(block: BlockWork) -> dict[str, float]:

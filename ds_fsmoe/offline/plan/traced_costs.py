@@ -269,7 +269,7 @@ def _points(kind: RecordedKind, alltoall: AllToAll, traced: TracedJob) -> Points
     """Return what was traced of these layers with an all-to-all, without empty chunks."""
     found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]
-    works = [{each.kind: each for each in (*moe.collectives, moe.expert)} for moe in moes]
+    works = [{each.kind: each for each in moe.stages} for moe in moes]
     for piece, time_ms in traced.pieces_ms.items():
         if piece.label not in kind.labels or piece.alltoall != alltoall or piece.kind not in works[piece.backward]:
             continue
@@ -322,7 +322,7 @@ def _costs(
     """Return what tasks of one kind of layers cost in a phase."""
     moe = moe_work(kind.groups, backward, kind.shape, alltoall)
     costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
-    for each in (*moe.collectives, moe.expert):
+    for each in moe.stages:
         found = fitted.get(_pooled(backward, each.kind))
         if found is None:
             raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")

@@ -7,8 +7,9 @@ schedules together. Both give the result of ``timeline.simulate``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +21,7 @@ from ds_fsmoe.planning.cost import Cost, HostCost, LinearCost
 from ds_fsmoe.planning.decide.degree import NOTHING, Load, Phase, bounds_ms
 from ds_fsmoe.planning.schedule import HOLD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
+from ds_fsmoe.planning.workload import BlockWork, MoEWork, Stage, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,15 @@ class BlockTimes:
         self.work, self.costs, self.grad_lanes, self.is_serial = work, costs, grad_lanes, is_serial
         # One lane has nothing beside it to be slowed by; what issuing takes stays.
         self.contention, self.host_ms = IDEAL if is_serial else contention, host_ms
-        moe = work.moe
+        self._papers = _papers_stages(work.moe)
         self.is_papers = (
             grad_lanes == (Lane.INTER,)
             and not any(Lane.INTER in each.lanes for each in (*work.before, *work.after))
-            and len(moe.enter) == 1
-            and all(each.lanes == (Lane.INTER,) for each in (*moe.enter, *moe.leave))
-            and all(each.lanes == (Lane.INTRA,) for each in (*moe.gather, *moe.reduce))
-            and all(isinstance(costs[each.kind], LinearCost) for each in (*moe.collectives, moe.expert))
+            and self._papers is not None
+            and all(isinstance(costs[each.kind], LinearCost) for each in work.moe.stages)
         )
-        """Whether its groups use the paper's links: inter-node for all-to-alls and gradients, else intra-node."""
+        """Whether it has the paper's stages on the paper's links: inter-node for all-to-alls and gradients, else
+        intra-node."""
         self._ideal = self.is_papers and not is_serial and self.contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
         self.bottlenecks: dict[tuple[Order, float], str] = {}
@@ -104,14 +104,13 @@ class BlockTimes:
         return self._ideal and is_even and (order.links != "reduce_first" or order.degree < 2)
 
     def phase(self, links: Links = "paper", grad_ms: float = 0.0) -> Phase:
-        """The MoE part in the terms of the closed form."""
-        moe = self.work.moe
+        """The MoE part in the terms of the closed form, of a layer that :attr:`is_papers`."""
+        assert self._papers is not None
         load = {
-            name: Load(self.costs[works[0].kind], works[0].size, works[0].launches) if works else NOTHING
-            for name, works in (("a2a", moe.enter), ("gather", moe.gather), ("reduce", moe.reduce))
+            name: NOTHING if each is None else Load(self.costs[each.kind], each.size, each.launches)
+            for name, each in zip(("a2a", "gather", "expert", "reduce"), self._papers, strict=True)
         }
-        expert = Load(self.costs[moe.expert.kind], moe.expert.size, moe.expert.launches)
-        return Phase(expert=expert, grad_ms=grad_ms, links="shared" if links == "shared" else "paper", **load)
+        return Phase(grad_ms=grad_ms, links="shared" if links == "shared" else "paper", **load)
 
     def with_ms(self, orders: Sequence[Order], moe_grad_ms: float) -> np.ndarray:
         """Return the times of the layer with gradients of one time in the window of the MoE part, [orders], in ms.
@@ -192,7 +191,7 @@ class BlockTimes:
         """Return when the host has issued each task of a template."""
         if not isinstance(self.host_ms, Mapping):
             return self.host_ms * launched
-        degree = (count - len(self.work.before) - len(self.work.after)) // len(_cut(self.work.moe))
+        degree = (count - len(self.work.before) - len(self.work.after)) // len(self.work.moe.stages)
         of_slots = [
             self.host_ms.get(each.kind, 0.0) * each.launches
             for each, is_cut in _works(self.work)
@@ -272,28 +271,38 @@ def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]
                 times._known_ms[order, each_ms] = time_ms
 
 
-def _cut(moe: MoEWork) -> list[Work]:
-    """Return every operation that is cut."""
-    return [*moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave]
-
-
 def _works(block: BlockWork) -> list[tuple[Work, bool]]:
     """Return every operation and whether it is cut."""
     return [
         *((each, False) for each in block.before),
-        *((each, True) for each in _cut(block.moe)),
+        *((each, True) for each in block.moe.stages),
         *((each, False) for each in block.after),
     ]
 
 
-_Form = tuple[tuple[tuple[tuple[Lane, ...], int], ...], ...]
+def _papers_stages(moe: MoEWork) -> tuple[Stage, Stage | None, Work, Stage | None] | None:
+    """Return the dispatch, gather, experts and reduce of a layer that has the stages of the paper's figure 2 and no
+    others, on the paper's links, with as much to combine as to dispatch; ``None`` of another one."""
+    gather, reduce = moe.ahead[1:], moe.behind[:-1]
+    between = (*moe.ahead[:1], *moe.behind[-1:])
+    links = [[(each.lanes, each.is_inner) for each in stages] for stages in (between, gather, reduce)]
+    # Experts are sharded or they are not: both gather and reduce, or neither.
+    inner = [((Lane.INTRA,), True)] * len(gather)
+    if links != [[((Lane.INTER,), False)] * 2, inner, inner] or len(gather) > 1:
+        return None
+    if len({(each.size, each.launches) for each in between}) > 1:
+        return None
+    return between[0], next(iter(gather), None), moe.expert, next(iter(reduce), None)
+
+
+_Form = tuple[tuple[Work, ...], ...]
 
 
 def _form(block: BlockWork) -> _Form:
-    """Return what determines the order of a block: the lanes of its operations and their launches."""
+    """Return what determines the order of a block: its operations without their kinds and sizes."""
     moe = block.moe
-    parts = (block.before, moe.enter, moe.gather, (moe.expert,), moe.reduce, moe.leave, block.after)
-    return tuple(tuple((each.lanes, each.launches) for each in part) for part in parts)
+    parts = (block.before, moe.ahead, (moe.expert,), moe.behind, block.after)
+    return tuple(tuple(replace(each, kind="", size=0.0) for each in part) for part in parts)
 
 
 @lru_cache(maxsize=4096)
@@ -302,12 +311,11 @@ def _template(
 ) -> tuple[Template, np.ndarray]:
     """Return the order of a block of this form and, per task, the index of its time: operations as ``_works`` lists
     them, those that are cut chunk by chunk, then zero, the MoE window's slice and the other window's slice."""
-    names = iter(range(sum(map(len, form))))
-    parts = [tuple(Work(str(next(names)), lanes, 0.0, launches) for lanes, launches in part) for part in form]
-    before, enter, gather, (expert,), reduce, leave, after = parts
-    moe = MoEWork(enter, gather, expert, reduce, leave)
+    names = itertools.count()
+    parts = [tuple(replace(each, kind=str(next(names))) for each in part) for part in form]
+    before, ahead, (expert,), behind, after = parts
     works, first = [], 0
-    block = BlockWork(before, moe, after)
+    block = BlockWork(before, MoEWork(ahead, expert, behind), after)
     starts: dict[str, int] = {}
     for each, is_cut in _works(block):
         starts[each.kind] = first

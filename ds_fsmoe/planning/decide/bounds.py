@@ -42,7 +42,7 @@ def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
 
     degree = max_degree if moe.capacity is None else min(max_degree, moe.capacity)
     shares = chunk_shares(moe.capacity, degree)
-    way = [*moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave]
+    way = moe.stages
     bound_ms = sum_ms(way, max(shares))
     for lane in Lane:
         mine = [place for place, each in enumerate(way) if each.lanes[0] is lane]
@@ -114,9 +114,8 @@ def busiest_ms(
 
     def lanes_ms(work: BlockWork, of_work: Mapping[str, Cost]) -> dict[Lane, float]:
         found = dict.fromkeys(Lane, 0.0)
-        for each in (*work.before, *work.moe.collectives, *work.after):
+        for each in (*work.before, *work.moe.stages, *work.after):
             found[each.lanes[0]] += _whole_ms(each, of_work)
-        found[Lane.COMPUTE] += _whole_ms(work.moe.expert, of_work)
         return found
 
     totals = [dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)]

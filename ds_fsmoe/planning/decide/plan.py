@@ -341,7 +341,7 @@ class Planner:
         slower = self.settings.contention.slowdown(lanes[0], set(Lane))
         costs, moe = layer.costs or self._written, layer.backward.moe
         after_ms = self.times(layer.backward, costs, True, lanes).after_ms
-        return 0.0 if (*moe.enter, *moe.leave) else alone[1].time_ms / slower, after_ms / slower
+        return 0.0 if moe.exchange else alone[1].time_ms / slower, after_ms / slower
 
     def _windows(self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]) -> tuple[Price, Price]:
         """Price both windows of a layer, the degree re-chosen for every time of gradients."""

@@ -47,7 +47,7 @@ def _in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
     behind = replace(order, links="paper")
     if order.links != "reduce_first":
         return (order,)
-    return (behind, order) if moe.gather else (behind,)
+    return (behind, order) if any(each.is_inner for each in moe.ahead) else (behind,)
 
 
 def plan_in_halves(

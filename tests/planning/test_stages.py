@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer is a list of stages: what each kind of layer has, and what the order of issue makes of any list."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_fsmoe.planning.block import ORDERS, BlockPlan, block_schedule
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.halves import entering, half_moe, halves_schedule
+from ds_fsmoe.planning.schedule import A2A_IN, EXPERT, HOLD, Lane, Schedule
+from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work, layer_work, stage_kinds
+from tests.planning.layers import LAYOUTS, SHAPE
+
+INTER, INTRA, COMPUTE = (Lane.INTER,), (Lane.INTRA,), (Lane.COMPUTE,)
+LISTS = {
+    "the paper's own layer": (
+        (Groups(8, 4, mp=4, esp=4, ep=2), "flat"),
+        "A2A_IN inter, GATHER intra inner, EXPERT compute, REDUCE intra inner, A2A_OUT inter",
+    ),
+    "each token once per node": (
+        (Groups(8, 4, ep=8), "once_per_node"),
+        "A2A_IN inter, SPREAD intra inner, EXPERT compute, COLLECT intra inner, A2A_OUT inter",
+    ),
+    "an all-to-all in two steps": (
+        (Groups(8, 4, ep=8), "2dh"),
+        "A2A_IN_NODE intra apart 1, A2A_IN inter, EXPERT compute, A2A_OUT inter, A2A_OUT_NODE intra apart 1",
+    ),
+    "two steps, and sharded experts": (
+        (Groups(8, 4, mp=2, esp=2, ep=4), "2dh"),
+        "A2A_IN_NODE intra apart 1, A2A_IN inter, GATHER intra inner, EXPERT compute, "
+        "REDUCE intra inner, A2A_OUT inter, A2A_OUT_NODE intra apart 1",
+    ),
+    "sharded experts alone": (
+        (Groups(4, 4, mp=4, esp=4), "flat"),
+        "GATHER intra inner, EXPERT compute, REDUCE intra inner",
+    ),
+    "an all-to-all over both links": (
+        (Groups(8, 4, ep=8), "flat"),
+        "A2A_IN inter+intra, EXPERT compute, A2A_OUT inter+intra",
+    ),
+    "one rank": ((Groups(1, 4), "flat"), "EXPERT compute"),
+}
+
+
+def words(moe: MoEWork) -> str:
+    """The stages of a layer in one line."""
+
+    def of(stage: Work) -> str:
+        said = [stage.kind, "+".join(stage.lanes)]
+        if isinstance(stage, Stage):
+            said += ["inner"] * stage.is_inner + [f"apart {stage.offset}"] * bool(stage.offset)
+        return " ".join(said)
+
+    return ", ".join(map(of, moe.stages))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_each_kind_of_layer_has_its_list_of_stages_in_both_phases_and_in_halves(name: str) -> None:
+    (groups, alltoall), wanted = LISTS[name]
+    layer = layer_work(SHAPE, groups, alltoall)
+    for block in (layer.forward, layer.backward):
+        assert words(block.moe) == words(half_moe(block.moe)) == wanted
+
+
+def test_every_kind_of_stage_says_among_which_ranks_it_sends() -> None:
+    in_lists = {kind.split()[0] for _, listed in LISTS.values() for kind in listed.split(", ")}
+    assert set(stage_kinds()) == in_lists
+    shards = {"GATHER", "REDUCE"}
+    wanted = {kind: "" if kind == EXPERT else "esp" if kind in shards else "ep" for kind in in_lists}
+    assert stage_kinds() == wanted
+
+
+def test_pieces_of_so_many_bytes_are_the_same_stages_with_more_chunks() -> None:
+    # Lina's micro-operations: the number of chunks follows from the bytes, the list of stages does not change.
+    moe = layer_work(SHAPE, *LAYOUTS["the paper's"]).forward.moe
+    kinds = [each.kind for each in moe.stages]
+    for degree in (1, 4):
+        tasks = block_schedule(BlockWork((), moe, ()), BlockPlan(degree)).tasks
+        assert [task.kind for task in tasks if task.chunk == degree - 1] == kinds
+
+
+def test_an_exchange_is_what_sends_rows_to_their_experts_and_back() -> None:
+    moe = layer_work(SHAPE, Groups(8, 4, mp=2, esp=2, ep=4), "2dh").forward.moe
+    assert [each.kind for each in moe.exchange] == ["A2A_IN_NODE", "A2A_IN", "A2A_OUT", "A2A_OUT_NODE"]
+    assert entering(moe) - entering(moe, gathers=False) == {"GATHER"}
+
+
+# ---- any list of stages
+
+QUANTISE = Stage("QUANTISE", COMPUTE, 2.0, offset=1)
+STAGES = st.builds(
+    Stage,
+    kind=st.just(""),
+    lanes=st.sampled_from([INTER, INTRA, COMPUTE, (Lane.INTER, Lane.INTRA)]),
+    size=st.integers(1, 5).map(float),
+    launches=st.integers(1, 2),
+    is_inner=st.just(False),
+    offset=st.integers(0, 2),
+)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> MoEWork:
+    """Any list: stages that are apart come first on the way in, and last on the way out; inner ones are at the
+    experts."""
+
+    def inner(name: str) -> list[Stage]:
+        return [Stage(f"{name}{i}", INTRA, 1.0, is_inner=True) for i in range(draw(st.integers(0, 2)))]
+
+    def side(name: str) -> list[Stage]:
+        found = sorted(draw(st.lists(STAGES, max_size=3)), key=lambda each: -each.offset)
+        return [replace(each, kind=f"{name}{index}") for index, each in enumerate(found)]
+
+    ahead = (*side("IN"), *inner("GATHER"))
+    behind = (*inner("REDUCE"), *side("OUT")[::-1])
+    return MoEWork(ahead, Work(EXPERT, COMPUTE, 3.0), behind)
+
+
+def ways_of(schedule: Schedule, chunk: int) -> list[str]:
+    return [task.kind for task in schedule.tasks if task.chunk == chunk and task.kind != HOLD]
+
+
+@given(parts(), st.integers(1, 5), st.sampled_from(ORDERS))
+def test_every_chunk_passes_every_stage_in_the_order_of_the_list(moe: MoEWork, degree: int, links: str) -> None:
+    schedule = block_schedule(BlockWork((), moe, ()), BlockPlan(degree, links))
+    kinds = [each.kind for each in moe.stages]
+    for chunk in range(degree):
+        assert ways_of(schedule, chunk) == kinds
+    # Each task needs the one before it in the list.
+    place = {(task.kind, task.chunk): index for index, task in enumerate(schedule.tasks)}
+    for (kind, chunk), index in place.items():
+        if kind != HOLD and kind != kinds[0]:
+            assert place[kinds[kinds.index(kind) - 1], chunk] in schedule.tasks[index].after
+
+
+@given(parts(), st.integers(1, 4), st.sampled_from(ORDERS))
+def test_any_list_is_priced_as_it_is_simulated(moe: MoEWork, degree: int, links: str) -> None:
+    work = BlockWork((), moe, ())
+    costs = {each.kind: LinearCost(0.25, 1.0) for each in moe.stages} | {HOLD: LinearCost(0.0, 0.0)}
+    times = BlockTimes(work, costs)
+    order = Order(degree, links)
+    wanted_ms = simulate(block_schedule(work, order.plan()), costs).makespan_ms
+    assert times.with_ms([order], 0.0)[0] == pytest.approx(wanted_ms)
+
+
+@given(parts(), st.integers(1, 3), st.sampled_from(ORDERS))
+def test_any_list_runs_in_halves(moe: MoEWork, degree: int, links: str) -> None:
+    work = BlockWork((), moe, ())
+    tasks = halves_schedule([Layer(work, work, ())], [BlockPlan(degree, links)], "forward")
+    for chunk in range(2 * degree):
+        assert ways_of(tasks, chunk) == [each.kind for each in moe.stages]
+
+
+def test_a_conversion_ahead_of_the_all_to_all_is_one_more_entry_of_the_list() -> None:
+    papers = layer_work(SHAPE, *LAYOUTS["the paper's"]).forward.moe
+    moe = replace(papers, ahead=(QUANTISE, *papers.ahead))
+    schedule = block_schedule(BlockWork((), moe, ()), BlockPlan(3, "paper"))
+    computed = [(schedule.tasks[i].kind, schedule.tasks[i].chunk) for i in schedule.lanes[Lane.COMPUTE]]
+    # A chunk ahead of the experts, so that the link never waits for the experts of the chunk before.
+    assert computed == [
+        *(("QUANTISE", 0), ("QUANTISE", 1), ("EXPERT", 0)),
+        *(("QUANTISE", 2), ("EXPERT", 1), ("EXPERT", 2)),
+    ]
+    assert [schedule.tasks[i].kind for i in schedule.lanes[Lane.INTER]][:3] == [A2A_IN] * 3
+
+
+def test_the_papers_closed_form_holds_where_the_papers_stages_are_found_and_nowhere_else() -> None:
+    papers = layer_work(SHAPE, *LAYOUTS["the paper's"]).forward.moe
+    costs = {each.kind: LinearCost(0.25, 1.0) for each in (*papers.stages, QUANTISE)} | {HOLD: LinearCost(0.0, 0.0)}
+
+    def is_papers(moe: MoEWork) -> bool:
+        return BlockTimes(BlockWork((), moe, ()), costs).is_papers
+
+    assert is_papers(papers)
+    assert is_papers(replace(papers, ahead=papers.ahead[:1], behind=papers.behind[1:]))
+    assert not is_papers(replace(papers, ahead=(QUANTISE, *papers.ahead)))
+    assert not is_papers(replace(papers, behind=(*papers.behind, QUANTISE)))
+    assert not is_papers(replace(papers, behind=papers.behind[:1]))
+    # The form has one all-to-all for both ways: what comes back in another type is none of the paper's layers.
+    smaller = replace(papers.behind[-1], size=papers.behind[-1].size / 2)
+    assert not is_papers(replace(papers, behind=(*papers.behind[:-1], smaller)))
