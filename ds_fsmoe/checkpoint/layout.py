@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
 from ds_fsmoe.checkpoint_files.manifest import STAGE_3, Manifest, PartSizes, Sizes
-from ds_fsmoe.checkpoint_files.numbering import Numbering, Stage
+from ds_fsmoe.checkpoint_files.numbering import Numbering, StageOfLayers
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
@@ -57,17 +57,17 @@ def has_known_stages(engine: Any) -> bool:
     return engine.pipeline_parallelism and running.pp_size > 1 and running.mp_size == 1
 
 
-def described(engine: Any) -> Stage | None:
+def described(engine: Any) -> StageOfLayers | None:
     """Describe the stage that this rank has; ``None`` without stages."""
     if not has_known_stages(engine):
         return None
     model, number = engine.module, engine.stage_id
     first, end = map(int, model.parts[number : number + 2])
     if engine.has_moe_layers:
-        return Stage(first, end)
+        return StageOfLayers(first, end)
     path_of = {module: path for path, module in model.named_modules()}
     layers = enumerate(model.forward_funcs)
-    return Stage(
+    return StageOfLayers(
         first,
         end,
         {

@@ -26,7 +26,7 @@ from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
 from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
-from ds_fsmoe.checkpoint_files.numbering import Stage, main_file
+from ds_fsmoe.checkpoint_files.numbering import StageOfLayers, main_file
 from ds_fsmoe.checkpoint_files.pieces import FROZEN, merged
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -37,7 +37,7 @@ from ds_fsmoe.files.whole_files import to_disk
 from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
 from ds_fsmoe.terminal.progress import followed
 
-_OfStage = tuple[Sizes, int, Stage | None, list[LayerSizes], dict[str, PartSizes]]
+_OfStage = tuple[Sizes, int, StageOfLayers | None, list[LayerSizes], dict[str, PartSizes]]
 """How the job is laid out, the number of a pipeline stage, its layers, its MoE layers, and what of it is spread over
 ranks."""
 

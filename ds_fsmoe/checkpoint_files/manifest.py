@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, StrictStr
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, parts_file
-from ds_fsmoe.checkpoint_files.numbering import Cut, Stage, expert_file, main_file
+from ds_fsmoe.checkpoint_files.numbering import Cut, StageOfLayers, expert_file, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.files.whole_files import OWNER
 from ds_fsmoe.shapes import Counted, Listed, Positive, made
@@ -143,7 +143,7 @@ class Manifest:
     """Maps a name in the folder -> what the file has to be."""
     parts: Mapping[StrictStr, PartSizes] = field(default_factory=dict)
     """Maps the name of a parameter that is spread over ranks -> how; those of Hugging Face models' experts."""
-    stages: Listed[Stage] = ()
+    stages: Listed[StageOfLayers] = ()
     """The stages of a pipeline; empty without one, and where an older version has saved it, which did not say."""
 
     def write(self, folder: Path) -> None:

@@ -102,7 +102,7 @@ class Numbering:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageOfLayers:
     """One stage of a pipeline."""
 
     first: Counted
