@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from ds_fsmoe.components.expert_compute.contract import follows_contract
 from ds_fsmoe.components.gate import entropy_of
-from ds_fsmoe.telemetry.router_outputs import RouterOutput, probabilities_of, router_outputs
+from ds_fsmoe.telemetry.routers import RouterOutput, probabilities_of, router_outputs
 from tests.hf_families import NUM_CHOICES, batch, families, loss_of, model_of, why_not
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.files.runs import PLACEMENT, RUN, append_lines, read_run, write_json
-from ds_fsmoe.offline.report.loads import decisions_of, placement, rows_of_ranks
+from ds_fsmoe.offline.report.decisions import decisions_of, placement, rows_of_ranks
 from ds_fsmoe.offline.report.page import Page
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.telemetry.events import of_placement
+from ds_fsmoe.telemetry.routers import of_placement
 from tests.ranks import run_on_ranks
 from tests.report_runs import charts_of, without_programs
 from tests.small_model import BATCH, NUM_EXPERTS, Case, SmallModel, batch

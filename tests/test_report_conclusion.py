@@ -15,7 +15,7 @@ import pytest
 from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
-from ds_fsmoe.offline.report.what_ran import differences
+from ds_fsmoe.offline.report.run_page import differences
 from ds_fsmoe.planning.schedule import Lane, Task
 from tests.report_runs import charts_of, record, record_both, without_programs
 

@@ -17,8 +17,7 @@ from ds_fsmoe.components.gate import entropy_of
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.registry import lookup
-from ds_fsmoe.telemetry.events import of_routers
-from ds_fsmoe.telemetry.routers import LayerLoad, RouterMetrics
+from ds_fsmoe.telemetry.routers import LayerLoad, RouterMetrics, of_routers
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, NUM_EXPERTS, Case, SmallModel, batch
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_fsmoe.telemetry.record import commit_of
-from ds_fsmoe.telemetry.steps import OF_PROCESS, ON_DEVICE, StepLog, TokenCount, memory_reader
+from ds_fsmoe.telemetry.record import OF_PROCESS, ON_DEVICE, StepLog, TokenCount, commit_of, memory_reader
 
 # ---- where a run came from
 

@@ -15,7 +15,7 @@ import torch
 
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
-from ds_fsmoe.offline.report.what_ran import portable
+from ds_fsmoe.offline.report.run_page import portable
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.report_runs import TASKS, charts_of, record, record_details, without_programs

@@ -14,7 +14,7 @@ import numpy as np
 import vl_convert
 
 from ds_fsmoe.offline.report.charts import Chart, draw_ranks
-from ds_fsmoe.offline.report.loads import rows_of_ranks
+from ds_fsmoe.offline.report.decisions import rows_of_ranks
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Seen
 from ds_fsmoe.planning.placement_policies import Allowed, balanced

@@ -36,11 +36,9 @@ from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.decide.plan import mode_of
 from ds_fsmoe.planning.job.recorded_costs import job_as_data
-from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from ds_fsmoe.telemetry.record import Record
-from ds_fsmoe.telemetry.router_outputs import router_outputs
-from ds_fsmoe.telemetry.routers import RouterMetrics
+from ds_fsmoe.telemetry.routers import RouterMetrics, named, of_placement, of_routers, router_outputs
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 from ds_fsmoe.tuning.autotune import Autotune
 from ds_fsmoe.tuning.drift import StepComparison

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -49,6 +49,11 @@ class Tracer(Observer):
     The host waits for the device when the first step begins, to align the clocks, and after the last; in between, times
     are events on the lanes' streams.
     """
+
+    _of = ""
+    """The words for what is traced, where it is not ours."""
+    _more_about: ClassVar[Mapping[str, Any]] = {}
+    """Is added to what the file says of itself."""
 
     def __init__(
         self,
@@ -85,7 +90,6 @@ class Tracer(Observer):
         self._predicted = dict(predicted or {})
         self._host = host
         self._clock = clock_of(device, host)
-        self._now = self._clock.now
         self._reference: tuple[Any, int] | None = None
         self._step: int | None = None
         self._expected: Callable[[], Timeline] | None = None
@@ -95,7 +99,7 @@ class Tracer(Observer):
         """Whether the trace is over: nothing is recorded any more."""
         self._is_saved = False
         """Whether the end of the trace has been written."""
-        self._runs: list[_Run] = []
+        self._runs: list[RunningTrace] = []
         self._names: dict[str, tuple[Schedule, tuple[str, ...]]] = {}
         # Reentrant: a handler of a signal may close in the middle of anything.
         self._lock = threading.RLock()
@@ -136,21 +140,9 @@ class Tracer(Observer):
         with self._lock:
             if label not in self._names or self._names[label][0] is not schedule:
                 self._names[label] = schedule, tuple(range_name(label, task) for task in schedule.tasks)
-            run = _Run(label, self._step, schedule, self._names[label][1], self._now(), expected)
+            run = RunningTrace(label, self._step, schedule.tasks, self._clock.now, self._names[label][1], expected)
             self._runs.append(run)
-        return _OfRun(self, run)
-
-    def _begin(self, run: _Run, index: int) -> None:
-        # As torch's own code asks. A range that nobody sees costs more than all else here.
-        if getattr(torch_profiler, "_is_profiler_enabled", True):
-            run.ranges[index] = record_function(run.names[index]).__enter__()
-        run.begins[index] = self._now()
-
-    def _end(self, run: _Run, index: int) -> None:
-        run.ends[index] = self._now()
-        if run.ranges[index] is not None:
-            run.ranges[index].__exit__(None, None, None)
-            run.ranges[index] = None
+        return run
 
     def close(self) -> None:
         """Write what was recorded, unless all of it has been written. A second call does nothing.
@@ -196,7 +188,7 @@ class Tracer(Observer):
             return
         asked_for = self._asked_for
         if self._rank == 0 and is_complete:
-            logger.info("the trace of %s is in %s", asked_for, self.path.parent)
+            logger.info("the trace of %s%s is in %s", asked_for, self._of, self.path.parent)
         elif self._rank == 0:
             steps = ", ".join(map(str, self._seen)) or "none"
             logger.warning("%s: not all of %s: %s; steps there are: %s", self.path.parent, asked_for, ended, steps)
@@ -205,7 +197,7 @@ class Tracer(Observer):
     def _asked_for(self) -> str:
         return f"steps {self._wanted[0]} to {self._wanted[-1]}"
 
-    def _trace_of(self, recorded: Sequence[_Run], ended: str, is_complete: bool) -> dict[str, Any]:
+    def _trace_of(self, recorded: Sequence[RunningTrace], ended: str, is_complete: bool) -> dict[str, Any]:
         """Return what is written about these runs."""
         runs = [] if self._reference is None else self._read(recorded, *self._reference)
         about = {
@@ -221,7 +213,7 @@ class Tracer(Observer):
                 _describe(run, each.begins) for run, each in zip(runs, recorded, strict=True) if not run.is_whole
             ],
         }
-        return trace_of(self._rank, socket.gethostname(), runs, about)
+        return trace_of(self._rank, socket.gethostname(), runs, about | self._more_about)
 
     def _put(self, trace: Mapping[str, Any]) -> bool:
         """Write the file; return whether that succeeded."""
@@ -233,7 +225,7 @@ class Tracer(Observer):
             return False
         return True
 
-    def _wait(self, runs: Sequence[_Run], patience_s: float) -> None:
+    def _wait(self, runs: Sequence[RunningTrace], patience_s: float) -> None:
         """Wait until the device has done what was recorded, but not for ever."""
         deadline_s = self._host.monotonic() + patience_s
         with suppress(RuntimeError):  # a device that has failed
@@ -241,7 +233,7 @@ class Tracer(Observer):
                 while not self._clock.has_come(stamp) and self._host.monotonic() < deadline_s:
                     self._host.sleep(0.001)
 
-    def _read(self, runs: Sequence[_Run], reference: Any, unix_ns: int) -> list[TracedRun]:
+    def _read(self, runs: Sequence[RunningTrace], reference: Any, unix_ns: int) -> list[TracedRun]:
         """Return the runs, in nanoseconds since 1970.
 
         Times go from run to run, and from a run's start to its tasks: over a long time events are microseconds off.
@@ -257,10 +249,10 @@ class Tracer(Observer):
                     if begin_ns is not None and end_ns is not None:
                         spans_ns[index] = unix_ns + begin_ns, unix_ns + end_ns
             predicted = self._prediction_of(run)
-            found.append(TracedRun(number, run.label, run.step, run.schedule.tasks, unix_ns, spans_ns, predicted))
+            found.append(TracedRun(number, run.label, run.step, run.tasks, unix_ns, spans_ns, predicted))
         return found
 
-    def _prediction_of(self, run: _Run) -> Timeline | None:
+    def _prediction_of(self, run: RunningTrace) -> Timeline | None:
         if run.expected is None:
             return self._predicted.get(run.label)
         try:
@@ -292,39 +284,44 @@ _NOBODY = Observer()
 """Is told of runs that are not recorded."""
 
 
-class _OfRun(Observer):
-    """Tells the tracer of the tasks of one run."""
-
-    def __init__(self, tracer: Tracer, run: _Run) -> None:
-        self._tracer, self._run = tracer, run
-
-    def begin(self, index: int, task: Task) -> None:
-        self._tracer._begin(self._run, index)
-
-    def end(self, index: int, task: Task) -> None:
-        self._tracer._end(self._run, index)
-
-
-class _Run:
+class RunningTrace(Observer):
     """Holds one run, a slot per task: only the lane that does a task writes its slot, so nothing is locked."""
 
-    __slots__ = ("begins", "ends", "expected", "label", "names", "ranges", "schedule", "start", "step")
+    __slots__ = ("begins", "ends", "expected", "label", "names", "now", "ranges", "start", "step", "tasks")
 
     def __init__(
         self,
         label: str,
-        step: int,
-        schedule: Schedule,
-        names: tuple[str, ...],
-        start: Any,
-        expected: Callable[[], Timeline] | None,
+        step: int | None,
+        tasks: Sequence[Task],
+        now: Callable[[], Any],
+        names: Sequence[str] = (),
+        expected: Callable[[], Timeline] | None = None,
     ) -> None:
-        self.label = label
-        self.step = step
-        self.schedule = schedule
-        self.names = names
-        self.start = start
-        self.expected = expected
-        self.begins: list[Any] = [None] * len(names)
-        self.ends: list[Any] = [None] * len(names)
-        self.ranges: list[Any] = [None] * len(names)
+        """
+        Args:
+            label: the label of the run.
+            step: its step.
+            tasks: its tasks.
+            now: returns a stamp of the lanes' clock.
+            names: the names of the tasks for torch's profiler.
+            expected: see :meth:`Tracer.expect`.
+        """
+        self.label, self.step, self.tasks, self.now = label, step, tasks, now
+        self.names, self.expected = names, expected
+        self.start = now()
+        self.begins: list[Any] = [None] * len(tasks)
+        self.ends: list[Any] = [None] * len(tasks)
+        self.ranges: list[Any] = [None] * len(tasks)
+
+    def begin(self, index: int, task: Task) -> None:
+        # As torch's own code asks. A range that nobody sees costs more than all else here.
+        if getattr(torch_profiler, "_is_profiler_enabled", True):
+            self.ranges[index] = record_function(self.names[index]).__enter__()
+        self.begins[index] = self.now()
+
+    def end(self, index: int, task: Task) -> None:
+        self.ends[index] = self.now()
+        if self.ranges[index] is not None:
+            self.ranges[index].__exit__(None, None, None)
+            self.ranges[index] = None

@@ -61,11 +61,6 @@ def attend(listener: Watchdog) -> None:
     _hooks.take_sigterm()
 
 
-def attending() -> tuple[Watchdog, ...]:
-    """Return the listeners that are told."""
-    return () if _hooks is None else tuple(_hooks.listeners)
-
-
 def stop_attending(listener: Watchdog) -> None:
     """Stop telling a listener; the last one to leave restores what was taken over."""
     global _hooks
@@ -504,6 +499,6 @@ def _is_behind(lanes: Lanes) -> bool:
 
 def _own_file(file: Path) -> Path:
     """Return the file, or one beside it that no watchdog of this process uses."""
-    others = {each.file for each in attending() if isinstance(each, Watchdog)}
+    others = set() if _hooks is None else {each.file for each in tuple(_hooks.listeners)}
     names = (file, *(file.with_stem(f"{file.stem}_{number}") for number in range(2, len(others) + 2)))
     return next(each for each in names if each not in others)

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what routers do: how many tokens each expert gets, how many choices find no place, how sure the router is.
+"""Counts what routers do, finds those of Hugging Face models, and makes numbers for DeepSpeed's monitors of that.
 
 Counts are kept on the device, only in the steps that are asked about, and shared once when such a step is over:
 one all-reduce of the same number of values on every rank, whatever each of them has run.
+
+A family of Hugging Face says what may be recorded of it:
+``_can_record_outputs = {"router_logits": OutputRecorder(ARouter, index=0)}``, or just a class. Nothing of transformers
+is imported here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_fsmoe.components.gate import entropy_of, in_backward
@@ -21,7 +26,99 @@ from ds_fsmoe.components.routing import RoutingBase
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.telemetry.router_outputs import RouterOutput, probabilities_of
+
+_DECLARATION, _WORD = "_can_record_outputs", "router_logits"
+_INDEX_OF_A_CLASS = 1
+"""Which of its outputs is meant where a family names a class and no index."""
+_TOLERANCE = 1e-2
+"""How far from 1 the sum of probabilities may be, in half precision."""
+
+
+@dataclass(frozen=True)
+class RouterOutput:
+    """Says where router logits come out."""
+
+    module: nn.Module
+    index: int
+    """Which of the module's outputs they are, where it has several."""
+
+    def of(self, output: Any) -> torch.Tensor | None:
+        """Return the logits among what the module has returned, ``None`` where it gave none."""
+        if not isinstance(output, (tuple, list)):
+            return output
+        return output[self.index] if self.index < len(output) else None
+
+
+def router_outputs(model: nn.Module, experts: Mapping[str, nn.Module]) -> dict[str, RouterOutput]:
+    """Return name -> where the router logits of each module of experts come out, as far as its family declares it.
+
+    A layer's router is the only declared one in the smallest module around its experts that has any; a module around
+    the experts of several layers says nothing of either.
+
+    Args:
+        model: the whole model.
+        experts: the modules of experts, by a name of one's choice.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    declared = _declared(model)
+    paths = {label: names[id(module)] for label, module in experts.items() if id(module) in names}
+    found = {}
+    for label, path in paths.items():
+        around = path
+        while around and label not in found:
+            around = around.rpartition(".")[0]
+            if any(_is_within(other, around) for other in paths.values() if other != path):
+                break
+            routers = [output for name, output in declared.items() if _is_within(name, around)]
+            if len(routers) > 1:
+                break
+            if routers:
+                found[label] = routers[0]
+    return found
+
+
+def probabilities_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return a router's probabilities [S, E] of its declared logits [..., E], without a gradient or a host wait: their
+    softmax, unless they are probabilities already, which is what some families declare."""
+    logits_SE = logits.detach().reshape(-1, logits.shape[-1]).float()
+    is_over = ((logits_SE >= 0).all() & ((logits_SE.sum(dim=1) - 1).abs() < _TOLERANCE).all()).view(1, 1)
+    return torch.where(is_over, logits_SE, logits_SE.softmax(dim=1))
+
+
+def _is_within(name: str, around: str) -> bool:
+    return not around or name == around or name.startswith(f"{around}.")
+
+
+def _declared(model: nn.Module) -> dict[str, RouterOutput]:
+    """Return name -> output of every module that the innermost model around it declares to give router logits."""
+    rules: dict[str, list[Any]] = {}
+    found = {}
+    for name, module in model.named_modules():
+        own = getattr(type(module), _DECLARATION, None)
+        parent = rules.get(name.rpartition(".")[0], []) if name else []
+        rules[name] = _rules(own) if isinstance(own, Mapping) else parent
+        for rule in rules[name]:
+            if (output := _by_rule(rule, name, module)) is not None:
+                found[name] = output
+    return found
+
+
+def _rules(declaration: Mapping[str, Any]) -> list[Any]:
+    said = declaration.get(_WORD, [])
+    return list(said) if isinstance(said, (list, tuple)) else [said]
+
+
+def _by_rule(rule: Any, name: str, module: nn.Module) -> RouterOutput | None:
+    if isinstance(rule, type):
+        return RouterOutput(module, _INDEX_OF_A_CLASS) if isinstance(module, rule) else None
+    target, ending = getattr(rule, "target_class", None), rule if isinstance(rule, str) else rule.class_name
+    is_meant = target is not None and isinstance(module, target)
+    is_meant = is_meant or (ending is not None and name.endswith(ending))
+    within = getattr(rule, "layer_name", None)
+    if within is not None and f".{within.strip('.')}." not in f".{name}.":
+        return None
+    return RouterOutput(module, getattr(rule, "index", _INDEX_OF_A_CLASS)) if is_meant else None
+
 
 _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
 """The counts kept for a layer besides its experts' tokens."""
@@ -67,20 +164,6 @@ class LayerLoad:
         return self.dropped / self.asked if self.asked else 0.0
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The place of a layer's numbers among those of all layers."""
-
-    first: int
-    num_experts: int
-    num_copies: int
-    """The number of ranks that have the same tokens, and each count them."""
-
-    @property
-    def stop(self) -> int:
-        return self.first + self.num_experts + _NUM_COUNTS
-
-
 class RouterMetrics:
     """Metrics of the layers of one engine; with pipeline stages, of all stages, and its constructor is collective.
 
@@ -96,12 +179,11 @@ class RouterMetrics:
         sizes = {self._prefix + label: size for label, size in layers.items()}
         if stage is not None:
             sizes = {name: size for each in on_every_rank(sizes) for name, size in each.items()}
-        self._places: dict[str, _Place] = {}
-        first = 0
-        for name, (num_experts, num_copies) in sorted(sizes.items()):
-            self._places[name] = _Place(first, num_experts, num_copies)
-            first = self._places[name].stop
-        self._counts = torch.zeros(first, dtype=torch.float64, device=device)
+        self._sizes = dict(sorted(sizes.items()))
+        self._lengths = [num_experts + _NUM_COUNTS for num_experts, _ in self._sizes.values()]
+        self._counts = torch.zeros(sum(self._lengths), dtype=torch.float64, device=device)
+        self._own = dict(zip(self._sizes, self._counts.split(self._lengths), strict=True))
+        """Label -> the counts of a layer, among those of all."""
         self.is_listening = False
         self.is_paused = False
         """Whether the present forward is not training: a rank without a batch still goes through the layers."""
@@ -128,7 +210,7 @@ class RouterMetrics:
 
         def counted(*args: Any) -> RoutingBase:
             routing = gate(*args)
-            self._count(routing, self._places[self._prefix + label])
+            self._count(routing, self._own[self._prefix + label])
             return routing
 
         return counted
@@ -145,8 +227,7 @@ class RouterMetrics:
         Returns:
             The handle of the hook on that module.
         """
-        place = self._places[self._prefix + label]
-        first = place.first + place.num_experts + _ENTROPY
+        own = self._own[self._prefix + label][_ENTROPY - _NUM_COUNTS :]
 
         def count(module: torch.nn.Module, args: Any, returned: Any) -> None:
             if not self.is_listening or self.is_paused or not experts.training or in_backward():
@@ -156,22 +237,21 @@ class RouterMetrics:
                 return
             with torch.no_grad():
                 entropy = entropy_of(probabilities_of(logits), None).to(self._counts)
-                self._counts[first : first + 2] += torch.stack([entropy, entropy.new_ones(())])
+                own.add_(torch.stack([entropy, entropy.new_ones(())]))
 
         return output.module.register_forward_hook(count)
 
     @torch.no_grad()
-    def _count(self, routing: RoutingBase, place: _Place) -> None:
-        own = self._counts[place.first : place.stop]
+    def _count(self, routing: RoutingBase, own: torch.Tensor) -> None:
         if routing.counts_E is None:
             return  # a user's own gate, which does not say
-        own[: place.num_experts] += routing.counts_E.to(own)
+        own[:-_NUM_COUNTS] += routing.counts_E.to(own)
         others = [*routing.placed(), routing.aux_loss, own.new_ones(())]
         if routing.entropy is not None:
             others += [routing.entropy, own.new_ones(())]
         # A user's gate may give a loss as a number, or as a tensor of one.
         scalars = [torch.as_tensor(0.0 if each is None else each).detach().to(own).sum() for each in others]
-        own[place.num_experts :][: len(others)] += torch.stack(scalars)
+        own[-_NUM_COUNTS:][: len(others)] += torch.stack(scalars)
 
     def read(self, gates: Mapping[str, Any]) -> dict[str, LayerLoad]:
         """Return the counts by label (``stage1/L00`` where there are stages), and stop counting.
@@ -184,17 +264,82 @@ class RouterMetrics:
         with waiting("the counts of routers"):
             if world_size_now() > 1:
                 dist.all_reduce(self._counts)
-            numbers = self._counts.tolist()
-        return {name: _load(numbers[place.first : place.stop], place) for name, place in self._places.items()}
+            numbers = self._counts.cpu().split(self._lengths)
+        return {
+            name: _load(own.tolist(), num_copies)
+            for own, (name, (_, num_copies)) in zip(numbers, self._sizes.items(), strict=True)
+        }
 
 
-def _load(numbers: list[float], place: _Place) -> LayerLoad:
-    tokens_E, others = numbers[: place.num_experts], numbers[place.num_experts :]
-    placed, asked = (others[at] / place.num_copies for at in (_PLACED, _ASKED))
+def _load(numbers: list[float], num_copies: int) -> LayerLoad:
+    tokens_E, others = numbers[:-_NUM_COUNTS], numbers[-_NUM_COUNTS:]
+    placed, asked = (others[at] / num_copies for at in (_PLACED, _ASKED))
     return LayerLoad(
-        tokens_E=tuple(each / place.num_copies for each in tokens_E),
+        tokens_E=tuple(each / num_copies for each in tokens_E),
         dropped=asked - placed,
         asked=asked,
         aux_loss=others[_AUX_LOSS] / max(1.0, others[_CALLS]),
         entropy=others[_ENTROPY] / others[_ENTROPIES] if others[_ENTROPIES] else None,
     )
+
+
+Event = tuple[str, float, int]
+"""An event: (name, value, samples trained with)."""
+
+
+def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, float]:
+    """Return the numbers of routers over all layers, and each layer's own if details are asked for.
+
+    ``expert_tokens_mean`` is over all experts of all layers, ``expert_tokens_max`` the fullest of them,
+    ``expert_tokens_cv`` the mean over layers of standard deviation over mean, ``dropped_share`` is of all choices,
+    ``aux_loss`` the sum over layers, ``router_entropy`` (nats) the mean over the layers whose gates report it.
+    """
+    if not loads:
+        return {}
+    layers = list(loads.values())
+    found = {
+        "expert_tokens_mean": sum(each.mean for each in layers) / len(layers),
+        "expert_tokens_max": max(each.most for each in layers),
+        "expert_tokens_cv": sum(each.variation for each in layers) / len(layers),
+        "dropped_share": sum(each.dropped for each in layers) / max(1.0, sum(each.asked for each in layers)),
+        "aux_loss": sum(each.aux_loss for each in layers),
+    }
+    entropies = [each.entropy for each in layers if each.entropy is not None]
+    if entropies:
+        found["router_entropy"] = sum(entropies) / len(entropies)
+    if is_detailed:
+        for name, load in loads.items():
+            found |= {f"{name}/{what}": value for what, value in of_routers({name: load}, False).items()}
+    return found
+
+
+def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[str, float]:
+    """Return the numbers of one decision about where experts are, and each layer's own if details are asked for.
+
+    ``balance`` is the rows of the fullest rank over the mean, and ``expected_balance`` the same with what was decided,
+    both of the layer where it is highest; ``moved`` is the number of exchanges of two experts, ``gain_ms`` what a step
+    is predicted to become shorter by: sums over layers, the last one left out where nothing is known of times.
+
+    Args:
+        rows: a row of the record for each layer.
+        is_detailed: include each layer's own.
+    """
+    if not rows:
+        return {}
+    found = {
+        "placement/balance": max(row["balance"] for row in rows),
+        "placement/expected_balance": max(row["expected_balance"] for row in rows),
+        "placement/moved": sum(row["num_swaps"] for row in rows),
+    }
+    gains_ms = [row["gain_ms"] for row in rows if row["gain_ms"] is not None]
+    if gains_ms:
+        found["placement/gain_ms"] = sum(gains_ms)
+    if is_detailed:
+        for row in rows:
+            found |= {f"{row['layer']}/{what}": value for what, value in of_placement([row], False).items()}
+    return found
+
+
+def named(values: Mapping[str, float], num_samples: int) -> list[Event]:
+    """Turn values into events, with ``fsmoe/`` before each name."""
+    return [(f"fsmoe/{name}", float(value), num_samples) for name, value in values.items()]

@@ -140,18 +140,14 @@ class _Trainings:
     """Runs one command again and again: long runs, then turns."""
 
     def __init__(self, subject: TrainingCommand, args: argparse.Namespace) -> None:
-        self._subject = subject
-        self._steps: int = args.steps
-        self._num_turns: int = args.turns
-        self._turn_steps: int = args.turn_steps
-        self._timeout_s: float | None = args.timeout
-        self._is_traced = not args.no_trace
+        self._subject, self._args, self._steps = subject, args, args.steps
         self.out: Path = args.out.resolve()
 
     def long_runs(self) -> int:
         """Run both trainings for all steps, or for as many as the script has; return the exit status."""
+        is_traced = not self._args.no_trace
         for kind in (STOCK, OURS):
-            status, trained = self._train_as(self._planned(kind, self.out / kind, self._steps, self._is_traced))
+            status, trained = self._train_as(kind, self.out / kind, self._steps, is_traced)
             if kind == STOCK and not status and trained < self._steps:
                 print(f"compare: {kind}: the script ended by itself after {trained} of {self._steps} steps", flush=True)
                 if trained < FEWEST:
@@ -160,71 +156,65 @@ class _Trainings:
                         "are slow and do not count"
                     )
                 self._steps = trained
-                if self._is_traced:
+                if is_traced:
                     # What is traced are the last steps but one, so its timeline was never begun.
                     print(f"compare: {kind}: once more with --steps {trained}, for its timeline", flush=True)
-                    status, _ = self._train_as(self._planned(kind, self.out / kind, trained, True))
+                    status, _ = self._train_as(kind, self.out / kind, trained, is_traced=True)
             if status:
                 return 1
         return 0
 
     def turns(self) -> int:
         """Run both trainings in turns; return the exit status."""
+        num_turns, counted = self._args.turns, self._args.turn_steps
         # An earlier comparison's turns would be counted.
         shutil.rmtree(self.out / TURNS, ignore_errors=True)
         stock, ours = (read_run(self.out / kind) for kind in (STOCK, OURS))
-        if not self._num_turns or stock.is_stock == ours.is_stock:
+        if not num_turns or stock.is_stock == ours.is_stock:
             return 0
-        after = max(settled_after(stock), settled_after(ours))
-        steps = min(self._steps, max(FEWEST, after + self._turn_steps))
-        print(f"compare: {self._num_turns} turns of both, the last {self._turn_steps} steps of each count", flush=True)
+        steps = min(self._steps, max(FEWEST, max(settled_after(stock), settled_after(ours)) + counted))
+        print(f"compare: {num_turns} turns of both, the last {counted} steps of each count", flush=True)
         began_s, turn = time.monotonic(), 0
-        while turn < self._num_turns:
-            left_s = (time.monotonic() - began_s) / max(1, turn) * (self._num_turns - turn)
+        while turn < num_turns:
+            left_s = (time.monotonic() - began_s) / max(1, turn) * (num_turns - turn)
             about = f"; about {left_s / 60:.0f} min left" if turn and left_s >= 60 else ""
-            print(f"compare: turn {turn + 1} of {self._num_turns}{about}", flush=True)
-            if self._run_turn(turn, steps, is_tuned=bool(ours.plans.get("choices"))):
-                return 1
+            print(f"compare: turn {turn + 1} of {num_turns}{about}", flush=True)
+            for is_ours in order_of(turn):
+                kind = OURS if is_ours else STOCK
+                is_tuned = bool(ours.plans.get("choices"))
+                if self._train_as(kind, self._folder_of(turn, kind), steps, is_tuned=is_tuned)[0]:
+                    return 1
             after = max(settled_after(read_run(self._folder_of(turn, kind))) for kind in (STOCK, OURS))
             if steps - after >= FEWEST_STEPS or steps == self._steps:
                 turn += 1
                 continue
             # How many plans are tried, and so how long that takes, depends on what steps took.
-            steps = min(self._steps, max(after + self._turn_steps, steps * 3 // 2))
+            steps = min(self._steps, max(after + counted, steps * 3 // 2))
             print(f"compare: plans were not settled soon enough to count; this turn again, {steps} steps", flush=True)
-        return 0
-
-    def _run_turn(self, turn: int, steps: int, is_tuned: bool) -> int:
-        for is_ours in order_of(turn):
-            kind = OURS if is_ours else STOCK
-            planned = self._planned(kind, self._folder_of(turn, kind), steps, False, is_tuned)
-            if status := self._train_as(planned)[0]:
-                return status
         return 0
 
     def _folder_of(self, turn: int, kind: str) -> Path:
         return self.out / TURNS / f"{turn:03}" / kind
 
-    def _planned(self, kind: str, folder: Path, steps: int, is_traced: bool, is_tuned: bool = False) -> PlannedRun:
-        return PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned)
-
-    def _train_as(self, planned: PlannedRun) -> tuple[int, int]:
+    def _train_as(
+        self, kind: str, folder: Path, steps: int, is_traced: bool = False, is_tuned: bool = False
+    ) -> tuple[int, int]:
         """Run one training, and return (exit status, recorded optimizer steps).
 
         Raises:
             ValueError: it cannot be started, or has recorded nothing.
         """
-        folder, kind = planned.folder, planned.kind
         folder.mkdir(parents=True, exist_ok=True)
+        planned = PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned)
         config = run_config(self._subject.config, planned)
         file, log = folder / "ds_config.json", folder / "log.txt"
         file.unlink(missing_ok=True)
         file.touch(0o600)
         file.write_text(json.dumps(config, indent=2))
-        print(f"compare: {kind}, {planned.steps} steps; its log is {log}", flush=True)
+        print(f"compare: {kind}, {steps} steps; its log is {log}", flush=True)
         command, began_s = with_free_port(self._subject.command_with(file), _free_port()), time.time()
         try:
-            status = _train(command, folder, planned.steps, self._timeout_s)
+            status = _train(command, folder, steps, self._args.timeout)
         finally:
             _hide_secrets(config, command, file, log)
         if status:

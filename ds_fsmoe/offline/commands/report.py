@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ds_fsmoe.files.runs import Run
-    from ds_fsmoe.offline.report.comparison import Turn
+from ds_fsmoe.files.runs import NoRunError, Run, read_run
+from ds_fsmoe.files.whole_files import write_whole
+from ds_fsmoe.offline.commands.compare import TURNS
+from ds_fsmoe.offline.commands.training_command import OURS, STOCK
+from ds_fsmoe.offline.report.comparison import Turn, read_turns
+from ds_fsmoe.terminal.tables import print_parts
 
 HELP = "a page of what a run measured, decided and did"
 
@@ -30,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
-    from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.offline.report.routing import ROUTING, add_routing, has_routing
     from ds_fsmoe.offline.report.run_page import make_page
 
     folder: Path = args.run_dir
     if has_routing(folder):
-        return _of_routing(folder, args.out or _beside(folder))
+        # In a folder, or beside a packed file.
+        beside = folder / "report.html" if folder.is_dir() else folder.with_name(f"{folder.stem}_report.html")
+        return _of_routing(folder, args.out or beside)
     runs = _runs(folder)
     out = args.out or folder / "report.html"
     if not out.resolve().parent.is_dir():
@@ -69,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _runs(folder: Path) -> list[Run]:
     """Return the run of a folder, or those of the folders in it, stock's first."""
-    from ds_fsmoe.files.runs import NoRunError, read_run
-
     try:
         return [read_run(folder)]
     except NoRunError:
@@ -88,10 +89,6 @@ def _runs(folder: Path) -> list[Run]:
 
 def _turns(folder: Path) -> tuple[list[Turn], list[str]]:
     """Return what the turns of a comparison have found, and what is wrong with them."""
-    from ds_fsmoe.offline.commands.compare import TURNS
-    from ds_fsmoe.offline.commands.training_command import OURS, STOCK
-    from ds_fsmoe.offline.report.comparison import read_turns
-
     try:
         found = read_turns(folder / TURNS, STOCK, OURS)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
@@ -103,17 +100,10 @@ def _turns(folder: Path) -> tuple[list[Turn], list[str]]:
     return turns, [f"{lost} of {num_run} turns ended before plans were settled, and do not count"] if lost else []
 
 
-def _beside(folder: Path) -> Path:
-    """Return the place of the page: in a folder, or beside a packed file."""
-    return folder / "report.html" if folder.is_dir() else folder.with_name(f"{folder.stem}_report.html")
-
-
 def _of_routing(path: Path, out: Path) -> int:
     """Print and write what there is to see of recorded routing."""
-    from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.offline.report.page import Page
     from ds_fsmoe.offline.report.routing import add_routing
-    from ds_fsmoe.terminal.tables import print_parts
 
     try:
         page = Page(f"Routing in {path.name}")

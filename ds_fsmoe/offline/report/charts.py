@@ -7,7 +7,8 @@ Names of runs, layers and plans are values of these charts, never fields or expr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -47,16 +48,23 @@ class Chart:
     """Whether it needs more room than a phone has, and scrolls there."""
 
 
-def library() -> ModuleType:
-    """Return what describes charts.
+@contextmanager
+def needs(package: str) -> Iterator[None]:
+    """Import what pages are made with.
 
     Raises:
-        ModuleNotFoundError: altair is missing; the message says how to get it.
+        ModuleNotFoundError: it is missing; the message says how to get it.
     """
     try:
-        import altair
+        yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a page needs altair: pip install 'ds_fsmoe[plot]'", name="altair") from error
+        raise ModuleNotFoundError(f"a page needs {package}: pip install 'ds_fsmoe[plot]'", name=package) from error
+
+
+def library() -> ModuleType:
+    """Return what describes charts."""
+    with needs("altair"):
+        import altair
     return altair
 
 
@@ -83,12 +91,8 @@ def chart_of(
         spec.pop(unwanted, None)
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
     spec["description"] = about
-    return Chart(about, spec, "zoom" in _params_of(spec), is_broad)
-
-
-def _params_of(spec: Mapping[str, Any]) -> set[str]:
-    parts = (spec, *spec.get("layer", ()))
-    return {param["name"] for part in parts for param in part.get("params", ())}
+    params = (param for part in (spec, *spec.get("layer", ())) for param in part.get("params", ()))
+    return Chart(about, spec, any(each["name"] == "zoom" for each in params), is_broad)
 
 
 def zoom(alt: ModuleType) -> Any:
@@ -509,8 +513,7 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
         ],
     )
     sight = f"(isArray(zoom.x) ? zoom.x[1] - zoom.x[0] : {longest_ms})"
-    start, end = ("zoom.x[0]", "zoom.x[1]")
-    middle = f"isArray(zoom.x) ? (max(datum.x, {start}) + min(datum.x2, {end})) / 2 : (datum.x + datum.x2) / 2"
+    middle = "isArray(zoom.x) ? (max(datum.x, zoom.x[0]) + min(datum.x2, zoom.x[1])) / 2 : (datum.x + datum.x2) / 2"
     named = (
         f"datum.ms > {_WORDS_SHARE} * {sight} ? datum.kind : datum.ms > {_NUMBER_SHARE} * {sight} ? datum.chunk : ''"
     )

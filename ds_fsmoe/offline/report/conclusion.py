@@ -30,8 +30,7 @@ from ds_fsmoe.offline.report.critical_path import BETWEEN
 from ds_fsmoe.offline.report.decisions import keeps_stock
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
 from ds_fsmoe.offline.report.palette import task_name
-from ds_fsmoe.offline.report.steps_told import counted_after
-from ds_fsmoe.offline.report.traced_steps import ShownStep
+from ds_fsmoe.offline.report.steps_told import ShownStep, counted_after
 from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
 
 _COMPUTED = (EXPERT, ROUTE, ORDER, RESTORE)
@@ -115,7 +114,7 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
     unequal = None
     if both is not None and len(timed) == 2 and not turns:
         unequal = disturbance(timed[0][1], timed[1][1])
-    tiles = [] if gain is None else _gain_tiles(gain, both is not None, unequal is not None)
+    tiles, words = ([], "") if gain is None else _told(gain, both is not None, unequal is not None)
     tiles += [
         (f"{times.step_ms:.4g} ms", f"per step, {run.name} (median of {times.num_steps})") for run, times in timed
     ]
@@ -126,8 +125,8 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
         last = runs[0].steps[-1]
         tiles.append((f"{last['loss']:.4g}", f"loss at step {last['step']} (rank 0)"))
     page.tiles(tiles)
-    if gain is not None:
-        page.paragraph(_in_words(gain))
+    if words:
+        page.paragraph(words)
     for run in runs:
         if told := run.plans.get("chosen", {}).get("autotune"):
             page.paragraph(f"What the autotuner of {run.name} says: {_sentence(told)}")
@@ -157,43 +156,32 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
         page.points(_sentence(each) for each in tries)
 
 
-def _gain_tiles(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> list[tuple[str, str]]:
-    """Return the large figures about a gain: none that a sentence below them takes back."""
+def _told(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> tuple[list[tuple[str, str]], str]:
+    """Return the large figures about a gain, none that a sentence takes back, and the sentences."""
+    how, interval = f"That is {gain.how}.", gain.interval
+    ends = "" if interval is None else f"{interval.low:.2f} to {interval.high:.2f}"
+    faster = f"ds_fsmoe is {gain.ratio:.2f} times as fast as {gain.over} {gain.where or 'here'}"
     if gain.is_of_rejected:
-        return [("DeepSpeed's schedule", "is used: no plan that was tried was faster")]
-    if is_disturbed:
-        return [("not comparable", "the machine was not equally busy in the two runs")]
-    if gain.is_unsure:
-        return [("no difference", f"that can be measured, to {gain.over}: {gain.ratio:.2f}x is within the noise")]
-    if gain.interval is None and gain.verdict:
-        return [("undecided", f"{gain.ratio:.2f}x {gain.over}, of too few steps or turns for an interval")]
-    told = [f"as fast as {gain.over}", *([gain.where] if gain.where else [])]
-    tiles = [(f"{gain.ratio:.2f}x", ", ".join(told))]
-    if gain.interval is not None:
-        between = f"{gain.interval.low:.2f} to {gain.interval.high:.2f}"
-        tiles.append((between, "95% interval of that" if is_pair else "smallest to largest of that"))
-    return tiles
-
-
-def _in_words(gain: SpeedUp) -> str:
-    how = f"That is {gain.how}."
-    ratio, interval, where = f"{gain.ratio:.2f}", gain.interval, gain.where or "here"
-    if gain.is_of_rejected:
-        ends = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f})"
-        return (
+        words = (
             "No plan was faster than DeepSpeed's schedule, which is used; the best other plan was "
-            f"{ratio} times as fast{ends}. {how}"
+            f"{gain.ratio:.2f} times as fast{ends and f' ({ends})'}. {how}"
         )
-    if interval is None:
-        unsure = "" if not gain.verdict else f", which decides nothing: {gain.verdict}"
-        return f"ds_fsmoe is {ratio} times as fast as {gain.over} {where}{unsure}. {how}"
-    ends = f"{interval.low:.2f} to {interval.high:.2f}"
+        return [("DeepSpeed's schedule", "is used: no plan that was tried was faster")], words
     if gain.is_unsure:
-        return (
-            f"No measurable difference: ds_fsmoe is {ratio} times as fast as {gain.over} {where}, and the interval of "
-            f"that, {ends}, holds 1. {how}"
-        )
-    return f"ds_fsmoe is {ratio} times as fast as {gain.over} {where}, with an interval of {ends}. {how}"
+        what = f"that can be measured, to {gain.over}: {gain.ratio:.2f}x is within the noise"
+        tiles = [("no difference", what)]
+        words = f"No measurable difference: {faster}, and the interval of that, {ends}, holds 1. {how}"
+    elif interval is None and gain.verdict:
+        tiles = [("undecided", f"{gain.ratio:.2f}x {gain.over}, of too few steps or turns for an interval")]
+        words = f"{faster}, which decides nothing: {gain.verdict}. {how}"
+    else:
+        tiles = [(f"{gain.ratio:.2f}x", ", ".join(filter(None, (f"as fast as {gain.over}", gain.where))))]
+        words = f"{faster}{ends and f', with an interval of {ends}'}. {how}"
+        if ends:
+            tiles.append((ends, "95% interval of that" if is_pair else "smallest to largest of that"))
+    if is_disturbed:
+        tiles = [("not comparable", "the machine was not equally busy in the two runs")]
+    return tiles, words
 
 
 def _sentence(words: str) -> str:

@@ -94,10 +94,16 @@ class TracedPhase:
 
     def shares_ms(self) -> dict[str, float]:
         """Return what the critical path consists of, the largest share first."""
-        found: dict[str, float] = defaultdict(float)
-        for each in self.path:
-            found[each.what] += each.ms
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return added({each.what: each.ms} for each in self.path)
+
+
+def added(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up numbers by name, and return them with the largest first."""
+    found: dict[str, float] = defaultdict(float)
+    for values in each:
+        for name, value in values.items():
+            found[name] += value
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[TracedPhase]:
@@ -245,16 +251,12 @@ def merge_ranks(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[Tra
     """
     path = merge_traces(folder)
     trace = read_trace(path)
-    traces = _by_rank(folder, trace)
+    traces = {int(rank): read_trace(folder / f"rank{rank}.json") for rank in trace["otherData"]["ranks"]}
     found = phases(traces)
     trace["traceEvents"] += [*_path_events(found), *_idle_events(traces)]
     write_trace(trace, path)
     lacks = {what.replace("_", " "): trace["otherData"].get(what, []) for what in LEFT_OUT}
     return path, traces, found, [f"{', '.join(names)}: {what}" for what, names in lacks.items() if names]
-
-
-def _by_rank(folder: Path, trace: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    return {int(rank): read_trace(folder / f"rank{rank}.json") for rank in trace["otherData"]["ranks"]}
 
 
 def _path_events(found: Iterable[TracedPhase]) -> list[dict[str, Any]]:
@@ -284,10 +286,10 @@ def _idle_events(traces: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
         rows: set[int] = set()
         until_us: dict[int, float] = defaultdict(float)
         for tasks in runs:
+            lanes = _by_lane(tasks)
             for place, lane in enumerate(Lane):
-                spans = sorted((each for each in tasks.values() if each.lane == lane), key=_begin)
                 tid = pid * 1000 + _IDLE_ROW + place
-                for what, begin_us, end_us in idle_spans(tasks, spans) if spans else ():
+                for what, begin_us, end_us in idle_spans(tasks, lanes[lane]) if lane in lanes else ():
                     if begin_us < until_us[tid]:
                         continue
                     rows.add(place)
@@ -297,10 +299,6 @@ def _idle_events(traces: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
             tid, name = pid * 1000 + _IDLE_ROW + place, f"{list(Lane)[place]}, idle"
             events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
     return events
-
-
-def _begin(task: RankTask) -> float:
-    return task.begin_us
 
 
 def _event(

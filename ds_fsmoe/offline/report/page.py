@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_fsmoe.files.runs import Run
+from ds_fsmoe.offline.report.charts import Chart, needs
 from ds_fsmoe.offline.report.palette import DARK, LIGHT
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from ds_fsmoe.offline.report.charts import Chart
-
+_T = TypeVar("_T")
 TEMPLATES = Path(__file__).parent / "templates"
 _CANNOT_BE_SHOWN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 
@@ -54,17 +54,20 @@ class Page:
         self._sections: list[Section] = []
         self._open: Section | None = None
 
-    def section(self, write: Callable[..., None], *about: Any) -> None:
+    def section(self, write: Callable[..., _T | None], *about: Any) -> _T | None:
         """Let a function write a part of the page. If its numbers contradict themselves, the page says only that.
 
         Args:
             write: a function of this page and of what it is about; its name says what could not be shown.
             about: runs, or what was made of them.
+
+        Returns:
+            What the function returns, or ``None`` if it could not be shown.
         """
         before = [(each, len(each.parts)) for each in self._sections]
         was_open = self._open
         try:
-            write(self, *about)
+            return write(self, *about)
         except _CANNOT_BE_SHOWN as error:
             self._sections = [each for each, _ in before]
             for each, length in before:
@@ -72,6 +75,7 @@ class Page:
             self._open = was_open
             what = write.__name__.strip("_").replace("_", " ")
             self.warn(f"{_names(about)}: what was recorded cannot be shown ({what}): {type(error).__name__}: {error}")
+            return None
 
     def heading(self, words: str) -> None:
         """Begin a section, or go on with the one of that title."""
@@ -98,13 +102,10 @@ class Page:
         """Write a command line or the like, letter by letter."""
         self._add("code", words=words)
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Write a table with the first column left-aligned, the others right-aligned; it scrolls on narrow screens."""
-        self._add("table", heads=heads, rows=[[_text(cell) for cell in row] for row in rows], is_text=False)
-
-    def texts(self, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Write a table of words, all columns left-aligned, whose long cells are broken."""
-        self._add("table", heads=heads, rows=[[_text(cell) for cell in row] for row in rows], is_text=True)
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[Any]], is_text: bool = False) -> None:
+        """Write a table: of words with all columns left-aligned, whose long cells are broken, or else with the first
+        column left-aligned, the others right-aligned, which scrolls on narrow screens."""
+        self._add("table", heads=heads, rows=[[_text(cell) for cell in row] for row in rows], is_text=is_text)
 
     def tiles(self, values: Iterable[tuple[str, str]]) -> None:
         """Write pairs of (value, what it is) in large type."""
@@ -168,10 +169,8 @@ def environment() -> Environment:
     Raises:
         ModuleNotFoundError: jinja2 is missing; the message says how to get it.
     """
-    try:
+    with needs("jinja2"):
         import jinja2
-    except ModuleNotFoundError as error:
-        raise _missing("jinja2") from error
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -186,15 +185,9 @@ def environment() -> Environment:
 
 @cache
 def _chart_program() -> str:
-    try:
+    with needs("vl-convert-python"):
         import vl_convert
-    except ModuleNotFoundError as error:
-        raise _missing("vl-convert-python") from error
     return vl_convert.javascript_bundle()
-
-
-def _missing(what: str) -> ModuleNotFoundError:
-    return ModuleNotFoundError(f"a page needs {what}: pip install 'ds_fsmoe[plot]'", name=what)
 
 
 def _hash(script: str) -> str:

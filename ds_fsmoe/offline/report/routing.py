@@ -42,32 +42,28 @@ class RoutedLoad:
         return _over_mean(self.load_NE)
 
     @property
+    @np.errstate(invalid="ignore", divide="ignore")
     def variation_N(self) -> np.ndarray:
         """[N]: the standard deviation of experts' loads over their mean."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.load_NE.std(axis=1) / self.load_NE.mean(axis=1)
+        return self.load_NE.std(axis=1) / self.load_NE.mean(axis=1)
 
     @property
     def drift_N(self) -> np.ndarray:
         """[N]: the share of choices that fall on other experts than in the step before, ``sum |p - q| / 2`` of their
         shares; nan in the first."""
-        return np.concatenate([[np.nan], _distance(self._shares[1:], self._shares[:-1])])[: len(self.load_NE)]
+        return np.concatenate([[np.nan], _distances(self.load_NE)])[: len(self.load_NE)]
 
     @property
     def drift_over_all(self) -> float:
         """The same between the first quarter of the steps and the last."""
         quarter = max(1, len(self.load_NE) // 4)
         ends = self.load_NE[:quarter].sum(axis=0), self.load_NE[-quarter:].sum(axis=0)
-        return float(_distance(*(_shares(each[None]) for each in ends))[0])
+        return float(_distances(np.stack(ends))[0])
 
     @property
     def num_idle(self) -> int:
         """The experts that got nothing in any step."""
         return int((self.load_NE.sum(axis=0) == 0).sum())
-
-    @property
-    def _shares(self) -> np.ndarray:
-        return _shares(self.load_NE)
 
 
 def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda done, of: None) -> list[RoutedLoad]:
@@ -116,18 +112,16 @@ def mean_of(values_N: np.ndarray) -> float:
     return float(np.nanmean(values_N)) if np.isfinite(values_N).any() else float("nan")
 
 
+@np.errstate(invalid="ignore", divide="ignore")
 def _over_mean(load_NX: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return load_NX.max(axis=1) / load_NX.mean(axis=1)
+    return load_NX.max(axis=1) / load_NX.mean(axis=1)
 
 
-def _shares(load_NE: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return load_NE / load_NE.sum(axis=1, keepdims=True)
-
-
-def _distance(first_NE: np.ndarray, second_NE: np.ndarray) -> np.ndarray:
-    return np.abs(first_NE - second_NE).sum(axis=1) / 2
+@np.errstate(invalid="ignore", divide="ignore")
+def _distances(load_NE: np.ndarray) -> np.ndarray:
+    """Return [N - 1]: how far the shares of experts in a step are from those in the step before."""
+    shares_NE = load_NE / load_NE.sum(axis=1, keepdims=True)
+    return np.abs(shares_NE[1:] - shares_NE[:-1]).sum(axis=1) / 2
 
 
 ROUTING = "routing"
@@ -163,8 +157,11 @@ def add_routing(page: Page, path: Path) -> list[str | Table]:
         RoutingFileError: it cannot be read.
     """
     recording = read_routing(path)
-    loads = _read(recording, path.name)
-    about = _about(recording)
+    with Progress(f"reading {path.name}", len(recording), "choices") as progress:
+        loads = loads_of(recording, progress.tell)
+    steps = recording.steps
+    which = f"{len(steps)} step(s), {steps[0]} to {steps[-1]}" if steps else "no step"
+    about = f"Routing of {len(recording.layers)} MoE layer(s) on {len(recording.ranks)} rank(s): {which}."
     page.heading("Routing")
     page.paragraph(about)
     for problem in recording.problems:
@@ -172,14 +169,8 @@ def add_routing(page: Page, path: Path) -> list[str | Table]:
     rows = [_row(each) for each in loads]
     page.table(_HEADS, rows)
     page.paragraph(_WORDS)
-    _draw(page, loads, recording.steps)
+    _draw(page, loads, steps)
     return [about, *recording.problems, Table(_HEADS, rows, has_rule=False), _WORDS]
-
-
-def _read(recording: Recording, name: str) -> list[RoutedLoad]:
-    """Return the loads of all layers, and say how far that has come."""
-    with Progress(f"reading {name}", len(recording), "choices") as progress:
-        return loads_of(recording, progress.tell)
 
 
 _WORDS = (
@@ -188,12 +179,6 @@ _WORDS = (
     "choices on other experts than in the step recorded before, as a mean; over all: last quarter of steps against the "
     "first."
 )
-
-
-def _about(recording: Recording) -> str:
-    steps = recording.steps
-    which = f"{len(steps)} step(s), {steps[0]} to {steps[-1]}" if steps else "no step"
-    return f"Routing of {len(recording.layers)} MoE layer(s) on {len(recording.ranks)} rank(s): {which}."
 
 
 def _row(load: RoutedLoad) -> tuple[str, ...]:
@@ -214,20 +199,16 @@ def _number(value: float) -> str:
 def _draw(page: Page, loads: Sequence[RoutedLoad], steps: Sequence[int]) -> None:
     if not steps:
         return
-    skews = {each.layer.path: list(zip(steps, each.skew_N, strict=True)) for each in loads}
-    drifts = {each.layer.path: list(zip(steps, each.drift_N, strict=True))[1:] for each in loads}
     worst = sorted(loads, key=lambda each: -np.nan_to_num(mean_of(each.skew_N)))[:_MOST_PICTURES]
-    names = [each.layer.path for each in worst]
+    skews = {each.layer.path: list(zip(steps, each.skew_N, strict=True)) for each in worst}
+    drifts = {each.layer.path: list(zip(steps, each.drift_N, strict=True))[1:] for each in worst}
     if len(loads) > len(worst):
         page.paragraph(f"Of the {len(loads)} layers the {len(worst)} most skewed are drawn.")
     about = "fullest expert over the mean, over steps"
-    page.chart(draw_lines(about, {name: skews[name] for name in names}, "fullest expert / mean", from_zero=True))
+    page.chart(draw_lines(about, skews, "fullest expert / mean", from_zero=True))
     if len(steps) > 1:
         about = "share of choices on other experts than in the step before"
-        page.chart(draw_lines(about, {name: drifts[name] for name in names}, "drift", from_zero=True))
-    charts = []
-    for each in worst:
-        name = each.layer.path
-        about = f"load of the experts of {name} over steps"
-        charts.append(draw_heat(about, name, steps, each.load_NE, "load over the mean"))
-    page.charts(charts)
+        page.chart(draw_lines(about, drifts, "drift", from_zero=True))
+    about = "load of the experts of {} over steps"
+    heats = ((about.format(each.layer.path), each.layer.path, steps, each.load_NE) for each in worst)
+    page.charts([draw_heat(*each, "load over the mean") for each in heats])
