@@ -25,10 +25,6 @@ UNMARKED: dict[str, str] = {
     "gradients/updated_parameters.py": "steps that Beside waits for, with a mark",
     "measuring/cluster_profile.py": "timed by the stopwatch, which marks each round",
     "measuring/packing_times.py": "timed by the stopwatch",
-    "distributed/nccl.py:_all_to_all": "called by warm, with a mark",
-    "distributed/nccl.py:_all_gather": "called by warm",
-    "distributed/nccl.py:_reduce_scatter": "called by warm",
-    "distributed/nccl.py:_all_reduce": "called by warm",
     "ops/loading.py:_gathered": "ends every few seconds, however long another rank compiles; there is no watchdog yet",
 }
 
