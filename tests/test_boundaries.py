@@ -207,7 +207,7 @@ STATEMENTS: dict[str, int] = {
     "offline": 5976,
     "ops": 736,
     "placement": 706,
-    "planning": 4833,
+    "planning": 4882,
     "routes": 470,
     "telemetry": 897,
     "terminal": 208,

@@ -15,6 +15,7 @@ from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner
 from ds_fsmoe.planning.decide.plan_halves import plan_in_halves, run_in_halves
+from ds_fsmoe.planning.decide.rules import Proposal, may_be_chosen
 from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer
@@ -94,19 +95,26 @@ class Search:
         fastest = self._faster(whole, halves[0])
         found = [fastest, whole, self._again(self.whole(planner=isolated)), *self._by_alltoall()]
         if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
-            capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
-            most = max(1, min((each for each in capacities if each is not None), default=0))
             orders = dict.fromkeys(order for backward in (False, True) for order in self.space.orders(backward))
             # More lanes at once take more of the processors, which is hard to predict where ranks share them.
             links = dict.fromkeys([self.links, *(order.links for order in orders)])
-            tried = [Order(degree, each) for each in links for degree in TRIED_DEGREES if degree <= most]
+            tried = [Order(degree, each) for each in links for degree in TRIED_DEGREES]
             open_degrees = {order.degree for order in orders}
             found += [
                 self.whole(self.space.with_orders(each, each))
                 for each in tried
                 if each.degree in open_degrees and (each.degree > 1 or each.links == self.links)
+                if self._may_run(each)
             ]
         return _distinct([*found, *(each for each in halves if each is not None)])
+
+    def _may_run(self, order: Order) -> bool:
+        """Return whether the rules allow an order in both phases of all layers that may be cut, with any all-to-all."""
+        layers = [each for of, uncut in zip(self.options, self.uncut, strict=True) if not uncut for each in of.values()]
+        phases = [
+            (work.moe, backward) for each in layers for backward, work in enumerate((each.forward, each.backward))
+        ]
+        return all(may_be_chosen(Proposal(order, moe, bool(backward))) for moe, backward in phases)
 
     def to_try(self, stage: int | None = None) -> list[ModelPlan]:
         """Return plans to try, DeepSpeed's schedule last; of a stage without layers there is one way, twice.

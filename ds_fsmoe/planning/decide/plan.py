@@ -348,8 +348,7 @@ class Planner:
         costs, moe = layer.costs or self._written, layer.backward.moe
         orders = [alone.order]
         if space.asked[1] is None and not costs.uses_rng:
-            most = moe.capacity or MAX_DEGREE
-            orders += [each for each in space.orders(True) if each.degree <= most]
+            orders += space.orders_of(moe, True)
         orders = list(dict.fromkeys(orders))
         key = layer.backward, costs, tuple(orders), lanes
         if key in self._curves:

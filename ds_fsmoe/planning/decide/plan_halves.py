@@ -15,12 +15,10 @@ from ds_fsmoe.planning.decide.degree import smallest_of_best
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
-from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace, in_turns
 from ds_fsmoe.planning.halves import half_layer
 from ds_fsmoe.planning.workload import Layer, MoEWork
 
-MAX_DEGREE = 4
-"""The most chunks of a half, where no degree is asked for."""
 IN_MOE = (1.0, 0.5, 0.0)
 """Shares of gradients to try inside the MoE part of the next layer."""
 
@@ -35,19 +33,8 @@ def halves_orders(space: SearchSpace, moe: MoEWork, backward: bool) -> tuple[Ord
     """
     asked = space.asked[backward]
     if asked is not None:
-        return _in_turns(asked, moe)
-    orders = dict.fromkeys(each for order in space.orders_of(moe, backward) for each in _in_turns(order, moe))
-    few = [each for each in orders if each.degree <= MAX_DEGREE]
-    return tuple(sorted(few or orders, key=lambda each: each.degree))
-
-
-def _in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
-    """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
-    half's gathers, they need not."""
-    behind = replace(order, links="paper")
-    if order.links != "reduce_first":
-        return (order,)
-    return (behind, order) if any(each.is_inner for each in moe.ahead) else (behind,)
+        return in_turns(asked, moe)
+    return tuple(sorted(space.orders_of(moe, backward, in_halves=True), key=lambda each: each.degree))
 
 
 def plan_in_halves(
@@ -70,7 +57,7 @@ def plan_in_halves(
         degree: the chunks of each half, if they are given.
 
     Returns:
-        The plan; ``None`` where there are no layers.
+        The plan; ``None`` where there are no layers, or rules allow none.
     """
     of_layers = [spaces] * len(options) if isinstance(spaces, SearchSpace) else list(spaces)
     if not options:
@@ -80,9 +67,13 @@ def plan_in_halves(
         unsplit = [planner.plan_options(options, of_layers, each, used) for each in _modes(mode)]
         layers = unsplit[0].layers
         ways = [_ways(layer, space, degree) for layer, space in zip(layers, of_layers, strict=True)]
+        if not all(of_phase for each in ways for of_phase in each):
+            continue
         must_match = any(space.common_degree for space in of_layers) or any(map(_uses_rng, layers))
         min_gain = max((each.min_gain for each in of_layers), default=0.0)
         found.append(_Halves(planner, _sendings(unsplit, mode), ways, must_match, min_gain).best())
+    if not found:
+        return None
     first, best = found[0], min(found, key=planner.step_ms)
     return best if planner.step_ms(best) < (1 - MIN_GAIN) * planner.step_ms(first) else first
 

@@ -19,6 +19,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.decide.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
 from ds_fsmoe.planning.decide.presets import BEST, Switches, preset
+from ds_fsmoe.planning.decide.rules import allowed
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import MoEWork
@@ -50,6 +51,8 @@ class SearchSpace:
     """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
     micro_op_bytes: int | None = None
     """The bytes of an all-to-all's micro-op, from which the degree follows; ``None``: any may be chosen."""
+    is_named: bool = False
+    """Whether the ways are named one by one, so that no rule restricts them."""
 
     @classmethod
     def of_switches(cls, switches: Switches, max_degree: int, micro_op_bytes: int = MICRO_OP_BYTES) -> SearchSpace:
@@ -89,14 +92,28 @@ class SearchSpace:
         """Return a space with only the given way to run a layer."""
         return _fixed(forward, backward)
 
-    def orders_of(self, moe: MoEWork, backward: bool) -> Sequence[Order]:
-        """Return the ways to run a layer in a phase that its slots, and its bytes where they count, leave open."""
+    def orders_of(self, moe: MoEWork, backward: bool, in_halves: bool = False) -> Sequence[Order]:
+        """Return the ways to run a layer in a phase that the rules, and its bytes where they count, leave open.
+
+        Args:
+            moe: the stages of the layer, or of its half.
+            backward: whether the phase is the backward.
+            in_halves: whether it is run in halves, for which nothing may be left.
+        """
         orders = self.orders(backward)
-        if self.micro_op_bytes is not None:
-            degree = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))
-            return [each for each in orders if each.degree == degree]
-        # More chunks than slots gain nothing; where only such a degree is open, it was asked for.
-        return [each for each in orders if moe.capacity is None or each.degree <= moe.capacity] or orders
+        if in_halves:
+            orders = [each for order in orders for each in in_turns(order, moe)]
+        if self.is_named:
+            return orders
+        found = allowed(orders, moe, backward, in_halves)
+        if not found and not in_halves:
+            # DeepSpeed's own way passes every rule.
+            return [Order(1, orders[0].links)]
+        if self.micro_op_bytes is not None and found:
+            wanted = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))
+            degree = max((each.degree for each in found if each.degree <= wanted), default=found[0].degree)
+            return [each for each in found if each.degree == degree]
+        return found
 
     def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
         """Return the same space with these degrees given."""
@@ -135,7 +152,7 @@ def _uncut(space: SearchSpace, links: Links) -> SearchSpace:
 
 @lru_cache(maxsize=1024)
 def _fixed(forward: Order, backward: Order) -> SearchSpace:
-    return SearchSpace(lambda is_backward: (backward if is_backward else forward,))
+    return SearchSpace(lambda is_backward: (backward if is_backward else forward,), is_named=True)
 
 
 @lru_cache(maxsize=1024)
@@ -145,6 +162,15 @@ def _open_orders(max_degree: int, links: tuple[Links, ...]) -> tuple[Order, ...]
     for degree in range(1, max_degree + 1):
         found += [Order(degree, order) for order in links if degree > 1 or order != "paper"]
     return tuple(dict.fromkeys(found))
+
+
+def in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
+    """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
+    half's gathers, they need not."""
+    behind = replace(order, links="paper")
+    if order.links != "reduce_first":
+        return (order,)
+    return (behind, order) if any(each.is_inner for each in moe.ahead) else (behind,)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of what the planner may choose, in one place: whatever lists ways to run a layer asks here which are left.
+
+A rule restricts what is chosen, predicted and tried. What a user names, a preset's chunks or
+``num_chunks``, runs as written; DeepSpeed's own way passes every rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.workload import MoEWork
+
+MOST_IN_HALVES = 4
+"""The most chunks of a half, where no number is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One way to run a layer in one phase."""
+
+    order: Order
+    moe: MoEWork
+    """The layer's stages, which say how its tokens are exchanged; of a half, what the half has of them."""
+    backward: bool
+    in_halves: bool = False
+    """Whether the two halves of a micro-batch take turns."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is DeepSpeed's: the whole micro-batch, in one chunk."""
+        return self.order.degree == 1 and not self.in_halves
+
+
+Rule = Callable[[Proposal], bool]
+"""Whether a way may be chosen."""
+
+
+def has_slots(proposal: Proposal) -> bool:
+    """Allow as many chunks as there are slots: more gain nothing."""
+    return proposal.moe.capacity is None or proposal.order.degree <= max(1, proposal.moe.capacity)
+
+
+def has_few_chunks_in_halves(proposal: Proposal) -> bool:
+    """Allow few chunks where the other half computes meanwhile: there is little left for more to hide."""
+    return not proposal.in_halves or proposal.order.degree <= MOST_IN_HALVES
+
+
+RULES: list[Rule] = [has_slots, has_few_chunks_in_halves]
+"""All of which a way has to pass. A further rule is a function, written here."""
+
+
+def may_be_chosen(proposal: Proposal) -> bool:
+    """Return whether a way passes every rule."""
+    return proposal.is_stock or all(rule(proposal) for rule in RULES)
+
+
+def allowed(orders: Iterable[Order], moe: MoEWork, backward: bool, in_halves: bool = False) -> list[Order]:
+    """Return which of these orders may be chosen for a layer in a phase.
+
+    Args:
+        orders: what a system could do.
+        moe: the stages of the layer, or of its half.
+        backward: whether the phase is the backward.
+        in_halves: whether it is run in halves.
+    """
+    return [each for each in dict.fromkeys(orders) if may_be_chosen(Proposal(each, moe, backward, in_halves))]

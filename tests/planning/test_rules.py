@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rule is written in one place, and no plan that breaks it is predicted, tried or chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_fsmoe.planning.block import ORDERS
+from ds_fsmoe.planning.decide import rules as listed
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.decide.rules import RULES, Proposal, Rule, may_be_chosen
+from ds_fsmoe.planning.halves import half_layer
+from ds_fsmoe.planning.schedule import A2A_IN_NODE
+from tests.planning.measured_layers import Machine, layer_of, made_up
+
+
+@contextmanager
+def also(rule: Rule) -> Iterator[None]:
+    """Add a rule, as a line in ``rules.RULES`` does."""
+    RULES.append(rule)
+    try:
+        yield
+    finally:
+        RULES.remove(rule)
+
+
+def search(schedule: str, seed: int = 0) -> Search:
+    """A search over two layers of which one has a choice of all-to-alls, in halves or not."""
+    planner = Machine().planner()
+    layers = [layer_of(made_up(seed + each)) for each in range(2)]
+    options = [{"flat": layers[0], "other": layer_of(made_up(seed + 7))}, {"flat": layers[1]}]
+    space = planner.settings.space(schedule)
+    return Search(planner, options, space, "adaptive", "reduce_first", [False, False], can_split=True)
+
+
+def found_by(of: Search) -> list[ModelPlan]:
+    """Everything that is predicted for a choice, tried or chosen but DeepSpeed's own plan, which stands last."""
+    plans = of.to_try()[:-1]
+    near = of.refinements(plans[0], plans[-1], plans[len(plans) // 2])
+    return [of.fastest(), of.whole(), *plans, *near, *of.refinements(of.stock(), plans[0], of.stock())]
+
+
+def ways_of(plan: ModelPlan) -> Iterator[Proposal]:
+    """How a plan runs each layer in each phase."""
+    for index, layer in enumerate(plan.layers):
+        works = half_layer(layer) if plan.in_halves else layer
+        for backward, choice in enumerate(plan.choices(index)):
+            work = works.backward if backward else works.forward
+            yield Proposal(choice.order, work.moe, bool(backward), plan.in_halves)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    """A rule on chunks, orders, phases and halves."""
+    most, links = draw(st.integers(1, 4)), draw(st.sets(st.sampled_from(ORDERS), max_size=2))
+    phases = draw(st.sets(st.booleans(), min_size=1))
+    halves = draw(st.sampled_from([{False}, {True}, {False, True}]))
+
+    def rule(proposal: Proposal) -> bool:
+        if proposal.backward not in phases or proposal.in_halves not in halves:
+            return True
+        return proposal.order.degree <= most and (proposal.order.degree == 1 or proposal.order.links not in links)
+
+    return rule
+
+
+@settings(max_examples=15, deadline=None)
+@given(rules(), st.sampled_from(NAMES), st.integers(0, 50))
+def test_no_plan_that_breaks_a_rule_is_predicted_tried_or_chosen(rule: Rule, schedule: str, seed: int) -> None:
+    with also(rule):
+        for plan in found_by(search(schedule, seed)):
+            for proposal in ways_of(plan):
+                assert may_be_chosen(proposal), (schedule, proposal.order, proposal.backward, proposal.in_halves)
+
+
+def test_nothing_that_breaks_a_rule_is_even_priced() -> None:
+    priced: list[Order] = []
+    times_ms = BlockTimes.times_ms
+
+    def noted(self: BlockTimes, orders: list[Order], *more: object) -> object:
+        priced.extend(orders)
+        return times_ms(self, orders, *more)
+
+    with also(lambda proposal: proposal.order.degree <= 2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockTimes, "times_ms", noted)
+        search("best").candidates()
+    assert priced
+    assert max(order.degree for order in priced) == 2
+
+
+def test_a_rule_may_forbid_halves_or_look_at_how_tokens_are_exchanged() -> None:
+    with also(lambda proposal: not proposal.in_halves):
+        assert search("best").in_halves() is None
+        assert not any(plan.in_halves for plan in found_by(search("best")))
+    assert any(plan.in_halves for plan in found_by(search("best")))
+    with also(
+        lambda proposal: proposal.order.degree == 1 or A2A_IN_NODE in {each.kind for each in proposal.moe.stages}
+    ):
+        assert {proposal.order.degree for plan in found_by(search("best")) for proposal in ways_of(plan)} == {1}
+
+
+def test_what_a_user_names_runs_as_written_and_deepspeeds_own_plan_passes_every_rule() -> None:
+    with also(lambda proposal: False):
+        of = search("best")
+        assert {proposal.order.degree for plan in found_by(of) for proposal in ways_of(plan)} == {1}
+        named = of.fastest(of.space.with_degrees(3, 2, "paper"))
+        assert [each.order for each in named.choices(0)] == [Order(3, "paper"), Order(2, "paper")]
+        assert {proposal.order for proposal in ways_of(of.stock())} == {Order(1, "shared")}
+        assert all(map(may_be_chosen, ways_of(of.stock())))
+
+
+def test_the_rules_that_there_are() -> None:
+    assert [rule.__name__ for rule in RULES] == ["has_slots", "has_few_chunks_in_halves"]
+    moe = layer_of(made_up()).forward.moe
+    assert moe.capacity is not None
+    assert may_be_chosen(Proposal(Order(moe.capacity), moe, False))
+    assert not may_be_chosen(Proposal(Order(moe.capacity + 1), moe, False))
+    assert may_be_chosen(Proposal(Order(listed.MOST_IN_HALVES), moe, False, in_halves=True))
+    assert not may_be_chosen(Proposal(Order(listed.MOST_IN_HALVES + 1), moe, False, in_halves=True))
