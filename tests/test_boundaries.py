@@ -197,7 +197,7 @@ STATEMENTS: dict[str, int] = {
     "config": 700,
     "distributed": 809,
     "engine": 4142,
-    "execution": 2401,
+    "execution": 2404,
     "files": 607,
     "gradients": 1726,
     "halves": 654,

@@ -262,10 +262,10 @@ def run_whole(
                 f"{experts.name}: neither its input nor a parameter of its own requires a gradient, and its result "
                 "does: hand what is trained there to the module as its parameter"
             )
+        return _Leave.apply(y_NecM, call, token)
     except BaseException:
         call.give_up()
         raise
-    return _Leave.apply(y_NecM, call, token)
 
 
 def _computed(pipeline: LayerPipeline, experts: WholeExperts, x_NecM: torch.Tensor) -> torch.Tensor:
@@ -357,9 +357,11 @@ class _WholeCall(Call):
 
     def arrived(self) -> torch.Tensor:
         """Run everything before the experts, after the phase has begun, and return their rows, [N, e, C, M]."""
-        after = 1 + max(index for index, task in enumerate(self._tasks) if task.kind == EXPERT)
-        # Nothing else is under way when code runs of which nothing is known, hooks of a backward among it.
-        self._run.go(after, joins=True)
+        at = max(index for index, task in enumerate(self._tasks) if task.kind == EXPERT)
+        # Nothing else is under way when code runs of which nothing is known, hooks of a backward among it; and no
+        # waiting for links counts as the experts' time.
+        self._run.go(at, joins=True)
+        self._run.go(at + 1)
         return self._phase.arrived()
 
     def left(self, rows_NecM: torch.Tensor) -> None:

@@ -127,6 +127,9 @@ class _StreamRun(LaneRun):
         if self._left:
             for lane in self._crossings.links:
                 compute.wait_stream(self._lanes._links[lane])
+            # The host may block in what runs now: a watchdog has to see that rows are still on their way.
+            end = self._events.record(compute, None, self._number)
+            self._lanes._end = None if self._is_captured else end
             return
         for number in self._crossings.joins:
             compute.wait_event(self._crossed[number][1])

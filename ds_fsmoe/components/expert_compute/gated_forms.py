@@ -87,8 +87,9 @@ class Gate:
         of_act = getattr(act, "__dict__", _NOTHING)
         if self._seen != self._as_now(function, act, own, of_act, up_RF.dtype):
             self._names = _settings(own), _settings(of_act)
-            self._seen = self._as_now(function, act, own, of_act, up_RF.dtype)
+            # Noted last: where looking it up fails, the next call looks again.
             self._form = self._look_up(function, act, own, of_act, up_RF)
+            self._seen = self._as_now(function, act, own, of_act, up_RF.dtype)
         if self._form is None or any(_GLOBAL_HOOKS) or any(map(of_act.get, _HOOKS)):
             return None
         return self._form
