@@ -70,6 +70,23 @@ def test_the_end_is_that_of_the_stream_that_computes(pretended: tuple[StreamLane
     assert not lanes.is_behind()
 
 
+def test_while_the_host_runs_something_between_two_parts_of_a_run_rows_that_have_not_come_are_seen(
+    pretended: tuple[StreamLanes, Device],
+) -> None:
+    lanes, device = pretended
+    run_pretended(pretended, ONE_OF_EACH, "the run before")
+    device.now = device.streams[0].time
+    assert not lanes.is_behind()
+    run = lanes.begin(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), lambda task: device.current.do(task)))
+    run.go(2, joins=True)
+    # The experts' module runs now and may wait for its rows: a watchdog asks whether there is anything to wait for.
+    assert lanes.is_behind()
+    device.now = device.streams[0].time
+    assert not lanes.is_behind()
+    run.finish()
+    assert lanes.is_behind()
+
+
 def test_the_end_of_a_run_costs_the_host_one_record(
     pretended: tuple[StreamLanes, Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
