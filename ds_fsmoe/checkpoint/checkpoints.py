@@ -89,8 +89,13 @@ class Checkpoints:
         """
         self.check_tag(folder, tag, save_latest)
         place = Path(folder) / tag
-        self._ranks.together(f"saving {place}", lambda: warn_of_what_is_lost(self._engine, place, client_state))
-        return Saving(self._engine, self._ranks, Path(folder), tag, self._parts).save(write, save_latest)
+
+        def begun() -> dict[str, PartSizes]:
+            warn_of_what_is_lost(self._engine, place, client_state)
+            return self._parts
+
+        parts = self._ranks.together(f"saving {place}", begun)
+        return Saving(self._engine, self._ranks, Path(folder), tag, parts).save(write, save_latest)
 
     def check_tag(self, folder: str | Path, tag: str, save_latest: bool) -> None:
         """Check that all ranks save under the same tag, and that it can be found again.

@@ -94,11 +94,12 @@ def own_experts(config: Any = None) -> Iterator[None]:
         torch.Size([4, 16, 32])
         >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     """
+    # First of all: without transformers that is the error.
+    modeling = importlib.import_module(_MODULE)
     if (problem := compat.problem_with(_NAMES)) is not None:
         raise compat.IncompatibleError(
             f"{problem}; own_experts() works with transformers 5.23, load the model without it"
         )
-    modeling = importlib.import_module(_MODULE)
     _patch(modeling)
     ds_config = modeling.deepspeed_config() or {} if config is None else compat.load_ds_config(config)
     is_off = BLOCK in ds_config and _wanted(ds_config) is None
