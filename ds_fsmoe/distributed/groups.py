@@ -100,7 +100,11 @@ _made_under: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 def _made() -> _Made:
     """Return what was made under the present default process group."""
-    return _made_under.setdefault(dist.group.WORLD, _Made())
+    world = dist.group.WORLD
+    # What was made may name the group it was made under, which would then never go by itself.
+    for other in [each for each in _made_under if each is not world]:
+        del _made_under[other]
+    return _made_under.setdefault(world, _Made())
 
 
 def make_groups(
@@ -199,8 +203,9 @@ def make(listed: Communicators, max_ctas: int | None = None) -> dist.ProcessGrou
     key = listed, most
     if key not in made:
         several = [ranks for ranks in listed.ranks if len(ranks) > 1]
-        made[key] = _new(several, f"fsmoe_{listed.purpose}", most)
-        _connect(made[key])
+        own = _new(several, f"fsmoe_{listed.purpose}", most)
+        _connect(own)
+        made[key] = own
     return made[key]
 
 

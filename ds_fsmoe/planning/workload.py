@@ -397,12 +397,14 @@ def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
 @lru_cache(maxsize=1)
 def stage_kinds() -> Mapping[str, str]:
     """Return every kind of task that the experts' part of a layer can have -> the group that it sends among; "": it
-    sends nothing."""
+    sends nothing. In the order of time: those ahead of the experts, the experts, those behind."""
     shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
     # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
     whole, sharded = Groups(4, 2, ep=4), Groups(8, 4, mp=2, esp=2, ep=4)
     moes = [moe_works(shape, groups, each, 1.0, False, None)[0] for groups in (sharded, whole) for each in ALLTOALLS]
-    return {EXPERT: ""} | {each.kind: each.group for moe in moes for each in (*moe.ahead, *moe.behind)}
+    moes.sort(key=lambda moe: len(moe.stages), reverse=True)
+    ahead = {each.kind: each.group for moe in moes for each in moe.ahead}
+    return ahead | {EXPERT: ""} | {each.kind: each.group for moe in moes for each in moe.behind}
 
 
 def kind_costs(

@@ -48,9 +48,11 @@ class StockTracer(Tracer):
     _more_about: ClassVar[Mapping[str, Any]] = {"stock": True}
 
     def __init__(self, engine: Any, folder: Path, rank: int, start_step: int, num_steps: int) -> None:
+        # Ahead of the tracer, which is closed at exit from then on and has made its folder.
+        self._undo: list[Callable[[], None]] = []
+        self._topology: Topology = find_topology()
         super().__init__(folder, rank, start_step, num_steps, engine.device)
         self._engine = engine
-        self._topology: Topology = find_topology()
         self._in_layer: str | None = None
         self._went_forward: list[str] = []
         """The layers whose backward is still to come."""
@@ -58,7 +60,6 @@ class StockTracer(Tracer):
         self._in_step = False
         self._inside = False
         """Whether a collective is under way: those that DeepSpeed uses inside it are not separate tasks."""
-        self._undo: list[Callable[[], None]] = []
         self._watch()
 
     # ---- who is told of what
