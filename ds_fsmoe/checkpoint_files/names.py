@@ -98,7 +98,7 @@ class AutoEPExperts:
     """The running number of the MoE layer."""
     num_experts: int
     prefix: str
-    """What the names of the matrices begin with."""
+    """The prefix of the names of its matrices."""
     matrices: tuple[str, ...]
     """Those that make up an expert's part of the parameter, one behind the other."""
 

@@ -99,7 +99,7 @@ class TogetherCall(WrittenCall):
         self._stacks, self._stacks_of, self._form_of_slots = [], [], None
 
     def lie_side_by_side(self, num_ranks: int = 1) -> bool:
-        """Whether the experts can be computed as one without copying a weight."""
+        """Return whether the experts can be computed as one without a copy of a weight."""
         return all(self._stacked(num_ranks, may_copy=False))
 
     def _stacked(self, num_ranks: int, may_copy: bool = True) -> list[StackedLinear]:
@@ -166,7 +166,7 @@ class GroupedCall(TogetherCall):
         return self._form_of_slots
 
     def _kept(self, form: ManualExpert, x_NkcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of rows [N, k, c, M] what the rest needs, each [k, N, c, H]."""
+        """Return what :meth:`ManualExpert.kept` gives for rows [N, k, c, M], each [k, N, c, H]."""
         num_ranks, k, slots, _ = x_NkcM.shape
         kept = form.kept(self._flat(x_NkcM))
         return tuple(each.view(k, num_ranks, slots, each.shape[-1]) for each in kept)

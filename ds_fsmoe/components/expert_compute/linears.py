@@ -117,7 +117,7 @@ class LinearWeights:
             to.add_products(dy_RO, self.bias.expand_as(dy_RO))
 
     def wants_rows(self, sums: GradientSums) -> bool:
-        """Whether :meth:`add_gradients` needs the rows."""
+        """Return whether :meth:`add_gradients` needs the rows."""
         return sums.wants(self.weight)
 
     def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:

@@ -36,7 +36,7 @@ class WrittenCall(ABC):
     """
 
     _goes_on = False
-    """Whether something follows the last layer: see :meth:`_before_last`."""
+    """True where a step follows the last layer, which :meth:`_before_last` goes back over."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class WrittenCall(ABC):
 
     @abstractmethod
     def _kept(self, form: ManualExpert, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of rows as they are kept what the rest needs, laid out so."""
+        """Return what :meth:`ManualExpert.kept` gives for rows, in the layout in which they are kept."""
 
     @abstractmethod
     def _flat(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as they are kept to [R, M], or to [k, R, M] of k experts that are stacked."""
+        """Return rows as they are kept as [R, M], or as [k, R, M] of k experts that are stacked."""
 
     def _forth(self, place: tuple[int, ...], form: ManualExpert, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of the last layer, and keep what the backward needs.
@@ -153,7 +153,7 @@ class WrittenCall(ABC):
     def _before_last(
         self, form: ManualExpert, kept: Sequence[torch.Tensor], dy: torch.Tensor, weights: RowWeights | None
     ) -> tuple[torch.Tensor, RowWeights | None]:
-        """The gradient of what the last layer gives, and the weights that are still to be applied."""
+        """Return the gradient of what the last layer gives, and the weights that are still to be applied."""
         return dy, weights
 
 

@@ -81,7 +81,7 @@ class ManualExpert(ABC):
         return (*self.up, self.down)
 
     def with_layers(self, up: Iterable[Any], down: Any) -> ManualExpert:
-        """The same computation with other layers; they are called as these are."""
+        """Return the same computation with other layers, which are called as these are."""
         other = copy.copy(self)
         other.up, other.down = tuple(up), down
         return other
