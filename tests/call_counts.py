@@ -26,7 +26,7 @@ from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import ALONE, TokenCuts
 from ds_fsmoe.execution.slot_chunks import SlotLayout
-from ds_fsmoe.layer.moe_layer import token_path
+from tests.layer_runs import token_path
 
 ON_A_GPU = {
     "number_rows": 4,
@@ -145,7 +145,7 @@ def layer_counts(num_experts: int, degree: int, together: str, k: int = 2) -> di
     )
     x_SM = torch.randn(4 * num_experts, width, requires_grad=True)
     layer(x_SM)
-    pipeline, _ = layer._running
+    pipeline = layer._state.pipeline
     assert isinstance(pipeline.lanes, SerialLanes)
     experts = ExpertSet(list(layer.experts.experts), together="auto" if in_rows else together)
     capacity = 8
@@ -156,6 +156,6 @@ def layer_counts(num_experts: int, degree: int, together: str, k: int = 2) -> di
         counts = CountsExchange.begin(counts_ET, torch.zeros((), dtype=torch.long), ALONE, TokenCuts(degree, degree))
         layout = RowLayout(counts.wait(), num_experts, capacity)
     part = counts_of(lambda: pipeline.run(x_RM, layout, experts), [x_RM, *layer.parameters()])
-    parts = {"gate": layer.gate, "order": layer.order, "pipeline": pipeline, "experts": experts, "group": None}
+    parts = {"gate": layer.gate, "order": SimpleOrder(), "pipeline": pipeline, "experts": experts, "group": None}
     whole = counts_of(lambda: token_path(x_SM, None, **parts, in_rows=in_rows).output, [x_SM, *layer.parameters()])
     return dict(zip(("part forward", "part backward", "layer forward", "layer backward"), (*part, *whole), strict=True))

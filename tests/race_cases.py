@@ -29,12 +29,12 @@ from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.halves.run import HalvesRun
-from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.registry import lookup
+from tests.layer_runs import token_path
 from tests.pretended_gpu import Gpu, pretending
 from tests.reference import LayerSettings
 from tests.test_pipeline import DROP, OF_SHARDS, local_experts, problem_of

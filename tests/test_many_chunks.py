@@ -41,8 +41,8 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
             LinearGate(k=1), SimpleOrder(), model_dim=8, num_experts=4, expert_dim=8, pipeline_degree=degrees
         )
         layer(x)
-        pipeline, experts = layer._running
-        layer._running = call_of(pipeline, x, experts, watching, label), experts
+        state, experts = layer._state, layer.local_experts()
+        state.pipeline = call_of(state.pipeline, x, experts, watching, label)
         layer(x)
     watching.tell()
     watching.tell()
@@ -55,7 +55,7 @@ def test_a_watched_call_is_gone_with_its_last_reader_and_waits_for_no_collection
     layer = MOELayer(LinearGate(k=1), SimpleOrder(), model_dim=8, num_experts=4, expert_dim=8)
     x = torch.randn(16, 8)
     layer(x)
-    pipeline, experts = layer._running
+    pipeline, experts = layer._state.pipeline, layer.local_experts()
     gc.collect()
     gc.disable()
     try:

@@ -21,7 +21,8 @@ from torch import nn
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.layer.moe_layer import MoEOutput, token_path
+from ds_fsmoe.layer.moe_layer import MoEOutput
+from tests.layer_runs import token_path
 from tests.node_reference import Leg, NodeResult, once_per_node
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

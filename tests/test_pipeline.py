@@ -26,11 +26,11 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from tests.covering import covering, every_case
+from tests.layer_runs import token_path
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.samples import sampled

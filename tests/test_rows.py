@@ -31,11 +31,11 @@ from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import TokenCuts
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
-from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from tests.layer_runs import token_path
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -498,8 +498,7 @@ def test_grouped_products_are_used_and_have_the_numbers_of_single_experts(
         )
         x_SM = torch.randn(23, WIDTH, requires_grad=True)
         layer(x_SM)
-        pipeline, _ = layer._running
-        layer._running = pipeline, ExpertSet(list(layer.experts.experts), together=together)
+        layer._state.known_experts = [], ExpertSet(list(layer.experts.experts), together=together)
         if together == "auto":
             assert lay_side_by_side(layer.experts.experts)
         products = 0

@@ -27,10 +27,10 @@ from ds_fsmoe.engine.convert_layers import convert
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerPipeline
-from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from tests.layer_runs import token_path
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

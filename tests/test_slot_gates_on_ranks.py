@@ -22,9 +22,9 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
-from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from tests.layer_runs import token_path
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, capacity_of
 from tests.samples import sampled

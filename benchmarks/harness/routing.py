@@ -240,7 +240,7 @@ def _force_ours(to: Forced) -> None:
 
         return decides
 
-    FSMoEGate._decide = given_to(FSMoEGate._decide, lambda gate: gate.k)
+    FSMoEGate.decide = given_to(FSMoEGate.decide, lambda gate: gate.k)
     LinearGate.forward = given_to(LinearGate.forward, lambda gate: gate.settings.k)
     TokenChoiceGate.forward = given_to(TokenChoiceGate.forward, lambda gate: gate.settings.k)
     begin = ExpertsState.next_given

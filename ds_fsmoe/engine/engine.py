@@ -65,8 +65,7 @@ from ds_fsmoe.layer.expert_checks import uncompiled
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.state import facts_of_experts
-from ds_fsmoe.layer.stock_layer import StockMoE
+from ds_fsmoe.layer.stock_layer import StockMoE, facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.decide.plan import mode_of

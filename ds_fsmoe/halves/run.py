@@ -161,7 +161,7 @@ class Again:
         self._given.append(x_BLM)
         self._autocasts = self._autocasts or _autocasts_now(x_BLM.device.type)
         args, kwargs = self._rests[half]
-        with self._tapes[half].recording(), fiber.saving(partial(self._leave_out, half), _Saved.read):
+        with self._tapes[half].running(is_again=False), fiber.saving(partial(self._leave_out, half), _Saved.read):
             return self._forward(x_BLM, *args, **kwargs)
 
     def run_again(self) -> None:
@@ -192,7 +192,7 @@ class Again:
 
     def _once_more(self, half: int, fiber: Fiber, x_BLM: torch.Tensor) -> None:
         args, kwargs = self._rests[half]
-        with self._tapes[half].replaying(), fiber.saving(partial(self._fill_in, half), _no_backward):
+        with self._tapes[half].running(is_again=True), fiber.saving(partial(self._fill_in, half), _no_backward):
             self._forward(x_BLM, *args, **kwargs)
 
     def _leave_out(self, half: int, tensor: torch.Tensor) -> _Saved:

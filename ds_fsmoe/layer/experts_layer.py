@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,9 @@ from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.routing import BareRouting, Routing
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking, tensors_in
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter, ShortWay, adapters_now
-from ds_fsmoe.layer.moe_layer import path_of_tokens
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.state import ConvertedLayer
-from ds_fsmoe.observing.instruments import LayerCall
-
-Route = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing]
+from ds_fsmoe.layer.state import ConvertedLayer, LayerRun
 
 
 class FSMoEExperts(ConvertedLayer):
@@ -105,66 +102,43 @@ class FSMoEExperts(ConvertedLayer):
                 "must be one for each choice; a later transformers has this right"
             )
         chosen_KS = state.settle_choice(choice, index_SK)
-        forward = state.begin_call(self, x_SM)
-
-        def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
-            return routing_of_choices(index_SK, weights_SK, state.total_experts, chosen_KS)
-
-        output = self._run(x_SM, route, forward, index_SK, weights_SK).view(shape).to(hidden_states.dtype)
-        if output.requires_grad and state.is_a_part_without_engine:
+        route = partial(routing_of_choices, index_SK, weights_SK, state.total_experts, chosen_KS)
+        run = state.begin_call(self, x_SM, route=route)
+        way = self._short_way(run) if run.gate is route else None
+        if way is not None and way.takes(x_SM, weights_SK):
+            y_SM, fault = way.run(x_SM, index_SK, weights_SK)
+            state.settle_fault(fault, self.training)
+        else:
+            y_SM = run.token_path(x_SM)
+        output = y_SM.view(shape).to(hidden_states.dtype)
+        is_over = state.running is not None and state.running.is_over
+        if is_over and output.requires_grad and state.ep_size * state.esp_size > 1:
             output.register_hook(state.refuse_gradient)
         return output
 
-    def _run(
-        self, x_SM: torch.Tensor, route: Route, forward: Any, index_SK: torch.Tensor, weights_SK: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the experts on tokens, [S, M], in a forward whose kind and number go with the counts."""
-        state = self.fsmoe
-        local = self.local_experts()
-        group = state.capacity_group
-        of_layer = state.label, state.path, self.training, x_SM, group, route, state.pipeline, local, local
-        call = LayerCall(*of_layer, in_rows=True)
-        for show in state.instruments:
-            show(call)
-        is_as_ever = call.gate is route and call.pipeline is state.pipeline and call.experts is local
-        if is_as_ever and state.known_experts is not None and local is state.known_experts[1]:
-            way = state.short_way
-            if way is None or way.pipeline is not state.pipeline or way.experts is not local:
-                way = state.short_way = ShortWay.of(state, state.pipeline, local)
-            if way.takes(x_SM, weights_SK):
-                y_SM, fault = way.run(x_SM, index_SK, weights_SK)
-                state.settle_fault(fault, self.training)
-                return y_SM
-        y_SM, _ = path_of_tokens(
-            x_SM,
-            None,
-            gate=call.gate,
-            order=state.order,
-            pipeline=call.pipeline,
-            experts=call.experts,
-            group=group,
-            callbacks=state.parts.callbacks,
-            name=state.path,
-            in_rows=True,
-            placed=state.placed,
-            forward=forward,
-        )
-        return y_SM
+    def _short_way(self, run: LayerRun) -> ShortWay | None:
+        """Return the short way of the layer, if nothing is to see or to change this call."""
+        state, local = self.fsmoe, run.local_experts
+        is_as_ever = run.pipeline is state.pipeline and run.experts is local
+        if not is_as_ever or state.known_experts is None or local is not state.known_experts[1]:
+            return None
+        way = state.short_way
+        if way is None or way.pipeline is not state.pipeline or way.experts is not local:
+            way = state.short_way = ShortWay.of(state, state.pipeline, local)
+        return way
 
     def local_experts(self) -> StackedExperts:
         """Return the experts of this rank."""
         state = self.fsmoe
-        if state.adapters:
-            made = self, state.contract, state.own_forward, state.path, state.adapters
-            return StackedExperts(*made, ops=state.order.ops)
+        adapters = state.adapters
         is_nested = state.own_forward is not None or state.contract.has_post_expert_norm
         present = [*self.parameters()] if is_nested else [*self._parameters.values()]
         known = state.known_experts
-        if known is not None and [*map(id, present)] == [*map(id, known[0])]:
+        if not adapters and known is not None and [*map(id, present)] == [*map(id, known[0])]:
             return known[1]
-        made = self, state.contract, state.own_forward, state.path
-        experts = StackedExperts(*made, ops=state.order.ops)
-        if known is None or state.had_before(present):
+        of_layer = self, state.contract, state.own_forward, state.path, adapters
+        experts = StackedExperts(*of_layer, ops=state.order.ops)
+        if not adapters and (known is None or state.had_before(present)):
             state.known_experts = present, experts
         return experts
 
@@ -263,7 +237,11 @@ class HuggingFaceLayer:
 
 
 def routing_of_choices(
-    index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int, chosen_KS: torch.Tensor | None = None
+    index_SK: torch.Tensor,
+    weights_SK: torch.Tensor,
+    num_experts: int,
+    chosen_KS: torch.Tensor | None = None,
+    *_: Any,
 ) -> Routing:
     """Return a router's choices as a decision of ours.
 
@@ -272,6 +250,7 @@ def routing_of_choices(
         weights_SK: [S, K] float.
         num_experts: E.
         chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
+        _: what a gate is given, which has nothing to decide here.
     """
     return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
 

@@ -24,6 +24,7 @@ from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.components.routing import ReplayedRouting
+from ds_fsmoe.config.blocks import Dispatch
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.call import half_now
@@ -44,6 +45,7 @@ class GivenRouter(nn.Module):
 
     drop_tokens = False
     needs_capacity = False
+    takes_width = None
     k: int | None = None
     """The number of choices per token, as the last call had it."""
 
@@ -88,13 +90,13 @@ class ExpertsState(LayerState):
         """What is added to weights in the call under way, as the modules around this one say."""
         return adapters_now.get().get(id(self), ())
 
-    @property
-    def is_a_part_without_engine(self) -> bool:
-        """Whether this rank has a part of the experts, and the engine that could reduce their gradients has ended."""
-        return self.running is not None and self.running.is_over and self.ep_size * self.esp_size > 1
+    def sends_rows(self, gate: Any, dispatch: Dispatch | None = None) -> bool:
+        """Return that rows travel: these layers send nothing else."""
+        return True
 
     def refuse_gradient(self, gradient: torch.Tensor) -> None:
-        """Refuse a backward whose gradients would be the tokens' of other ranks, as a hook on the layer's output.
+        """Refuse a backward whose gradients would be the tokens' of other ranks, as a hook on the layer's output: this
+        rank has a part of the experts, and the engine that could reduce their gradients has ended.
 
         Raises:
             LayerError: always.
@@ -176,7 +178,8 @@ class ExpertsState(LayerState):
                 f"{self.path}: its router does not choose {given.experts_KS.shape[0]} experts for a token by "
                 "torch.topk, so no other choice can be given to it, and the one that was given is not its own"
             )
-        keep(self, ReplayedRouting(chosen_KS.to(torch.int32)) if can_take and is_kept() else None)
+        if is_kept():
+            keep(self, ReplayedRouting(chosen_KS.to(torch.int32)) if can_take else None)
         return chosen_KS
 
 

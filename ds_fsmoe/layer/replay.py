@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,13 +132,10 @@ class Replay:
             )
         if is_first:
             with raise_on_all_ranks(self.control_group, "routing was replayed", ReplayError):
-                _raise(problem)
-        _raise(problem)
-
-
-def _raise(problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem
+                if problem is not None:
+                    raise problem
+        elif problem is not None:
+            raise problem
 
 
 def choices_on_device(
@@ -357,30 +355,23 @@ class Tape:
         return kept[number] if number < len(kept) else None
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep on this tape what layers decide meanwhile."""
-        with _put_in(self, is_again=False):
-            yield
+    def running(self, is_again: bool) -> Iterator[None]:
+        """Let layers keep on this tape what they decide meanwhile.
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Let layers take from this tape meanwhile, from its beginning on."""
-        self._num_taken.clear()
-        with _put_in(self, is_again=True):
+        Args:
+            is_again: whether they take it from the tape instead, from its beginning on.
+        """
+        if is_again:
+            self._num_taken.clear()
+        _tapes.set((*_tapes.get(), (self, is_again)))
+        try:
             yield
+        finally:
+            _tapes.set(_tapes.get()[:-1])
 
 
 _tapes: ContextVar[tuple[tuple[Tape, bool], ...]] = ContextVar("tapes", default=())
 """The tapes of the functions that run in this context, the innermost last, and whether they run again."""
-
-
-@contextmanager
-def _put_in(tape: Tape, is_again: bool) -> Iterator[None]:
-    _tapes.set((*_tapes.get(), (tape, is_again)))
-    try:
-        yield
-    finally:
-        _tapes.set(_tapes.get()[:-1])
 
 
 def is_kept() -> bool:
@@ -451,9 +442,8 @@ class Taped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function with its tape."""
-        context = self._tape.replaying() if self._has_run else self._tape.recording()
-        self._has_run = True
-        with context:
+        is_again, self._has_run = self._has_run, True
+        with self._tape.running(is_again):
             return self._function(*args, **kwargs)
 
 
@@ -523,7 +513,7 @@ def _with_tape(context_fn: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[
 
     def contexts() -> tuple[Any, Any]:
         tape, (first, again) = Tape(), context_fn()
-        return _both(tape.recording, first), _both(tape.replaying, again)
+        return _both(partial(tape.running, False), first), _both(partial(tape.running, True), again)
 
     return contexts
 

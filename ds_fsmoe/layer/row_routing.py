@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ds_fsmoe.components.routing import BareRouting, Routing, kind_of
-from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.counts_exchange import NodeRows
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_links import NodeLinks
@@ -22,21 +21,13 @@ from ds_fsmoe.ops import Ops
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
 
-def sends_rows(dispatch: str, gate: Any, collectives: Collectives) -> bool:
-    """Whether rows travel, instead of slots.
+def takes_rows(dispatch: str, gate: Any) -> bool:
+    """Whether rows travel, instead of slots, as far as the gate is concerned.
 
     Args:
         dispatch: what was asked for, see :attr:`~ds_fsmoe.config.blocks.FSMoEBlock.dispatch`.
         gate: the gate of the layer.
-        collectives: those of the layer.
     """
-    if collectives.ep_group is not None and collectives.exchange_rows is None:
-        return False
-    return takes_rows(dispatch, gate)
-
-
-def takes_rows(dispatch: str, gate: Any) -> bool:
-    """Whether rows travel as far as the gate is concerned; see :func:`sends_rows`."""
     if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
         return False
     # Whether it gives every choice a place, as its settings say now; a gate of one's own says so by ``drop_tokens``.

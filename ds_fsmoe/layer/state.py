@@ -1,165 +1,222 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds all of ours that a converted layer has; the one owner of how it is run."""
+"""Holds a layer as data, and runs its calls: the same for all layers, and the one owner of how a layer is run."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import of_one_expert
-from ds_fsmoe.checkpoint_files.numbering import Cut
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.shards import cuts_of
-from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from ds_fsmoe.components.gate import ToldGate, in_backward
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import ReplayedRouting
+from ds_fsmoe.components.routing import ReplayedRouting, Routing, RoutingBase
+from ds_fsmoe.config.blocks import Dispatch
 from ds_fsmoe.config.reading import ConfigError
-from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.call import GradientWindow
+from ds_fsmoe.execution.call import GradientWindow, Layout
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.counts_exchange import Forward, Forwards
-from ds_fsmoe.execution.lanes import Observer, SerialLanes
+from ds_fsmoe.execution.counts_exchange import CountsExchange, Forward, Forwards, NodeExchange
+from ds_fsmoe.execution.lanes import Lanes, Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import TokenCuts, token_cuts_of
+from ds_fsmoe.execution.slot_chunks import SlotLayout, cut
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
-from ds_fsmoe.layer.parts import Parts, refuse_copy
-from ds_fsmoe.layer.replay import runs_again, take
-from ds_fsmoe.layer.row_routing import Placed, sends_rows, takes_rows
+from ds_fsmoe.layer.parts import LayerError, Parts, refuse_copy
+from ds_fsmoe.layer.replay import remembering, runs_again, take
+from ds_fsmoe.layer.row_routing import Placed, number_by_node, number_rows_of_layer, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
-from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.observing.instruments import Check, Instrument
+from ds_fsmoe.observing.instruments import Check, Gate, Instrument, LayerCall
 from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
-# ---- Keeps experts whole until their shards can be cut
+# ---- Runs one call of a layer, whatever layer it is: gate, order, the way to the experts and back, order
 #
-# A script fills the experts of a layer by DeepSpeed's rule: rank r has those of EP rank ``r % ep`` (``r // (ranks /
-# ep)`` with ``use_data_before_expert_parallelism``), and of all ranks with the same ones DeepSpeed lets the first
-# decide. Where experts are sharded, the layout differs: neighbours share the experts of one EP rank. So each rank
-# keeps its experts whole until the process groups are there, and then every shard is cut from the expert that
-# DeepSpeed would have trained.
+# A layer is data here: its gate, order, experts and pipeline, and what stands around a token's way. DeepSpeed's layer,
+# Hugging Face's and the one put together by hand say what is their own; the rest is done here for all of them.
+#
+# Letters: S tokens on this rank, M width, E experts, C slots per expert.
 
 
-_SAMPLES = 1024
-"""The elements of a tensor by which experts are told apart, for a warning only."""
+@dataclass
+class LayerHooks:
+    """Calls a layer's hooks, in turn, at each of the six points."""
+
+    callbacks: Sequence[CallbackBase]
+    label: str
+    """The label of the layer, which hooks are told."""
+    routing: RoutingBase | None = None
+    """The gate's decision, as soon as there is one."""
+
+    def at(
+        self, point: str, tensor: torch.Tensor, direction: Literal["forward", "backward"] = "forward", chunk: int = 0
+    ) -> torch.Tensor:
+        """Return the tensor to go on with; see :data:`~ds_fsmoe.execution.phase.Hook`."""
+        for callback in self.callbacks:
+            args = CallbackArgs(tensor, self.routing, direction, self.label, chunk)
+            replaced = getattr(callback, point)(args)
+            tensor = tensor if replaced is None else replaced
+        return tensor
 
 
-@torch.no_grad()
-def hand_out(
-    experts: Sequence[nn.Module],
-    shards: Sequence[nn.Module],
-    group: dist.ProcessGroup,
-    rules: Sequence[int],
-    esp: int,
-    path: str,
-) -> None:
-    """Fill this rank's shards from the experts of the ranks that decide on them. Collective over the block.
+@dataclass(eq=False, repr=False, kw_only=True)
+class LayerRun(LayerCall):
+    """One call of a layer. Instruments may have replaced its gate, pipeline and experts before :meth:`token_path`."""
 
-    Args:
-        experts: the whole experts of this rank, as the script has filled them.
-        shards: the shards of this rank, as many as its whole experts; in their final types and on their device.
-        group: the block: rank i of it holds shard ``i % esp`` of the experts of EP rank ``i // esp``.
-        rules: for each rank of the block, the EP rank whose experts it has by DeepSpeed's rule.
-        esp: the number of shards of an expert.
-        path: the path of the layer, for messages.
-    """
-    own, ep = dist.get_rank(group), len(rules) // esp
-    deciding = [rules.index(ep_rank) for ep_rank in range(ep)]
-    _warn_if_filled_otherwise(experts, group, rules, deciding, esp, path)
-    receivers = range(rules[own] * esp, (rules[own] + 1) * esp) if deciding[rules[own]] == own else ()
-    for whole, shard in zip(experts, shards, strict=True):
-        cuts, targets = cuts_of(whole), dict(_tensors(shard))
-        sent = [_bytes_of_shard(whole, targets, cuts, index, esp) for index in range(esp)] if receivers else []
-        sizes = [target.nbytes for target in targets.values()]
-        device = next(shard.parameters()).device
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        with waiting("the shards of experts of", path):
-            dist.all_to_all_single(
-                received,
-                torch.cat(sent) if sent else received.new_empty(0),
-                [sum(sizes) if rank == deciding[own // esp] else 0 for rank in range(len(rules))],
-                [sum(sizes) if rank in receivers else 0 for rank in range(len(rules))],
-                group=group,
+    state: LayerState
+    """The layer as data: its order, hooks, and where experts are."""
+    used_token_S: torch.Tensor | None = None
+    """[S]: the mask of tokens that take part; ``None``: all do."""
+    width: int | None = None
+    """M, as the layer was made; ``None`` where it is not known."""
+    forward: Forward | None = None
+    """The forward, which ranks that exchange counts compare; ``None``: not known."""
+    routing: RoutingBase | None = None
+    """What the gate has decided, once it has."""
+    hooks: LayerHooks | None = None
+    """What calls the hooks, where there are any."""
+
+    @property
+    def name(self) -> str:
+        """The name of the layer, for messages."""
+        return self.path or self.pipeline.label
+
+    def token_path(self, x: torch.Tensor) -> torch.Tensor:
+        """Run gate, order, the way to the experts and back chunk by chunk, i-order, and return [..., M].
+
+        Args:
+            x: the input of the call, [..., M].
+
+        Raises:
+            LayerError: an input or an expert has another width.
+            RoutingError: the gate's decision contradicts itself, on every rank that shares the experts.
+            DisagreementError: ranks that share the experts are in different forwards, on every one of them.
+        """
+        if self.state.parts.callbacks:
+            self.hooks = LayerHooks(self.state.parts.callbacks, self.pipeline.label)
+            x = self.hooks.at("before_moe_start_hook", x)
+        if x.dim() == 0 or (self.width is not None and x.shape[-1] != self.width):
+            made_for = "M" if self.width is None else f"M = {self.width}"
+            raise LayerError(f"{self.name}: its input has shape {list(x.shape)}: must be [..., {made_for}]")
+        x_SM = x.reshape(-1, x.shape[-1])
+        routing = self.routing = self.gate(x_SM, self.used_token_S, self.capacity_group)
+        if self.hooks is not None:
+            self.hooks.routing = routing
+        # What hooks, losses and counts see is about experts; what is sent is about places.
+        placed = self.state.placed
+        sent = routing if placed is None else placed.routing(routing)
+        y_SM = self._through_rows(x_SM, sent) if self.in_rows else self._through_slots(x_SM, sent)
+        y = y_SM.reshape(x.shape)
+        return y if self.hooks is None else self.hooks.at("before_moe_end_hook", y)
+
+    def _through_slots(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
+        """Send all slots, [E, C] of them, empty or not; [S, M] to [S, M]."""
+        order, duplicates = self.state.order, self.state.duplicates
+        chunked, capacity = self._in_chunks(routing)
+        x_ECM = order.arrange(x_SM, chunked)
+        x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
+        if duplicates is not None:
+            x_RM = duplicates.drop(x_RM)
+        y_RM = self._run(x_RM, SlotLayout(routing.num_experts, capacity, self.pipeline.degrees))
+        if duplicates is not None:
+            y_RM = duplicates.gather(y_RM)
+        y_ECM = y_RM.view(routing.num_experts, chunked.capacity, y_RM.shape[-1])
+        return order.restore(y_ECM, chunked)
+
+    def _in_chunks(self, routing: RoutingBase) -> tuple[RoutingBase, int]:
+        """Return the routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order
+        puts rows where the routing says, so contiguous chunks cost no copy."""
+        num_experts, capacity = routing.num_experts, routing.capacity
+        degree, duplicates = self.pipeline.forward.block.degree, self.state.duplicates
+        if duplicates is None:
+            cutting = cut(capacity, degree)
+            return routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity), capacity
+        own_capacity = duplicates.part(capacity)
+        place = partial(duplicates.slots, num_experts=num_experts, capacity=capacity, cutting=cut(own_capacity, degree))
+        return routing.relaid(place, duplicates.num_ranks * own_capacity), own_capacity
+
+    def _through_rows(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
+        """Send a row for every choice that a token made; [S, M] to [S, M]. Their counts travel while the order runs."""
+        if not isinstance(routing, Routing):
+            raise TypeError(
+                f"{self.name}: the gate returned a {type(routing).__name__}, whose slots are no rows: dispatch = "
+                "'rows' needs a Routing"
             )
-        for target, values in zip(targets.values(), received.split(sizes), strict=True):
-            # A copy, as a part of a larger buffer need not begin where an element of its type may.
-            target.copy_(values.clone().view(target.dtype).view(target.shape))
+        order, collectives = self.state.order, self.pipeline.collectives
+        cuts = token_cuts_of(*self.pipeline.degrees)
+        if collectives.nodes is not None:
+            return self._through_nodes(x_SM, routing, cuts)
+        numbered = number_rows_of_layer(routing, cuts, order.ops)
+        of_call = collectives.block, cuts, collectives.passes_on, self.name, self.forward
+        counts = CountsExchange.begin(numbered.counts_ET, numbered.fault, *of_call)
+        x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
+        y_RM = self._run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM), routing.slots_KS.shape[0]))
+        return order.restore(y_RM.unsqueeze(0), numbered.routing)
+
+    def _through_nodes(self, x_SM: torch.Tensor, routing: Routing, cuts: TokenCuts) -> torch.Tensor:
+        """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
+        order, collectives = self.state.order, self.pipeline.collectives
+        sent, rows, weights_KS = number_by_node(routing, cuts, collectives.nodes, order.ops)
+        exchange = NodeExchange.begin(rows, collectives.block, collectives.nodes, cuts, self.name, self.forward)
+        x_RM = order.arrange(x_SM, sent).reshape(sent.num_slots, x_SM.shape[-1])
+        choice_of_row_R = exchange.wait()
+        weights_R = weights_KS.reshape(-1).index_select(0, choice_of_row_R)
+        call = exchange.records(choice_of_row_R, weights_R.detach())
+        sizes = call.sizes, routing.num_experts, len(x_SM), routing.slots_KS.shape[0]
+        y_RM = self._run(x_RM, RowLayout(*sizes, call, order.ops.restore), weights_R)
+        return order.restore(y_RM.unsqueeze(0), sent)
+
+    def _run(self, x_RM: torch.Tensor, layout: Layout, weights_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Send rows to the experts and back, see :meth:`~ds_fsmoe.execution.pipeline.LayerPipeline.run`.
+
+        Raises:
+            LayerError: an expert does not take or make rows of the layer's width. Experts are tried, with one row each,
+                only once something has failed: torch names two matrices and neither of their owners.
+        """
+        hook = None if self.hooks is None else self.hooks.at
+        try:
+            return self.pipeline.run(x_RM, layout, self.experts, hook, weights_R)
+        except RuntimeError as error:
+            # Experts with stacked weights are no modules that rows could be given to, and have the model's own width.
+            is_stacked = isinstance(self.experts, StackedExperts)
+            alone: Sequence[Any] = () if is_stacked else getattr(self.experts, "experts", ())
+            for index, expert in enumerate(alone):
+                if problem := _wrong_width(expert, x_RM, self.experts.keep_expert_dim):
+                    named = f"{self.name}: expert {index}, a {type(expert).__name__}"
+                    raise LayerError(f"{named}, {problem}") from error
+            raise
 
 
-def _warn_if_filled_otherwise(
-    experts: Sequence[nn.Module],
-    group: dist.ProcessGroup,
-    rules: Sequence[int],
-    deciding: Sequence[int],
-    esp: int,
-    path: str,
-) -> None:
-    """Warn if ranks have equal experts where shards share one, but not where DeepSpeed's rule makes them equal."""
-    digests = on_every_rank(_digest(experts), group)
-    by_rule = all(digests[rank] == digests[deciding[rule]] for rank, rule in enumerate(rules))
-    by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
-    if by_shards and not by_rule:
-        log_on_rank_0(
-            f"{path}: runs of {esp} neighbouring ranks have the same experts, and ranks that should have the "
-            "same ones by DeepSpeed's rule have not. With fsmoe.expert_tensor_parallel_size = "
-            f"{esp}, too, rank r has to be filled with the experts of EP rank r % ep_size before "
-            "initialize(), and what ranks have by another rule is lost: if these are pretrained weights, "
-            "fill them by that rule",
-            logging.WARNING,
-        )
+_OF_SHAPES = re.compile(r"shapes? |size of tensor|input of size")
+"""Matches what torch says of shapes that do not fit, and of no other failure."""
 
 
-def _digest(experts: Sequence[nn.Module]) -> str:
-    digest = hashlib.sha256()
-    for expert in experts:
-        for _, tensor in _tensors(expert):
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
-            digest.update(_as_bytes(sample).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _bytes_of_shard(
-    whole: nn.Module, targets: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], index: int, count: int
-) -> torch.Tensor:
-    """Return the contents of an expert's shard, in the types and on the device of this rank's shard."""
-    parts = (
-        of_one_expert(cuts.get(name, "whole"), index, count).cut(tensor.detach()[None])[0].to(targets[name])
-        for name, tensor in _tensors(whole)
-    )
-    return torch.cat([_as_bytes(each) for each in parts])
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def facts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return what, besides the shapes of parameters, has to be alike on all ranks so that each can take over the
-    experts of another, as short texts by name."""
-    facts = {}
-    for name, layer in layers.items():
-        for index, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            frozen = [each for each, parameter in expert.named_parameters() if not parameter.requires_grad]
-            buffers = [f"{each} {list(buffer.shape)}" for each, buffer in expert.named_buffers()]
-            facts[f"{name}: frozen parameters of expert {index}"] = ", ".join(frozen) or "none"
-            facts[f"{name}: buffers of expert {index}"] = ", ".join(buffers) or "none"
-    return facts
+def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> str | None:
+    shape = (1, 1, 1, x.shape[-1]) if keep_expert_dim else (1, 1, x.shape[-1])
+    devices = [x.device] if x.device.type == "cuda" else []
+    must = f"an expert must return a row of the layer's width, M = {x.shape[-1]}, for every row"
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            made = expert(x.new_zeros(shape))
+        except RuntimeError as error:
+            if not _OF_SHAPES.search(str(error)):
+                return None
+            return f"does not take rows of shape {list(shape)}: {error}; {must}"
+    made = made[0] if isinstance(made, tuple) else made
+    if isinstance(made, torch.Tensor) and made.shape != shape:
+        return f"made {list(made.shape)} of {list(shape)}: {must}"
+    return None
 
 
 # ---- Holds all of ours that a converted layer has; the one owner of how it is run
@@ -206,6 +263,8 @@ class LayerState:
     """Where the experts are; ``None``: in the model's own order."""
     forwards: Forwards | None = None
     """The forwards so far."""
+    group_alone: dist.ProcessGroup | None = None
+    """The ranks that share the experts of a layer outside of an engine of ours; ``None`` for this process alone."""
     checks_without_engine: list[Check] = field(default_factory=list)
     """The checks of a layer outside of an engine of ours."""
     opaque: Handle | None = None
@@ -227,14 +286,19 @@ class LayerState:
         """The ranks that agree on a capacity, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.capacity_group
 
-    def sends_rows(self, gate: Any) -> bool:
+    def sends_rows(self, gate: Any, dispatch: Dispatch | None = None) -> bool:
         """Whether rows travel in the next call, instead of slots; the same on every rank.
 
         Args:
             gate: the gate of the layer.
+            dispatch: what is asked for; unless given, what was.
         """
         assert self.pipeline is not None
-        return self.duplicates is None and sends_rows(self.parts.dispatch, gate, self.pipeline.collectives)
+        collectives = self.pipeline.collectives
+        is_for_slots = collectives.ep_group is not None and collectives.exchange_rows is None
+        if self.duplicates is not None or is_for_slots:
+            return False
+        return takes_rows(dispatch or self.parts.dispatch, gate)
 
     def could_send_rows(self, gate: Any) -> bool:
         """Whether slots travel and rows would, if they were asked for; the same on every rank.
@@ -242,31 +306,51 @@ class LayerState:
         Args:
             gate: the gate of the layer.
         """
-        assert self.pipeline is not None
-        could = self.duplicates is None and sends_rows("rows", gate, self.pipeline.collectives)
-        return could and not self.sends_rows(gate)
+        return self.sends_rows(gate, "rows") and not self.sends_rows(gate)
 
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.mp_group
 
-    def begin_call(self, layer: ConvertedLayer, x: torch.Tensor) -> Forward:
-        """Begin a call of the layer, and return its forward, as ranks that share the experts compare it.
+    def begin_call(
+        self, layer: Any, x: torch.Tensor, used_token_S: torch.Tensor | None = None, route: Gate | None = None
+    ) -> LayerRun:
+        """Begin a call of the layer, once checks have seen the layer, and return it as instruments leave it.
 
         Args:
-            layer: the layer.
-            x: its input.
+            layer: the layer, which says what is its own: its gate, its experts, and how it runs alone.
+            x: its input, [..., M].
+            used_token_S: [S], 0 for tokens that take no part; ``None``: all do.
+            route: its way to decide; unless given, that of its gate, by the choice that is given, if one is.
+
+        Raises:
+            ReplayError: a choice is given that is not for these tokens, on any rank.
         """
         self.last_shape = x.shape
         if self.forwards is None:
             self.forwards = Forwards(self.path or self.label)
         forward = self.forwards.begin(layer.training, in_backward())
         if self.pipeline is None:
-            layer.run_alone()
+            layer.run_alone(x.device)
         for check in self.checks:
             check(layer, x)
-        return forward
+        gate, local = layer.gate, layer.local_experts()
+        in_rows = self.sends_rows(gate)
+        if isinstance(gate, ToldGate):
+            gate.needs_capacity = not in_rows
+        if route is None:
+            given = self.next_given()
+            self.check_given(given, x.shape[:-1].numel())
+            route = remembering(layer.route, gate, self, given)
+        group = self.group_alone if self.running is None else self.capacity_group
+        experts = local if layer.why_called() is None else layer.whole_experts(local)
+        width = getattr(gate, "takes_width", None)
+        of_layer = self.label, self.path, layer.training, x, group, route, self.pipeline, experts, local, in_rows
+        run = LayerRun(*of_layer, state=self, used_token_S=used_token_S, width=width, forward=forward)
+        for show in self.instruments:
+            show(run)
+        return run
 
     def next_given(self) -> ReplayedRouting | None:
         """Return the choice by which the call that begins is to go: of its forward, if it runs again; or replayed."""
@@ -314,9 +398,18 @@ class LayerState:
         """
         self.placed = None if placement.is_at_start else Placed(placement)
 
-    def run_alone(self, group: dist.ProcessGroup | None) -> None:
-        """Run the layer without an engine of ours: one task after another, among the ranks of ``group``."""
-        self.pipeline = pipeline_without_engine(self.parts.alltoall, group, SerialLanes())
+    def run_alone(
+        self, group: dist.ProcessGroup | None, lanes: Lanes | None = None, degrees: tuple[int, int] = (1, 1)
+    ) -> None:
+        """Run the layer without an engine of ours.
+
+        Args:
+            group: the ranks that share the experts; ``None`` for this process alone.
+            lanes: the lanes that run tasks; unless given, they run one after another.
+            degrees: the numbers of chunks (forward, backward).
+        """
+        self.group_alone = group
+        self.pipeline = pipeline_without_engine(self.parts.alltoall, group, lanes or SerialLanes(), degrees)
 
     def run_on_without_engine(self) -> None:
         """Run the layer from its next call on in one chunk, one task after another, in the groups that it has."""
@@ -399,6 +492,6 @@ class ConvertedLayer(OpaqueModule):
         may_be_copied = self.fsmoe.running is None or asking() in TRUSTED
         return super().__reduce_ex__(protocol) if may_be_copied else refuse_copy(self.fsmoe.path)
 
-    def run_alone(self) -> None:
+    def run_alone(self, device: torch.device) -> None:
         """Run the layer without an engine of ours, and without other ranks."""
         self.fsmoe.run_alone(None)

@@ -8,7 +8,9 @@ their class: same Parameter objects, same state-dict names, every ``isinstance``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,14 +26,16 @@ from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.expert_parts import of_one_expert
+from ds_fsmoe.checkpoint_files.numbering import Cut
 from ds_fsmoe.checks.no_door import warn_without_door
 from ds_fsmoe.components.expert_compute.autograd_call import buffers_kept
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import is_observed, runs_unobserved
-from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.expert_compute.shards import cuts_of
+from ds_fsmoe.components.gate import GateBase, ToldGate
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.routing import (
-    ReplayedRouting,
     Routing,
     RoutingBase,
     StockMasks,
@@ -40,15 +44,15 @@ from ds_fsmoe.components.routing import (
     stock_masks,
     stock_routes,
 )
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.pipeline import WholeExperts
-from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.layer.replay import remembering
-from ds_fsmoe.layer.state import ConvertedLayer, hand_out
+from ds_fsmoe.layer.state import ConvertedLayer
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.spans import Recorder
-from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
 # ---- Handles the module ``deepspeed_moe.experts`` that holds a rank's experts, and says whether it must be
@@ -78,18 +82,6 @@ def why_called(container: nn.Module) -> str | None:
     return None
 
 
-def whole_experts(container: nn.Module, path: str) -> WholeExperts:
-    """Wrap the container of a layer, to be called once.
-
-    Args:
-        container: the container of the layer.
-        path: the path of the layer in the model.
-    """
-    name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__
-    again = partial(buffers_kept, container)
-    return WholeExperts(container, tuple(container.parameters()), name, again, is_like_stocks(container))
-
-
 def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
     """Refuse to shard experts over several ranks where their module would be shown partial sums.
 
@@ -108,28 +100,141 @@ def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
             )
 
 
+# ---- Keeps experts whole until their shards can be cut
+#
+# A script fills the experts of a layer by DeepSpeed's rule: rank r has those of EP rank ``r % ep`` (``r // (ranks /
+# ep)`` with ``use_data_before_expert_parallelism``), and of all ranks with the same ones DeepSpeed lets the first
+# decide. Where experts are sharded, the layout differs: neighbours share the experts of one EP rank. So each rank
+# keeps its experts whole until the process groups are there, and then every shard is cut from the expert that
+# DeepSpeed would have trained.
+
+
+_SAMPLES = 1024
+"""The elements of a tensor by which experts are told apart, for a warning only."""
+
+
+@torch.no_grad()
+def hand_out(
+    experts: Sequence[nn.Module],
+    shards: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    rules: Sequence[int],
+    esp: int,
+    path: str,
+) -> None:
+    """Fill this rank's shards from the experts of the ranks that decide on them. Collective over the block.
+
+    Args:
+        experts: the whole experts of this rank, as the script has filled them.
+        shards: the shards of this rank, as many as its whole experts; in their final types and on their device.
+        group: the block: rank i of it holds shard ``i % esp`` of the experts of EP rank ``i // esp``.
+        rules: for each rank of the block, the EP rank whose experts it has by DeepSpeed's rule.
+        esp: the number of shards of an expert.
+        path: the path of the layer, for messages.
+    """
+    own, ep = dist.get_rank(group), len(rules) // esp
+    deciding = [rules.index(ep_rank) for ep_rank in range(ep)]
+    _warn_if_filled_otherwise(experts, group, rules, deciding, esp, path)
+    receivers = range(rules[own] * esp, (rules[own] + 1) * esp) if deciding[rules[own]] == own else ()
+    for whole, shard in zip(experts, shards, strict=True):
+        cuts, targets = cuts_of(whole), dict(_tensors(shard))
+        sent = [_bytes_of_shard(whole, targets, cuts, index, esp) for index in range(esp)] if receivers else []
+        sizes = [target.nbytes for target in targets.values()]
+        device = next(shard.parameters()).device
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        with waiting("the shards of experts of", path):
+            dist.all_to_all_single(
+                received,
+                torch.cat(sent) if sent else received.new_empty(0),
+                [sum(sizes) if rank == deciding[own // esp] else 0 for rank in range(len(rules))],
+                [sum(sizes) if rank in receivers else 0 for rank in range(len(rules))],
+                group=group,
+            )
+        for target, values in zip(targets.values(), received.split(sizes), strict=True):
+            # A copy, as a part of a larger buffer need not begin where an element of its type may.
+            target.copy_(values.clone().view(target.dtype).view(target.shape))
+
+
+def _warn_if_filled_otherwise(
+    experts: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    rules: Sequence[int],
+    deciding: Sequence[int],
+    esp: int,
+    path: str,
+) -> None:
+    """Warn if ranks have equal experts where shards share one, but not where DeepSpeed's rule makes them equal."""
+    digests = on_every_rank(_digest(experts), group)
+    by_rule = all(digests[rank] == digests[deciding[rule]] for rank, rule in enumerate(rules))
+    by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
+    if by_shards and not by_rule:
+        log_on_rank_0(
+            f"{path}: runs of {esp} neighbouring ranks have the same experts, and ranks that should have the "
+            "same ones by DeepSpeed's rule have not. With fsmoe.expert_tensor_parallel_size = "
+            f"{esp}, too, rank r has to be filled with the experts of EP rank r % ep_size before "
+            "initialize(), and what ranks have by another rule is lost: if these are pretrained weights, "
+            "fill them by that rule",
+            logging.WARNING,
+        )
+
+
+def _digest(experts: Sequence[nn.Module]) -> str:
+    digest = hashlib.sha256()
+    for expert in experts:
+        for _, tensor in _tensors(expert):
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
+            digest.update(_as_bytes(sample).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _bytes_of_shard(
+    whole: nn.Module, targets: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], index: int, count: int
+) -> torch.Tensor:
+    """Return the contents of an expert's shard, in the types and on the device of this rank's shard."""
+    parts = (
+        of_one_expert(cuts.get(name, "whole"), index, count).cut(tensor.detach()[None])[0].to(targets[name])
+        for name, tensor in _tensors(whole)
+    )
+    return torch.cat([_as_bytes(each) for each in parts])
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def facts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return what, besides the shapes of parameters, has to be alike on all ranks so that each can take over the
+    experts of another, as short texts by name."""
+    facts = {}
+    for name, layer in layers.items():
+        for index, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+            frozen = [each for each, parameter in expert.named_parameters() if not parameter.requires_grad]
+            buffers = [f"{each} {list(buffer.shape)}" for each, buffer in expert.named_buffers()]
+            facts[f"{name}: frozen parameters of expert {index}"] = ", ".join(frozen) or "none"
+            facts[f"{name}: buffers of expert {index}"] = ", ".join(buffers) or "none"
+    return facts
+
+
 # ---- Implements the layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer
 
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
 
-class FSMoEGate(StockTopKGate):
+class FSMoEGate(ToldGate, StockTopKGate):
     """Decides our way in stock's gate module, with its parameter ``wg``.
 
     Called as a module it takes and returns what stock's does, so hooks on it, and other callers, see what they would
     see there. Our layer calls it only where that makes a difference; otherwise it uses :meth:`decide`.
     """
 
-    ops: Ops = REFERENCE
-    """The operators, see :class:`~ds_fsmoe.components.gate.GateBase`."""
-    says_entropy: bool = False
-    """Whether the entropy is reported, see :class:`~ds_fsmoe.components.gate.GateBase`."""
-    needs_capacity: bool = True
-    """Whether ranks have to agree on a capacity, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     takes_given: ClassVar[bool] = True
-    given: ReplayedRouting | None = None
-    """The choice to go by, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     _decided: Routing | None = None
 
     @property
@@ -146,7 +251,7 @@ class FSMoEGate(StockTopKGate):
     ) -> StockRoutes | StockMasks:
         """Take stock's arguments and return its results; ``use_tutel`` changes nothing."""
         # Where rows travel, the ranks need not agree, and may not all have come here: what is shown is this rank's.
-        routing = self._decide(input, used_token, self.ep_group if self.needs_capacity else None, True)
+        routing = self.decide(input, used_token, self.ep_group if self.needs_capacity else None, with_capacity=True)
         self._decided = routing
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
@@ -160,17 +265,20 @@ class FSMoEGate(StockTopKGate):
         chosen_KS = torch.where(routing.slots_KS < routing.num_slots, routing.chosen(), decided.chosen())
         return replace(routing, entropy=decided.entropy, experts_KS=chosen_KS)
 
-    def decide(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
-        """See :class:`~ds_fsmoe.components.gate.GateBase`."""
-        return self._decide(x_SM, used_token_S, group, self.needs_capacity)
-
-    def _decide(
+    def decide(
         self,
         x_SM: torch.Tensor,
         used_token_S: torch.Tensor | None,
         group: dist.ProcessGroup | None,
-        needs_capacity: bool,
+        with_capacity: bool = False,
     ) -> Routing:
+        """See :class:`~ds_fsmoe.components.gate.GateBase`.
+
+        Args:
+            x_SM, used_token_S, group: see there.
+            with_capacity: whether there is to be a capacity even where ranks need none.
+        """
+        needs_capacity = with_capacity or self.needs_capacity
         with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
             options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": needs_capacity}
             options |= {"given": self.given}
@@ -230,40 +338,16 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             RuntimeError: the experts are spread over ranks, and the process group was not made.
         """
         state = self.fsmoe
-        forward = state.begin_call(self, hidden_states)
-        in_rows = state.sends_rows(self.gate)
-        if isinstance(self.gate, (FSMoEGate, GateBase)):
-            self.gate.needs_capacity = not in_rows
-        call = self._call(hidden_states, in_rows)
-        given = state.next_given()
-        state.check_given(given, hidden_states.shape[:-1].numel())
-        call.gate = remembering(call.gate, self.gate, state, given)
-        with _stock_times(self, call) if self.wall_clock_breakdown else nullcontext():
-            for show in state.instruments:
-                show(call)
-            result = token_path(
-                hidden_states,
-                used_token,
-                gate=call.gate,
-                order=state.order,
-                pipeline=call.pipeline,
-                experts=call.experts,
-                group=self.ep_group if state.running is None else state.capacity_group,
-                callbacks=state.parts.callbacks,
-                duplicates=state.duplicates,
-                width=getattr(self.gate, "takes_width", None),
-                name=state.path,
-                in_rows=in_rows,
-                placed=state.placed,
-                forward=forward,
-            )
-        self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
+        run = state.begin_call(self, hidden_states, used_token)
+        with _stock_times(self, run) if self.wall_clock_breakdown else nullcontext():
+            output = run.token_path(hidden_states)
+        self.l_aux, self.exp_counts = run.routing.aux_loss, run.routing.counts_E
         if state.mp_group is not None and not state.tensor_parallel.same_tokens:
             # Each rank has the loss of its own tokens: added up over the group they are to be its mean.
             self.l_aux = self.l_aux / state.mp_group.size()
-        return result.output
+        return output
 
-    def run_alone(self) -> None:
+    def run_alone(self, device: torch.device) -> None:
         """Run the layer without an engine of ours, among the ranks of its group.
 
         Raises:
@@ -276,21 +360,23 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             )
         self.fsmoe.run_alone(self.ep_group)
 
-    def _call(self, x: torch.Tensor, in_rows: bool) -> LayerCall:
-        """Return the next call of the layer, as it is made where no instrument changes it."""
-        state, local = self.fsmoe, self.local_experts()
-        experts: ExpertSet | WholeExperts | None = local
-        if why_called(self.experts) is not None:
-            if not state.pipeline.is_cut:
-                experts = whole_experts(self.experts, state.path)
-            elif local is None:
+    def whole_experts(self, local: ExpertSet | None) -> ExpertSet | WholeExperts:
+        """Return the experts of this rank as they are called where :meth:`why_called` says why.
+
+        Raises:
+            RuntimeError: the layer is run in chunks, and of what its experts are nothing is known.
+        """
+        container, path = self.experts, self.fsmoe.path
+        if self.fsmoe.pipeline.is_cut:
+            if local is None:
                 raise RuntimeError(
-                    f"{state.path}: another experts module was put in after the first forward, and the layer is run "
-                    "in chunks: call engine.fsmoe.look_again() on every rank after such a change"
+                    f"{path}: another experts module was put in after the first forward, and the layer is run in "
+                    "chunks: call engine.fsmoe.look_again() on every rank after such a change"
                 )
-        group = state.capacity_group
-        of_layer = state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local
-        return LayerCall(*of_layer, in_rows)
+            return local
+        name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__
+        again = partial(buffers_kept, container)
+        return WholeExperts(container, tuple(container.parameters()), name, again, is_like_stocks(container))
 
     def why_called(self) -> str | None:
         """Return why the experts module has to be called itself; ``None`` if it need not be."""

@@ -141,7 +141,8 @@ class Uncut:
         self._leave_whole({label: layers[label] for label in layers if label in self._reasons})
 
     def _may_be_cut(self, layer: FSMoELayer) -> bool:
-        return self._is_tuned or (layer.pipeline is not None and layer.pipeline.is_cut)
+        pipeline = layer.fsmoe.pipeline
+        return self._is_tuned or (pipeline is not None and pipeline.is_cut)
 
     def _leave_whole(self, layers: Mapping[str, FSMoELayer]) -> None:
         """Run layers uncut from now on, where they are not uncut yet."""

@@ -29,20 +29,11 @@ class BFloat16Wire(CallbackBase):
         self._wide: dict[str, torch.dtype] = {}
 
     def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        return self._narrowed(args)
-
-    def after_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        return self._widened(args)
-
-    def before_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        return self._narrowed(args)
-
-    def after_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        return self._widened(args)
-
-    def _narrowed(self, args: CallbackArgs) -> torch.Tensor | None:
         self._wide[args.direction] = args.tensor.dtype
         return args.tensor.bfloat16() if args.tensor.dtype.itemsize > 2 else None
 
-    def _widened(self, args: CallbackArgs) -> torch.Tensor | None:
+    def after_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
         return args.tensor.to(self._wide[args.direction])
+
+    before_combine_hook = before_dispatch_hook
+    after_combine_hook = after_dispatch_hook
