@@ -174,6 +174,26 @@ def test_a_step_of_a_block_asks_little_of_the_host(tmp_path: Path) -> None:
     assert found["operators"] < theirs["operators"]
 
 
+def checkpointed(rank: int, world_size: int) -> list[bool]:
+    """Whether gradients under activation checkpointing are those without it, in the first step and in the second."""
+    engines = [engine_of(qwen3(torch.float32)) for _ in range(2)]
+    engines[0].module.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(12)[None]
+    found = []
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+        pairs = zip(*(engine.module.parameters() for engine in engines), strict=True)
+        found.append(all(torch.equal(one.grad, other.grad) for one, other in pairs))
+        for engine in engines:
+            engine.step()
+    return found
+
+
+def test_a_call_that_is_computed_again_goes_the_way_of_the_first(tmp_path: Path) -> None:
+    assert run_on_ranks(checkpointed, 1, tmp_path)[0] == [True, True]
+
+
 def both_ways(rank: int, world_size: int, dtype: torch.dtype, ops: str = "required") -> list[str]:
     """What differs, bit by bit, between the short way and the general one."""
     said = []

@@ -28,7 +28,7 @@ def warn_without_door(layer: Any, x: torch.Tensor) -> None:
         x: its input, which is not looked at.
     """
     if layer.training:
-        layer.fsmoe.checks_without_engine.remove(warn_without_door)
+        layer.fsmoe.checks.remove(warn_without_door)
         _warn("ds_fsmoe.MoE layers are trained by")
 
 

@@ -151,7 +151,7 @@ class MOELayer(nn.Module):
         self._degrees = degrees
         parts = Parts(alltoall_impl, tuple(callbacks), kind.order, ops, dispatch)
         of_layer = {"label": "moe", "path": "MOELayer", "tensor_parallel": PLAIN}
-        self._state = LayerState(parts, order_impl, None, **of_layer, checks_without_engine=[_look_at_experts])
+        self._state = LayerState(parts, order_impl, None, **of_layer, checks=[_look_at_experts])
         self._looked: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:

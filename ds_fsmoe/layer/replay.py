@@ -340,14 +340,14 @@ class Tape:
     """Holds what layers decided in a checkpointed function, by layer, in the order of their calls."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[ReplayedRouting | None]] = {}
+        self._kept: dict[int, list[Any]] = {}
         self._num_taken: dict[int, int] = {}
 
-    def keep(self, layer: int, given: ReplayedRouting | None) -> None:
+    def keep(self, layer: int, given: Any) -> None:
         """Keep the next decision of a layer."""
         self._kept.setdefault(layer, []).append(given)
 
-    def take(self, layer: int) -> ReplayedRouting | None:
+    def take(self, layer: int) -> Any:
         """Return the next decision of a layer in this run; ``None``: it kept none."""
         number = self._num_taken.get(layer, 0)
         self._num_taken[layer] = number + 1
@@ -386,17 +386,26 @@ def runs_again() -> bool:
     return bool(tapes) and any(is_again for _, is_again in tapes)
 
 
-def keep(layer: object, given: ReplayedRouting | None) -> None:
+def keep(layer: object, given: Any) -> None:
     """Keep what a layer decided for all functions around it that may run again."""
     for tape, is_again in _tapes.get():
         if not is_again:
             tape.keep(id(layer), given)
 
 
-def take(layer: object) -> ReplayedRouting | None:
+def take(layer: object) -> Any:
     """Return what a layer decided when the innermost function that runs again ran first."""
     tape = next((tape for tape, is_again in reversed(_tapes.get()) if is_again), None)
     return None if tape is None else tape.take(id(layer))
+
+
+def as_first(layer: object, decided: bool) -> bool:
+    """Return what a layer decided when a function that runs again ran first, unless it runs first now; and keep it."""
+    if _tapes.get():
+        found = take(layer)
+        decided = decided if found is None else found
+        keep(layer, decided)
+    return decided
 
 
 def remembering(route: Gate, gate: Any, layer: object, given: ReplayedRouting | None) -> Gate:

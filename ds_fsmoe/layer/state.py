@@ -37,7 +37,7 @@ from ds_fsmoe.layer.parts import LayerError, Parts, refuse_copy
 from ds_fsmoe.layer.replay import remembering, runs_again, take
 from ds_fsmoe.layer.row_routing import Placed, number_by_node, number_rows_of_layer, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
-from ds_fsmoe.observing.instruments import Check, Gate, Instrument, LayerCall
+from ds_fsmoe.observing.instruments import Check, Gate, LayerCall
 from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
@@ -265,21 +265,11 @@ class LayerState:
     """The forwards so far."""
     group_alone: dist.ProcessGroup | None = None
     """The ranks that share the experts of a layer outside of an engine of ours; ``None`` for this process alone."""
-    checks_without_engine: list[Check] = field(default_factory=list)
-    """The checks of a layer outside of an engine of ours."""
+    checks: list[Check] = field(default_factory=list)
+    """The checks that are shown a layer outside of an engine of ours before each call."""
     opaque: Handle | None = None
     """What stands for the layer in compiled code."""
     _exchanges: dict[str, Collectives] = field(default_factory=dict)
-
-    @property
-    def instruments(self) -> Sequence[Instrument]:
-        """The instruments that are shown each call of the layer."""
-        return () if self.running is None else self.running.instruments
-
-    @property
-    def checks(self) -> Sequence[Check]:
-        """The checks that are shown the layer itself before each call."""
-        return self.checks_without_engine if self.running is None else self.running.checks
 
     @property
     def capacity_group(self) -> dist.ProcessGroup | None:
@@ -333,7 +323,7 @@ class LayerState:
         forward = self.forwards.begin(layer.training, in_backward())
         if self.pipeline is None:
             layer.run_alone(x.device)
-        for check in self.checks:
+        for check in self.checks if self.running is None else self.running.checks:
             check(layer, x)
         gate, local = layer.gate, layer.local_experts()
         in_rows = self.sends_rows(gate)
@@ -345,10 +335,15 @@ class LayerState:
             route = remembering(layer.route, gate, self, given)
         group = self.group_alone if self.running is None else self.capacity_group
         experts = local if layer.why_called() is None else layer.whole_experts(local)
-        width = getattr(gate, "takes_width", None)
         of_layer = self.label, self.path, layer.training, x, group, route, self.pipeline, experts, local, in_rows
-        run = LayerRun(*of_layer, state=self, used_token_S=used_token_S, width=width, forward=forward)
-        for show in self.instruments:
+        run = LayerRun(
+            *of_layer,
+            state=self,
+            used_token_S=used_token_S,
+            width=getattr(gate, "takes_width", None),
+            forward=forward,
+        )
+        for show in () if self.running is None else self.running.instruments:
             show(run)
         return run
 

@@ -425,9 +425,9 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
                 f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
                 "DeepSpeed's own: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
             )
-        elif warn_without_door not in state.checks_without_engine:
+        elif warn_without_door not in state.checks:
             # Only an engine gives a layer its group, and this one is not ours.
-            state.checks_without_engine.append(warn_without_door)
+            state.checks.append(warn_without_door)
         if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group if state.capacity_group is None else state.capacity_group)
 
