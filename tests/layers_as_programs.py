@@ -27,6 +27,7 @@ from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
 from ds_fsmoe.planning.decide.gradient_plan import GradientSlice
 from ds_fsmoe.planning.decide.presets import BEST, NAMES, preset
+from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.registry import lookup
@@ -95,7 +96,7 @@ def ways_of_preset(name: str, most: int) -> list[Way]:
     slices = SLICES if switches.gradients in ("adaptive", "fixed_chunk") else SLICES[:1]
     found = []
     for backward in (False, True):
-        for order in switches.orders(most):
+        for order in SearchSpace.of(name, most).orders:
             of_phase = slices if backward else SLICES[:1]
             found += [Way(order.links, order.degree, backward, each) for each in of_phase]
     return found

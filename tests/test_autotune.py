@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.decide.search import SearchSpace
+from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import Contention
@@ -123,7 +123,8 @@ def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
 
     def candidates(search: Search) -> list[ModelPlan]:
         seen.append(search.planner.settings.contention)
-        return [search.fastest(SearchSpace.fixed(*CHOSEN))]
+        request = replace(search.request, space=SearchSpace.fixed(*CHOSEN))
+        return [Search(search.planner, request).fastest()]
 
     Search.candidates, measuring.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
     run = train(rank, tuned(kept), steps=1)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.search import Choice, SearchSpace
+from ds_fsmoe.planning.decide.search import Choice
 from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.tuning.summary import Outcome
@@ -115,7 +116,9 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     planner, labels = Machine().planner(), list(kind_of)
     layer = layer_of(made_up())
     two, three = (SearchSpace.fixed(Order(2), Order(degree)) for degree in (2, 3))
-    plan = planner.plan_options([{"flat": layer}] * 4, [two, three, two, two], "off")
+    orders = [each.asked for each in (two, three, two, two)]
+    request = PlanRequest([{"flat": layer}] * 4, two, "off")
+    plan = planner.plan(replace(request, orders=orders))
     rows = rows_of_plan(measured, labels, plan, (None, None))
     assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
     assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
@@ -123,6 +126,6 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     assert describe_plan(labels, plan) == (
         "L00, L02, L03 2 and 2 chunks, links side by side; L01 2 and 3 chunks, links side by side"
     )
-    alike = planner.plan_options([{"flat": layer}] * 4, [two] * 4, "off")
+    alike = planner.plan(request)
     assert describe_plan(labels, alike.sending_at_once()) == "2 and 2 chunks, links side by side, gradients at once"
     assert describe_plan(labels, alike.sending_at_the_end()).endswith("links side by side, gradients at the end")

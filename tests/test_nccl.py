@@ -227,8 +227,8 @@ def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
     def orders(one_link: str | None) -> set[str]:
         measured: Any = SimpleNamespace(kind_of={}, slowed=Slowdowns({}), is_serial=False, issues_ahead=False, kinds=[])
         running: Any = SimpleNamespace(one_link=one_link, links="reduce_first")
-        space = TunedModel(FSMoEBlock(enabled=True), running, {}, measured, [], {}, None).search.space
-        return {order.links for order in space.orders(False) if order.degree == 2}
+        space = TunedModel(FSMoEBlock(enabled=True), running, {}, measured, [], {}, None).search.request.space
+        return {order.links for order in space.orders if order.degree == 2}
 
     assert orders(None) == {"shared", "paper", "reduce_first"}
     assert orders("too old") == {"shared"}

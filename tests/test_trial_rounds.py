@@ -34,7 +34,8 @@ class Model:
 
     def __init__(self) -> None:
         self.labels = ()
-        self.search = SimpleNamespace(options=(0,), refinements=lambda best, *_: [best, plan_of(NEAR)])
+        request = SimpleNamespace(options=(0,))
+        self.search = SimpleNamespace(request=request, refinements=lambda best, *_: [best, plan_of(NEAR)])
 
 
 class Clock:

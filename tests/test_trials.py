@@ -14,7 +14,7 @@ import torch
 
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, plan_by_bytes, plan_by_rule
-from ds_fsmoe.planning.decide.search import SearchSpace
+from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.workload import Gradient
 from ds_fsmoe.tuning.trials import Trials
@@ -288,7 +288,8 @@ def test_adaptive_slices_by_rule_without_the_autotuner_and_as_it_has_planned_whe
 def test_gradients_at_once_are_all_that_there_are_whatever_layers_were_thought_to_have() -> None:
     gradients = tuple(Gradient(kind, (Lane.INTER,), size) for kind, size in ((GRAD, 400), (EXPERT_GRAD, 200)))
     layer = layer_of(made_up())
-    plan = Machine().planner().plan_options([{"flat": layer}] * 2, SearchSpace.fixed(Order(2), Order(2)), "off")
+    request = PlanRequest([{"flat": layer}] * 2, SearchSpace.fixed(Order(2), Order(2)), "off")
+    plan = Machine().planner().plan(request)
     plan = replace(plan, layers=(replace(layer, gradients=gradients),) * 2)
     # Of the dense ones more exist before the first window than a layer's share, as the head comes there.
     supplies = [BufferReadiness(EXPERT_GRAD, 4, (0, 40), 100), BufferReadiness(GRAD, 4, (120, 150), 200)]

@@ -52,7 +52,7 @@ class Kept(TrialRounds):
     def _near(self, best: Any, forward: Any, backward: Any) -> list[Any]:
         found = super()._near(best, forward, backward)
         # By what was measured none may be worth a trial.
-        return [best, best] if len(found) == 1 and self.model.search.options else found
+        return [best, best] if len(found) == 1 and self.model.search.request.options else found
 
     def _begin(self, plans: Any, turns: int) -> Any:
         self.rounds_of_plans = [*getattr(self, "rounds_of_plans", []), list(plans)]

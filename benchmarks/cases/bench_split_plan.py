@@ -27,10 +27,11 @@ from benchmarks.simulations.layouts import cluster_of, crossings_of, dtype_bytes
 from ds_fsmoe.offline.models.known import MODELS
 from ds_fsmoe.offline.models.model_layers import model_layers
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, Settings, mode_of, plan_by_name
-from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import BEST
+from ds_fsmoe.planning.decide.ways import PlanRequest
 from ds_fsmoe.planning.groups import Groups, crosses_once
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
 
@@ -136,7 +137,8 @@ def _simulated(case: Case, cluster: Cluster, groups: Groups, alltoall: AllToAll)
     layers, costs = case.layers(groups, alltoall), kind_costs(cluster, groups, alltoall)
     planner = Planner(costs, Settings(cluster.contention, cluster.host_ms))
     options, space = [{alltoall: each} for each in layers], planner.settings.space(BEST)
-    carried = plan_in_halves(planner, options, space, mode_of(BEST) if case.gradients else "off")
+    request = PlanRequest(options, space, mode_of(BEST) if case.gradients else "off", can_split=True)
+    carried = Search(planner, request).in_halves()
     assert carried is not None
     return planner.step_ms(plan_by_name(planner, BEST, layers)), planner.step_ms(carried), carried
 

@@ -11,7 +11,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.presets import Switches
-from ds_fsmoe.planning.decide.search import SearchSpace
+from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Stage, Work, layer_work
@@ -64,8 +64,9 @@ def _figure_3(system: _System) -> tuple[str, Timeline]:
     layer = layer_work(Shape(2, 512, 4096, 8192, bed.num_experts, 2, 2.4, "gpt", 32), bed.groups)
     order = Order(system.degree, system.switches.links)
     space = SearchSpace.fixed(order, order)
-    plan = Planner(bed.costs).plan(steady_state(layer), space, system.switches.gradients, layer.gradients)
-    return system.title, plan.timelines(bed.costs)[1]
+    options = [{"": each} for each in steady_state(layer)]
+    request = PlanRequest(options, space, system.switches.gradients, carried=layer.gradients)
+    return system.title, Planner(bed.costs).plan(request).timelines(bed.costs)[1]
 
 
 def _figure_4(chunk_ms: tuple[float, float, float, float], grad_ms: float) -> Timeline:

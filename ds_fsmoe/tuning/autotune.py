@@ -288,7 +288,7 @@ class Autotune:
         model.apply(plan, self.predictors)
         self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
         self.step = model.predict(plan) if self.of_stages is None else self.of_stages.step
-        asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
+        asked = tuple(None if each is None else each.degree for each in model.search.request.space.asked)
         self.rows = rows_of_plan(model.measured, model.labels, plan, asked)
 
     def _start(self, model: TunedModel, plans: Sequence[Candidate]) -> TrialRounds | None:
@@ -301,7 +301,7 @@ class Autotune:
             if self._reduction is not None:
                 self._reduction.try_windows(windows_of(plans[0].plan))
             return None
-        is_open = model.search.space.asked == (None, None)
+        is_open = model.search.request.space.asked == (None, None)
         return TrialRounds(
             model,
             plans,

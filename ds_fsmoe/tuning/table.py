@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.measuring.profiler import Reduces
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order, order_words
-from ds_fsmoe.planning.decide.plan import ModelPlan, mode_of
-from ds_fsmoe.planning.decide.search import MIN_GAIN, Choice, Degree, chunks_text
+from ds_fsmoe.planning.decide.plan import MIN_GAIN, ModelPlan, mode_of
+from ds_fsmoe.planning.decide.search import Choice, Degree, chunks_text
 from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, job_as_data

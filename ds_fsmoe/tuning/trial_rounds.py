@@ -131,7 +131,7 @@ class TrialRounds:
     def _near(self, best: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
         """Return neighbours of the best plan, which comes first; of a stage without layers there are none."""
         search = self.model.search
-        return search.refinements(best, forward, backward) if search.options else [best]
+        return search.refinements(best, forward, backward) if search.request.options else [best]
 
     def _begin(self, plans: Sequence[Candidate], turns: int) -> Trials:
         self.plans = tuple(plans)

@@ -13,7 +13,7 @@ from ds_fsmoe.distributed.topology import Stages, world_size_now
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.block import LayerPlan, Slice
-from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.candidates import PlanRequest, Search
 from ds_fsmoe.planning.decide.gradient_plan import WindowBytes
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
@@ -107,14 +107,16 @@ class TunedModel:
         space = settings.space(block.schedule)
         self.search = Search(
             Planner({}, settings),
-            self.job.options(self.job.mode, self._rest_ms),
-            space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
-            self.job.mode,
-            running.links,
-            self.job.uncut,
-            can_split,
-            # A system that was named is run as it is.
-            may_send_anyhow=block.schedule == BEST and self.job.mode == "adaptive",
+            PlanRequest(
+                self.job.options(self.job.mode, self._rest_ms),
+                space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
+                self.job.mode,
+                running.links,
+                self.job.uncut,
+                can_split,
+                # A system that was named is run as it is.
+                may_send_anyhow=block.schedule == BEST and self.job.mode == "adaptive",
+            ),
         )
 
     @property
@@ -146,7 +148,7 @@ class TunedModel:
     def predict(self, plan: ModelPlan) -> StepTimes:
         """Predict what a step with a plan takes."""
         search, count = self.search, self._num_micro_batches
-        step = predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms, count)
+        step = predict_step(search.planner, plan, search.request.options, self._dense_ms, self._gradients_ms, count)
         return step.repeated(self._num_steps).longer(self._wait_ms)
 
     def micro_batch(self, plan: ModelPlan) -> StageTimes:
@@ -169,7 +171,7 @@ class TunedModel:
             (len(kind.labels), kind.groups, kind.shape, job.costs_of(kind, next(iter(kind.ways)))) for kind in job.kinds
         ]
         per_node = self.measured.topology.ranks_per_node
-        sharded = other_esp_sizes(search.planner, search.space, cluster, counted, per_node)
+        sharded = other_esp_sizes(search.planner, search.request.space, cluster, counted, per_node)
         return sharded, larger_ep_sizes(replace(job, micro_batches=self._num_micro_batches), cluster)
 
 

@@ -16,7 +16,8 @@ from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.presets import Switches
-from ds_fsmoe.planning.decide.search import Choice, SearchSpace, choose
+from ds_fsmoe.planning.decide.search import Choice, choose
+from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -78,8 +79,9 @@ def grad_lanes_of(layout: str) -> tuple[Lane, ...]:
 def plan_by_switches(planner: Planner, switches: Switches, layers: Sequence[Layer]) -> ModelPlan:
     """The plan of a system with these switches, whether it is a preset or not."""
     settings = planner.settings
-    space = SearchSpace.of_switches(switches, settings.max_degree, settings.micro_op_bytes)
-    return planner.plan(layers, replace(space, solver=settings.solver), switches.gradients)
+    space = SearchSpace.of(switches, settings.max_degree, micro_op_bytes=settings.micro_op_bytes)
+    space = replace(space, solver=settings.solver)
+    return planner.plan(PlanRequest([{"": each} for each in layers], space, switches.gradients))
 
 
 def random_costs(rng: random.Random, alphas: float = 0.3) -> dict[str, LinearCost]:
@@ -116,7 +118,7 @@ def bare_block(phase: Phase) -> tuple[BlockWork, dict[str, LinearCost]]:
 def choice_of(times: BlockTimes, orders: list[Order], grad_ms: float = 0.0, solver: str = "exact") -> Choice:
     """What is chosen of these orders for one phase alone."""
     phase = PhaseTimes(times, grad_ms=grad_ms)
-    return choose(phase, phase, SearchSpace(lambda _: orders, solver=solver))[0]
+    return choose(phase, phase, SearchSpace(tuple(orders), solver=solver))[0]
 
 
 def bare_schedule(phase: Phase, degree: int, with_gradient: bool = True) -> Schedule:

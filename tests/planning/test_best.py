@@ -16,6 +16,7 @@ from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import PRESETS, Switches
 from ds_fsmoe.planning.decide.search import LANE_NAMES
+from ds_fsmoe.planning.decide.ways import PlanRequest
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
@@ -77,8 +78,9 @@ def test_the_order_beyond_the_paper_gains_and_is_never_a_loss() -> None:
         planner, layers = Planner(costs, Settings(max_degree=4, min_gain=0.0)), [layer_of("the paper's")] * 2
         all_ms = plan_by_name(planner, "best", layers).step_ms(costs)
         space = planner.settings.space("best")
-        orders = [each for each in space.orders(True) if each.links != "reduce_first"]
-        paper = planner.plan(layers, replace(space, orders=lambda _, found=orders: found), "adaptive").step_ms(costs)
+        orders = tuple(each for each in space.orders if each.links != "reduce_first")
+        request = PlanRequest([{"": each} for each in layers], replace(space, orders=orders), "adaptive")
+        paper = planner.plan(request).step_ms(costs)
         gained += paper > all_ms * (1 + 1e-6)
         assert all_ms <= paper * (1 + 1e-9)
         assert paper <= steps_ms(planner, layers)["fsmoe"] * (1 + 1e-9)

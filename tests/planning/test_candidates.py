@@ -9,9 +9,9 @@ import pytest
 
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.candidates import TRIED_DEGREES, Search
+from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.ways import MIN_GAIN, TRIED_DEGREES, PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import LayerProfile, Timing
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
@@ -40,7 +40,12 @@ def search_of(
 ) -> Search:
     planner = machine.planner()
     space = space or planner.settings.space("best")
-    return Search(planner, options, space, "adaptive", links, [uncut] * len(options))
+    return Search(planner, PlanRequest(options, space, "adaptive", links, [uncut] * len(options)))
+
+
+def asking(search: Search, **more) -> Search:
+    """The same search, of which something else is asked."""
+    return replace(search, request=replace(search.request, **more))
 
 
 def orders_of(plan: ModelPlan, index: int = 0) -> tuple[Order, Order]:
@@ -79,7 +84,7 @@ def test_plans_to_be_tried_are_what_is_predicted_first_and_every_small_degree_in
     for plan in found:
         pair = search.planner.choose(layer, SearchSpace.fixed(*orders_of(plan)))
         assert [each.time_ms for each in plan.choices(0)] == pytest.approx([each.time_ms for each in pair])
-    by_hand = search_of({"flat": layer}, space=search.space.with_degrees(5, None, "paper"), links="paper")
+    by_hand = search_of({"flat": layer}, space=search.request.space.with_degrees(5, None, "paper"), links="paper")
     assert {orders_of(each)[0].degree for each in by_hand.candidates()} == {5}
 
 
@@ -103,9 +108,8 @@ def test_layers_that_may_not_be_cut_are_not_cut_by_any_candidate() -> None:
 def near(kept: tuple[Order, Order], first: tuple[Order, Order], second: tuple[Order, Order], **more) -> list:
     options = {"flat": layer_of(more.pop("profile", made_up(0)))}
     search = search_of(options, machine=Machine(), **more)
-    plans = [search.planner.plan_options([options], SearchSpace.fixed(*each), "adaptive") for each in (kept, first)]
-    third = search.planner.plan_options([options], SearchSpace.fixed(*second), "adaptive")
-    return [orders_of(each) for each in search.refinements(*plans, third)]
+    plans = [asking(search, space=SearchSpace.fixed(*each)).whole() for each in (kept, first, second)]
+    return [orders_of(each) for each in search.refinements(*plans)]
 
 
 THREE, FOUR = Order(3, "reduce_first"), Order(4, "paper")
@@ -151,7 +155,7 @@ def with_gradients(*gradients: Gradient) -> Layer:
 
 def anyhow(*layers: Layer, may_send_anyhow: bool = True) -> list[ModelPlan]:
     """The refinements of the fastest plan."""
-    search = replace(search_of(*({"flat": each} for each in layers)), may_send_anyhow=may_send_anyhow)
+    search = asking(search_of(*({"flat": each} for each in layers)), may_send_anyhow=may_send_anyhow)
     plan = search.fastest()
     return search.refinements(plan, plan, plan)
 
@@ -192,14 +196,14 @@ def told(plan: ModelPlan) -> tuple:
 
 
 def test_stages_behind_the_first_try_their_best_with_its_gradients_at_the_end_when_the_first_runs_its_best() -> None:
-    search = replace(search_of({"flat": with_gradients(DENSE)}), may_send_anyhow=True)
+    search = asking(search_of({"flat": with_gradients(DENSE)}), may_send_anyhow=True)
     alone, first, second = (search.to_try(each) for each in (None, 0, 1))
     assert first == [alone[0], *alone]
     assert second == [alone[0], alone[0].sending_at_the_end(), *alone[1:]]
     # A system that was named is run as it is, and without layers there is one way.
-    named = replace(search, may_send_anyhow=False)
+    named = asking(search, may_send_anyhow=False)
     assert named.to_try(0) == named.to_try(1) == named.to_try()
-    nothing = replace(search, options=(), uncut=()).to_try(1)
+    nothing = asking(search, options=(), uncut=()).to_try(1)
     assert len(nothing) == 2
     assert nothing[0] == nothing[1]
 
@@ -208,7 +212,7 @@ def test_a_plan_that_is_run_again_by_its_orders_tells_the_same_alternatives() ->
     flat = layer_of(made_up(2), BUSY)
     search = search_of({"flat": flat, "2dh": layer_of(made_up(4), BUSY)})
     plan = search.fastest()
-    again = search._run_as(plan.alltoalls, [orders_of(plan)])
+    again, *_ = search.refinements(plan, plan, plan)
     assert orders_of(again) == orders_of(plan)
     alternatives, alltoalls_ms = told(again)
     assert all(runner_up is not None for pair in alternatives for runner_up, *_ in pair)
@@ -219,7 +223,7 @@ def test_a_plan_that_is_run_again_by_its_orders_tells_the_same_alternatives() ->
 def test_what_was_chosen_after_trials_is_told_beside_what_the_prediction_prefers() -> None:
     search = search_of({"flat": layer_of(made_up(2), BUSY)})
     preferred = search.fastest()
-    other = search._run_as(("flat",), [(THREE, FOUR)])
+    other = asking(search, orders=[(THREE, FOUR)]).whole()
     assert orders_of(other) == (THREE, FOUR)
     for at, choice in enumerate(other.choices(0)):
         assert choice.auto_degree == preferred.choices(0)[at].auto_degree

@@ -17,6 +17,7 @@ from ds_fsmoe.planning.decide import plan as plan_module
 from ds_fsmoe.planning.decide.block_times import BlockTimes
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
+from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
@@ -146,7 +147,7 @@ def test_one_degree_for_both_phases_is_the_one_with_the_smallest_sum() -> None:
     layer = layer_work(Shape(2, 1024, 2048, 4096, 6), TESTBEDS["a"])
     plan = plan_by_name(Planner(costs), "tutel", [layer])
     assert plan.forward[0].degree == plan.backward[0].degree
-    orders = preset("tutel").orders(16)
+    orders = SearchSpace.of("tutel", 16).orders
     sums = sum(BlockTimes(work, costs).times_ms(orders)[:, 0] for work in (layer.forward, layer.backward))
     assert plan.forward[0].degree == 1 + int(np.argmin(sums))
 

@@ -17,9 +17,8 @@ from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, Settings
-from ds_fsmoe.planning.decide.plan_halves import halves_orders, plan_in_halves
-from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.decide.step_time import predict_step
+from ds_fsmoe.planning.decide.ways import MIN_GAIN, PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, REST, Lane
@@ -28,6 +27,7 @@ from ds_fsmoe.planning.workload import Gradient, Layer, Work, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 from tests.planning.measured_layers import Machine, made_up
 from tests.planning.measured_layers import layer_of as measured_layer
+from tests.planning.test_candidates import asking
 
 PLAIN = Machine()
 
@@ -49,7 +49,8 @@ def search_of(
 ) -> Search:
     planner = machine.planner()
     space = space or planner.settings.space("best")
-    return Search(planner, options, space, mode, "reduce_first", [uncut] * len(options), can_split)
+    uncuts = [uncut] * len(options)
+    return Search(planner, PlanRequest(options, space, mode, "reduce_first", uncuts, can_split))
 
 
 def busy(sent_ms: float = 6.0, **more) -> list[dict[str, Layer]]:
@@ -70,8 +71,8 @@ def test_a_plan_in_halves_is_taken_where_it_gains_more_than_the_margin() -> None
     assert chosen.in_halves
     assert not whole.in_halves
     assert search.planner.step_ms(chosen) < (1 - MIN_GAIN) * search.planner.step_ms(whole)
-    assert not replace(search, can_split=False).fastest().in_halves
-    assert replace(search, can_split=False).in_halves() is None
+    assert not asking(search, can_split=False).fastest().in_halves
+    assert asking(search, can_split=False).in_halves() is None
 
 
 def test_with_nothing_to_hide_no_plan_in_halves_is_chosen() -> None:
@@ -79,9 +80,8 @@ def test_with_nothing_to_hide_no_plan_in_halves_is_chosen() -> None:
     layer = layer_work(SHAPE, groups)
     for seed in range(5):
         planner = Planner(random_costs(random.Random(seed)), Settings())
-        search = Search(
-            planner, [{"flat": layer}] * 4, planner.settings.space("best"), "off", "paper", [False] * 4, True
-        )
+        request = PlanRequest([{"flat": layer}] * 4, planner.settings.space("best"), "off", can_split=True)
+        search = Search(planner, request)
         assert not search.fastest().in_halves
 
 
@@ -92,7 +92,7 @@ def test_no_plan_in_halves_is_chosen_that_is_predicted_to_be_slower(seed) -> Non
     contention = rng.choice((IDEAL, Contention(0.4, 0.2, 0.1)))
     planner = Planner(random_costs(rng), Settings(contention, host_ms=rng.choice((0.0, 0.05)), max_degree=4))
     options = [{"flat": layer_of(layout)}] * rng.randint(1, 4)
-    search = Search(planner, options, planner.settings.space("best"), "adaptive", "paper", [False] * len(options), True)
+    search = Search(planner, PlanRequest(options, planner.settings.space("best"), "adaptive", can_split=True))
     found = search.candidates()
     chosen, whole = search.fastest(), search.whole()
     assert planner.step_ms(chosen) <= planner.step_ms(whole)
@@ -111,14 +111,14 @@ def test_candidates_have_the_best_in_halves_and_halves_in_one_and_two_chunks() -
     assert best is not None
     assert orders_of(best) in map(orders_of, halves)
     assert {1, 2} <= {orders_of(each)[0].degree for each in halves}
-    assert not any(each.in_halves for each in replace(search, can_split=False).candidates())
+    assert not any(each.in_halves for each in asking(search, can_split=False).candidates())
     serial = search_of(*busy(), machine=Machine(is_serial=True))
     assert not any(each.in_halves for each in serial.candidates())
 
 
 def test_refinements_of_a_plan_in_halves_stay_in_halves_and_those_of_others_do_not() -> None:
     search = search_of(*busy())
-    halves, whole = search.in_halves(degree=2), search.whole()
+    halves, whole = asking(search, degree=2).in_halves(), search.whole()
     assert halves is not None
     near = search.refinements(halves, halves, whole)
     assert orders_of(near[0]) == orders_of(halves)
@@ -143,7 +143,7 @@ def test_layers_that_recompute_are_run_in_halves_and_gain_in_what_runs_again_too
     mixed = search_of(*again[:3], *busy()[:3]).in_halves()
     assert mixed is not None
     assert step_ms(of_plain) < step_ms(mixed) < step_ms(halves)
-    assert plan_in_halves(plain.planner, [], plain.space, "off") is None
+    assert asking(plain, options=()).in_halves() is None
 
 
 def test_another_all_to_all_is_taken_for_the_whole_model_where_the_step_gains_enough() -> None:
@@ -175,7 +175,7 @@ def test_degrees_that_are_asked_for_are_those_of_a_half_and_both_are_alike_where
 def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> None:
     space = Settings().space("best")
     moe = half_moe(replace(layer_of("no sharding").backward.moe, capacity=5))
-    ways = halves_orders(space, moe, True)
+    ways = space.orders_of(moe, True, in_halves=True)
     assert max(each.degree for each in ways) == 3
     assert ways[0] == Order(1, "paper")
     assert {each.links for each in ways} == {"shared", "paper"}
@@ -185,7 +185,7 @@ def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_t
     layer = layer_of("the paper's")
     moe = half_moe(layer.forward.moe)
     space = Settings().space("best")
-    assert {each.links for each in halves_orders(space, moe, False)} == {"shared", "paper", "reduce_first"}
+    assert {each.links for each in space.orders_of(moe, False, in_halves=True)} == {"shared", "paper", "reduce_first"}
     # Tokens are on their way between nodes most of the time, and gathers of the second half wait for them: on the link
     # that the first half's results need before they can set out.
     ms_of = {A2A_IN: 8.0, GATHER: 3.0, EXPERT: 1.0, REDUCE: 3.0, A2A_OUT: 8.0}
@@ -207,7 +207,7 @@ def test_what_is_printed_of_a_plan_in_halves_is_of_one_half() -> None:
     assert found is not None
     pair = search.planner.choose(half_layer(found.layers[0]), SearchSpace.fixed(*orders_of(found)))
     assert [each.time_ms for each in found.choices(0)] == [each.time_ms for each in pair]
-    times = predict_step(search.planner, found, search.options, 30.0 * 6, 0.0)
+    times = predict_step(search.planner, found, search.request.options, 30.0 * 6, 0.0)
     assert times.bound_ms <= times.chosen_ms <= times.isolated_ms + 1e-9
     assert times.exposed_ms == 0.0
 
@@ -243,7 +243,8 @@ def test_gradients_are_also_tried_in_the_next_layer_and_all_of_them_are_sent() -
     planner = Planner(random_costs(random.Random(3)), Settings())
     options = [{"flat": layer}] * 5
     for mode in ("adaptive", "dense_only", "off"):
-        found = plan_in_halves(planner, options, planner.settings.space("best"), mode)
+        request = PlanRequest(options, planner.settings.space("best"), mode, can_split=True)
+        found = Search(planner, request).in_halves()
         assert found is not None
         blocks = found.backward
         sent = [each for block in blocks for each in (*block.moe_slices, *block.dense_slices)]

@@ -11,6 +11,7 @@ from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
+from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,
@@ -55,7 +56,7 @@ def rows(schedule: Schedule) -> dict[str, str]:
 
 
 def by_name(name: str, degree: int, grads: int = 0, dense: int = 0) -> dict[str, str]:
-    orders = {order.degree: order for order in preset(name).orders(16)}
+    orders = {order.degree: order for order in SearchSpace.of(name, 16).orders}
     return rows(schedule_of(orders[degree].links, degree, grads, dense))
 
 
@@ -126,15 +127,15 @@ def test_the_presets_are_the_papers_systems() -> None:
 
 
 def test_every_switch_alone_changes_only_what_it_says() -> None:
-    plain = Switches()
-    assert plain.orders(8) == (Order(1, "shared"),)
+    plain = SearchSpace.of(Switches(), 8)
+    assert plain.orders == (Order(1, "shared"),)
     for links in ("shared", "paper", "reduce_first"):
-        assert Switches(links=links).orders(8) == (Order(1, links),)
+        assert SearchSpace.of(Switches(links=links), 8).orders == (Order(1, links),)
     for pipeline in ("common", "per_phase", "by_bytes"):
-        orders = Switches(pipeline=pipeline).orders(8)
+        orders = SearchSpace.of(Switches(pipeline=pipeline), 8).orders
         assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
     for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
-        assert Switches(gradients=mode).orders(8) == plain.orders(8)
+        assert SearchSpace.of(Switches(gradients=mode), 8) == plain
 
 
 def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:

@@ -5,21 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_fsmoe.offline.models.known import PlannedModel
+from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.block import ORDERS
+from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide import rules as listed
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan import Settings
+from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.decide.rules import RULES, Proposal, Rule, may_be_chosen
+from ds_fsmoe.planning.decide.ways import Kind, PlanRequest, ways_to_run
+from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import half_layer
+from ds_fsmoe.planning.job.recorded_costs import RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.what_if import WhatIf
 from ds_fsmoe.planning.schedule import A2A_IN_NODE
-from tests.planning.measured_layers import Machine, layer_of, made_up
+from ds_fsmoe.planning.workload import Shape
+from tests.planning.measured_layers import GROUPS, SIZES, Machine, layer_of, made_up
+from tests.planning.test_recorded_costs import LABELS, job_of
 
 
 @contextmanager
@@ -38,7 +51,7 @@ def search(schedule: str, seed: int = 0) -> Search:
     layers = [layer_of(made_up(seed + each)) for each in range(2)]
     options = [{"flat": layers[0], "other": layer_of(made_up(seed + 7))}, {"flat": layers[1]}]
     space = planner.settings.space(schedule)
-    return Search(planner, options, space, "adaptive", "reduce_first", [False, False], can_split=True)
+    return Search(planner, PlanRequest(options, space, "adaptive", "reduce_first", can_split=True))
 
 
 def found_by(of: Search) -> list[ModelPlan]:
@@ -46,6 +59,24 @@ def found_by(of: Search) -> list[ModelPlan]:
     plans = of.to_try()[:-1]
     near = of.refinements(plans[0], plans[-1], plans[len(plans) // 2])
     return [of.fastest(), of.whole(), *plans, *near, *of.refinements(of.stock(), plans[0], of.stock())]
+
+
+def listed_by(of: Search) -> list[ModelPlan]:
+    """The plan of every way in the list, for whatever it is listed."""
+    ways = ways_to_run(of.request, *get_args(Kind), near=(of.whole(), of.stock(), of.whole()))
+    plans = [plan_in_halves(of.planner, each) if each.in_halves else of.planner.plan(each) for each in ways]
+    return [each for each in plans if each is not None]
+
+
+def read_elsewhere(schedule: str, seed: int) -> list[ModelPlan]:
+    """What those choose who read the list without a search of training: what-if, ``ds_fsmoe plan`` and its halves."""
+    ways = {"flat": RecordedWay("flat", made_up(seed)), "other": RecordedWay("flat", made_up(seed + 7))}
+    what_if = WhatIf(job_of(kinds=(RecordedKind(LABELS, GROUPS, SIZES, ways),), max_degree=6))
+    bed, model = load_cluster("testbed_b"), PlannedModel(Shape(B=2, L=256, M=512, H=1024, E=8), 2)
+    job = PlannedJob(bed, Groups(32, 4, mp=4, esp=4, ep=4), model, Settings(bed.contention, max_degree=6))
+    found = report(job, schedule, [*{"deepspeed": 0, schedule: 0}])
+    halves = found.in_halves()
+    return [what_if.by_schedule(schedule).plan, *found.plans.values(), *([] if halves is None else [halves])]
 
 
 def ways_of(plan: ModelPlan) -> Iterator[Proposal]:
@@ -76,7 +107,8 @@ def rules(draw: st.DrawFn) -> Rule:
 @given(rules(), st.sampled_from(NAMES), st.integers(0, 50))
 def test_no_plan_that_breaks_a_rule_is_predicted_tried_or_chosen(rule: Rule, schedule: str, seed: int) -> None:
     with also(rule):
-        for plan in found_by(search(schedule, seed)):
+        of = search(schedule, seed)
+        for plan in (*found_by(of), *listed_by(of), *read_elsewhere(schedule, seed)):
             for proposal in ways_of(plan):
                 assert may_be_chosen(proposal), (schedule, proposal.order, proposal.backward, proposal.in_halves)
 
@@ -111,7 +143,8 @@ def test_what_a_user_names_runs_as_written_and_deepspeeds_own_plan_passes_every_
     with also(lambda proposal: False):
         of = search("best")
         assert {proposal.order.degree for plan in found_by(of) for proposal in ways_of(plan)} == {1}
-        named = of.fastest(of.space.with_degrees(3, 2, "paper"))
+        request = replace(of.request, space=of.request.space.with_degrees(3, 2, "paper"))
+        named = Search(of.planner, request).fastest()
         assert [each.order for each in named.choices(0)] == [Order(3, "paper"), Order(2, "paper")]
         assert {proposal.order for proposal in ways_of(of.stock())} == {Order(1, "shared")}
         assert all(map(may_be_chosen, ways_of(of.stock())))

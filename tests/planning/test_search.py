@@ -12,7 +12,7 @@ from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.call_shape import layer_of_call, moe_work
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.decide.candidates import Search
-from ds_fsmoe.planning.decide.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.decide.ways import MIN_GAIN, PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork
@@ -35,7 +35,7 @@ def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, se
     profile = made_up(seed, task_ms=0.02)
     space = SearchSpace.of(schedule, MAX_DEGREE)
     for backward, choice in enumerate(choose_degrees(profile, Machine(), space)):
-        orders = list(space.orders(bool(backward)))
+        orders = space.orders
         times_ms = by_brute_force(profile, bool(backward), orders)
         best = min(range(len(orders)), key=times_ms.__getitem__)
         assert len(orders) == MAX_DEGREE
@@ -95,7 +95,7 @@ def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str,
     profile = made_up(seed)
     space = SearchSpace.of(schedule, MAX_DEGREE)
     forward, backward = choose_degrees(profile, Machine(), space)
-    orders = list(space.orders(False))
+    orders = space.orders
     sums_ms = [
         sum(pair)
         for pair in zip(by_brute_force(profile, False, orders), by_brute_force(profile, True, orders), strict=True)
@@ -278,7 +278,7 @@ def test_a_degree_above_the_capacity_that_is_asked_for_is_kept(schedule: str, as
     few = replace(SIZES, capacity=4)
     machine, space = Machine(), SearchSpace.of(schedule, MAX_DEGREE).with_degrees(*asked, "paper")
     layer = layer_of_call(GROUPS, few, made_up().costs())
-    search = Search(machine.planner(), [{"flat": layer}] * 2, space, "adaptive", "paper", [False] * 2)
+    search = Search(machine.planner(), PlanRequest([{"flat": layer}] * 2, space, "adaptive", "paper"))
     for plan in search.candidates():
         for block, degree in zip(plan.blocks(0), asked, strict=True):
             assert degree in (None, block.degree)

@@ -28,8 +28,9 @@ from ds_fsmoe.planning.decide.block_times import Order, PhaseTimes
 from ds_fsmoe.planning.decide.gradients import window_prices
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
-from ds_fsmoe.planning.decide.search import SearchSpace, choose
+from ds_fsmoe.planning.decide.search import choose
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
+from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, kind_costs, layer_work
@@ -158,7 +159,7 @@ def test_the_cut_that_all_micro_batches_share_is_the_best_for_their_sum(micro_ba
     for grad_ms in (0.5, 5.0, 50.0):
         last_ms = times.times_ms(orders, grad_ms)[:, 0]
         backward = PhaseTimes(times, grad_ms=grad_ms, num_micro_batches=micro_batches)
-        _, found = choose(PhaseTimes(times), backward, SearchSpace(lambda _: orders))
+        _, found = choose(PhaseTimes(times), backward, SearchSpace(tuple(orders)))
         sums_ms = (micro_batches - 1) * alone_ms + last_ms
         assert found.time_ms * micro_batches == pytest.approx(sums_ms.min())
         assert sums_ms[orders.index(found.order)] == pytest.approx(sums_ms.min())

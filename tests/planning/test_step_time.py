@@ -13,8 +13,8 @@ from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms
-from ds_fsmoe.planning.decide.search import SearchSpace
 from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
+from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -119,7 +119,7 @@ def step_of(
     shares_ms = rest_ms[0] / num_layers, rest_ms[1] / num_layers
     layer = layer_of(profile, rest_ms=shares_ms, gradients=gradients)
     options, planner = [{"flat": layer}] * num_layers, Machine().planner()
-    plan = planner.plan_options(options, planner.settings.space(name), "adaptive")
+    plan = planner.plan(PlanRequest(options, planner.settings.space(name), "adaptive"))
     gradients_ms = profile.costs().backward[GRAD].ms(total_bytes) if total_bytes else 0.0
     return predict_step(planner, plan, options, sum(rest_ms), gradients_ms), options
 
@@ -158,7 +158,7 @@ def test_a_step_of_several_micro_batches_takes_each_of_them_and_sends_gradients_
     gradients = (Gradient(GRAD, (Lane.INTER,), 1_000),)
     options = [{"flat": layer_of(profile, rest_ms=(2.0, 4.0), gradients=gradients)}] * 3
     planner = Machine().planner()
-    plan = planner.plan_options(options, planner.settings.space("fsmoe"), "adaptive")
+    plan = planner.plan(PlanRequest(options, planner.settings.space("fsmoe"), "adaptive"))
     one, three = (predict_step(planner, plan, options, 18.0, 3.5, count) for count in (1, 3))
     without_ms = plan.without_gradients().step_ms({})
     assert one.chosen_ms > without_ms
@@ -172,11 +172,11 @@ def test_a_step_of_several_micro_batches_takes_each_of_them_and_sends_gradients_
 def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told() -> None:
     profile = with_gradients(made_up(4))
     options, planner = [{"flat": layer_of(profile)}] * 2, Machine().planner()
-    plan = planner.plan_options(options, planner.settings.space("fsmoe"), "off")
+    plan = planner.plan(PlanRequest(options, planner.settings.space("fsmoe"), "off"))
     found = predict_step(planner, plan, options, None, 0.0)
     assert found.dense_ms is None
     assert found.chosen_ms == pytest.approx(2 * sum(each.time_ms for each in plan.choices(0)))
-    nothing = planner.plan_options([], planner.settings.space("fsmoe"), "off")
+    nothing = planner.plan(PlanRequest([], planner.settings.space("fsmoe"), "off"))
     assert predict_step(planner, nothing, [], None, 0.0).speedup == 1.0
     # A stage of a pipeline may have no such layer, and takes what it takes.
     alone = predict_step(planner, nothing, [], 3.0, 0.5)
@@ -186,7 +186,7 @@ def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told()
 def test_lanes_that_slow_each_other_down_are_told_beside_those_that_do_not() -> None:
     machine = Machine(contention=Contention(0.3, 0.4, 0.2))
     options, planner = [{"flat": layer_of(made_up(2), machine)}], machine.planner()
-    plan = planner.plan_options(options, planner.settings.space("fsmoe"), "off")
+    plan = planner.plan(PlanRequest(options, planner.settings.space("fsmoe"), "off"))
     found = predict_step(planner, plan, options, None, 0.0)
     assert found.isolated_ms < found.chosen_ms <= found.deepspeed_ms
     pair = plan.choices(0)
@@ -257,7 +257,7 @@ def test_the_bound_is_what_tasks_take_at_their_fastest() -> None:
     planner, found = Machine().planner(), {}
     for name, of in (("medians", profile), ("fastest", replace(profile, operations=timings))):
         options = [{"flat": layer_of(of)}] * 2
-        plan = planner.plan_options(options, planner.settings.space("best"), "off")
+        plan = planner.plan(PlanRequest(options, planner.settings.space("best"), "off"))
         found[name] = predict_step(planner, plan, options, None, 0.0)
     assert found["fastest"].chosen_ms == pytest.approx(found["medians"].chosen_ms)
     assert found["fastest"].bound_ms < 0.85 * found["medians"].bound_ms

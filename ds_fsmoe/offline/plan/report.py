@@ -17,8 +17,8 @@ from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.decide.candidates import PlanRequest, Search
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, mode_of
-from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
@@ -165,10 +165,10 @@ class Report:
 
     def in_halves(self) -> ModelPlan | None:
         """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
-        zero = self.job.zero
+        zero, space = self.job.zero, self.planner.settings.space(BEST)
         options = [{"": each} for each in zero.layers(BEST, self.layers)]
         mode = mode_of(BEST) if zero.has_windows_of(BEST) else "off"
-        return plan_in_halves(self.planner, options, self.planner.settings.space(BEST), mode)
+        return Search(self.planner, PlanRequest(options, space, mode, can_split=True)).in_halves()
 
     def pair_timelines(self, plan: ModelPlan) -> dict[str, Timeline]:
         """Return phase -> the timeline of two layers like the middle one of a plan, one after the other."""

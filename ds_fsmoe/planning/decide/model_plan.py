@@ -10,6 +10,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.cost import Cost, LayerCosts
+from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.search import Choice
 from ds_fsmoe.planning.halves import halves_schedule
 from ds_fsmoe.planning.schedule import EXPERT_PARAMETERS, GRADIENT_TASKS, PARAMETERS, Schedule, Task
@@ -42,6 +43,12 @@ class ModelPlan:
     they follow the backward."""
     sums_each: bool = False
     """Whether gradients are summed over ranks in every micro-batch, and not in the last one alone."""
+
+    @property
+    def orders(self) -> tuple[tuple[Order, Order], ...]:
+        """The ways to run each layer's forward and backward, by the order of the forward."""
+        pairs = zip(self.forward_choices, reversed(self.backward_choices), strict=True)
+        return tuple((forward.order, backward.order) for forward, backward in pairs)
 
     def choices(self, index: int) -> tuple[Choice, Choice]:
         """Return how a layer, counted from the front, is run in forward and backward."""

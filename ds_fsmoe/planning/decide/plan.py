@@ -31,7 +31,8 @@ from ds_fsmoe.planning.decide.gradients import (
 )
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.presets import BEST, preset
-from ds_fsmoe.planning.decide.search import MIN_GAIN, Choice, SearchSpace, choose
+from ds_fsmoe.planning.decide.search import Choice, choose
+from ds_fsmoe.planning.decide.ways import MIN_GAIN, PlanRequest, SearchSpace, ways_to_run
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
@@ -117,40 +118,41 @@ class Planner:
     def __post_init__(self) -> None:
         self._written = LayerCosts.written(self.costs, self.settings.host_ms)
 
-    def plan(
-        self,
-        layers: Sequence[Layer],
-        spaces: SearchSpace | Sequence[SearchSpace],
-        mode: Mode,
-        carried: Sequence[Gradient] = (),
-    ) -> ModelPlan:
-        """Plan a step.
-
-        Args:
-            layers: the layers in the order of the forward.
-            spaces: what may be chosen from, for all layers or for each.
-            mode: when gradients are sent.
-            carried: gradients that wait when the backward begins, as in the middle of a larger model.
-        """
-        of_layers = [spaces] * len(layers) if isinstance(spaces, SearchSpace) else list(spaces)
+    def plan(self, way: PlanRequest) -> ModelPlan:
+        """Plan a step of whole micro-batches, and choose what its way leaves open."""
+        if way.kind == "isolated":
+            ideal = Planner(self.costs, replace(self.settings, contention=IDEAL)).plan(replace(way, kind="whole"))
+            return self.plan(replace(way, kind="given", alltoalls=ideal.alltoalls, orders=ideal.orders))
+        options, spaces = way.options, way.spaces
+        if way.orders is not None:
+            spaces = [space.with_orders(*given) for space, given in zip(spaces, way.orders, strict=True)]
+        self._learn((layer, space, ()) for each, space in zip(options, spaces, strict=True) for layer in each.values())
+        fastest, times = [], []
+        for of_layer, space in zip(options, spaces, strict=True):
+            of_names = {name: sum(each.time_ms for each in self.choose(of, space)) for name, of in of_layer.items()}
+            first, best = next(iter(of_names)), min(of_names, key=of_names.__getitem__)
+            fastest.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
+            times.append(of_names)
+        names = fastest if way.alltoalls is None else way.alltoalls
+        layers = [each[name] for each, name in zip(options, names, strict=True)]
         # Layers that are equal are planned once, and told apart by a number from here on.
         numbers: dict[tuple[Layer, SearchSpace], int] = {}
-        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(layers, of_layers, strict=True)]
-        self._learn((*each, ()) for each in numbers)
+        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(layers, spaces, strict=True)]
         alone = [self.choose(*each) for each in numbers]
         # A system of one degree chooses it without its gradients.
+        is_alone = [way.kind == "windows" or space.common_degree for _, space in numbers]
         final = [
-            space.with_orders(*(each.order for each in pair)) if space.common_degree else space
-            for (_, space), pair in zip(numbers, alone, strict=True)
+            space.with_orders(*(each.order for each in pair)) if stays else space
+            for (_, space), pair, stays in zip(numbers, alone, is_alone, strict=True)
         ]
         distinct = [layer for layer, _ in numbers]
-        split = self._partition(distinct, kinds[::-1], alone, final, mode, carried)
+        split = self._partition(distinct, kinds[::-1], alone, final, way.mode, way.carried)
         sending = ((kinds[-1 - index], split.slices[2 * index]) for index in range(len(kinds)))
         self._learn((distinct[kind], final[kind], moe) for kind, moe in sending)
         pairs, plans = [], []
         for index, kind in enumerate(kinds[::-1]):
             moe, dense = split.slices[2 * index : 2 * index + 2]
-            pair = self.choose(distinct[kind], final[kind], moe) if moe or final[kind].common_degree else alone[kind]
+            pair = self.choose(distinct[kind], final[kind], moe) if moe or is_alone[kind] else alone[kind]
             pairs.append(pair)
             plans.append(pair[1].order.plan(moe, dense))
         return ModelPlan(
@@ -160,36 +162,9 @@ class Planner:
             split.tail,
             tuple(pair[0] for pair in pairs[::-1]),
             tuple(pair[1] for pair in pairs),
+            tuple(names),
+            tuple(times),
         )
-
-    def plan_options(
-        self,
-        options: Sequence[Mapping[str, Layer]],
-        spaces: SearchSpace | Sequence[SearchSpace],
-        mode: Mode,
-        names: Sequence[str] | None = None,
-    ) -> ModelPlan:
-        """Plan a step whose layers may exchange tokens by one of several all-to-alls.
-
-        Args:
-            options: layer by layer, name of an all-to-all -> the layer with it; another than the first is taken where
-                it gains more than :data:`~ds_fsmoe.planning.decide.search.MIN_GAIN`.
-            spaces, mode: see :meth:`plan`.
-            names: the all-to-all of each layer, if these are given.
-        """
-        of_layers = [spaces] * len(options) if isinstance(spaces, SearchSpace) else list(spaces)
-        self._learn(
-            (layer, space, ()) for each, space in zip(options, of_layers, strict=True) for layer in each.values()
-        )
-        fastest, times = [], []
-        for layers, space in zip(options, of_layers, strict=True):
-            of_names = {name: sum(each.time_ms for each in self.choose(layer, space)) for name, layer in layers.items()}
-            first, best = next(iter(of_names)), min(of_names, key=of_names.__getitem__)
-            fastest.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
-            times.append(of_names)
-        names = names or fastest
-        chosen = [layers[name] for layers, name in zip(options, names, strict=True)]
-        return replace(self.plan(chosen, of_layers, mode), alltoalls=tuple(names), alltoalls_ms=tuple(times))
 
     def step_ms(self, plan: ModelPlan) -> float:
         """Predict the time of a step with a plan, forward and backward."""
@@ -374,17 +349,11 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     Raises:
         ValueError: no such name, with those there are.
     """
-    space = planner.settings.space(name)
-    found = planner.plan(layers, space, mode_of(name), carried)
+    options, space = [{"": each} for each in layers], planner.settings.space(name)
+    request = PlanRequest(options, space, mode_of(name), carried=carried)
     if name != BEST:
-        return found
-    # Placing gradients foresees layer by layer what they cost. As layers are best run without any, gradients beside the
-    # dense parts, in slices of one size or wherever they cost least are sometimes a little faster.
-    without = planner.plan(layers, space, "off", carried)
-    orders = [[each.order for each in without.choices(index)] for index in range(len(layers))]
-    given = [space.with_orders(*each) for each in orders]
-    modes: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
-    plans = [found, *(planner.plan(layers, given, mode, carried) for mode in modes)]
+        return planner.plan(request)
+    plans = [planner.plan(each) for each in ways_to_run(request, "whole", "windows")]
     return plans[smallest_of_best([planner.batch_ms(each) for each in plans])]
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_fsmoe.planning.block import Links
-from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradients import Mode
 
 BEST = "best"
@@ -31,15 +30,6 @@ class Switches:
     gradients: Mode = "off"
     """Gradients: after the backward; beside the dense part of each layer; in slices of one size; in slices of one
     tensor, behind all-to-alls; in slices that fit."""
-
-    def orders(self, max_degree: int) -> tuple[Order, ...]:
-        """Return every way to run a layer that these switches allow, smaller degrees first.
-
-        Args:
-            max_degree: the largest degree.
-        """
-        degrees = (1,) if self.pipeline == "off" else range(1, max_degree + 1)
-        return tuple(Order(degree, self.links) for degree in degrees)
 
 
 def deepspeed() -> Switches:

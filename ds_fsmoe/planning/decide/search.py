@@ -7,170 +7,21 @@ measurements are off by; phases whose experts draw random numbers, and systems t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ds_fsmoe.planning.block import ORDERS, Links, Slice, block_schedule
-from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
+from ds_fsmoe.planning.block import Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.decide.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
-from ds_fsmoe.planning.decide.presets import BEST, Switches, preset
-from ds_fsmoe.planning.decide.rules import allowed
+from ds_fsmoe.planning.decide.ways import Degree, SearchSpace
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.planning.workload import MoEWork
 
-MIN_GAIN = 0.03
-"""``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
 LANE_NAMES = {Lane.COMPUTE: "computation", Lane.INTRA: "intra-node link", Lane.INTER: "inter-node link"}
 _TIMED = "a gradient of so many ms"
-
-Degree = int | None
-"""``None``: to be chosen."""
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """The choices that are allowed."""
-
-    orders: Callable[[bool], Sequence[Order]]
-    """Whether the phase is the backward -> ways to run a layer, smaller degrees first; of the same degree, the first
-    wins where others are not faster."""
-    common_degree: bool = False
-    """Whether both phases must have the same degree."""
-    min_gain: float = 0.0
-    """The share of its time that a layer has to gain to be run in another way than the first."""
-    asked: tuple[Order | None, Order | None] = (None, None)
-    """The ways that are given for (forward, backward); ``None``: that one is to be chosen. What would have been chosen
-    is still told beside them."""
-    solver: str = "exact"
-    """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
-    micro_op_bytes: int | None = None
-    """The bytes of an all-to-all's micro-op, from which the degree follows; ``None``: any may be chosen."""
-    is_named: bool = False
-    """Whether the ways are named one by one, so that no rule restricts them."""
-
-    @classmethod
-    def of_switches(cls, switches: Switches, max_degree: int, micro_op_bytes: int = MICRO_OP_BYTES) -> SearchSpace:
-        """Return the choices that a system allows."""
-        return cls(
-            lambda _: switches.orders(max_degree),
-            switches.pipeline in ("common", "by_bytes"),
-            micro_op_bytes=micro_op_bytes if switches.pipeline == "by_bytes" else None,
-        )
-
-    @classmethod
-    def of(
-        cls,
-        schedule: str,
-        max_degree: int,
-        *,
-        shared_link: bool = False,
-        min_gain: float = MIN_GAIN,
-        micro_op_bytes: int = MICRO_OP_BYTES,
-    ) -> SearchSpace:
-        """Return the choices that a schedule by name allows.
-
-        Args:
-            schedule: as in ``fsmoe.schedule``.
-            max_degree: the largest degree to be considered.
-            shared_link: whether both links are one wire, so that ``best`` takes them for one lane.
-            min_gain: what ``best`` has to gain by cutting.
-            micro_op_bytes: of an all-to-all's micro-op, where degrees follow from it.
-
-        Raises:
-            ValueError: an unknown schedule.
-        """
-        return _space(schedule, max_degree, shared_link, min_gain, micro_op_bytes)
-
-    @classmethod
-    def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
-        """Return a space with only the given way to run a layer."""
-        return _fixed(forward, backward)
-
-    def orders_of(self, moe: MoEWork, backward: bool, in_halves: bool = False) -> Sequence[Order]:
-        """Return the ways to run a layer in a phase that the rules, and its bytes where they count, leave open.
-
-        Args:
-            moe: the stages of the layer, or of its half.
-            backward: whether the phase is the backward.
-            in_halves: whether it is run in halves, for which nothing may be left.
-        """
-        orders = self.orders(backward)
-        if in_halves:
-            orders = [each for order in orders for each in in_turns(order, moe)]
-        if self.is_named:
-            return orders
-        found = allowed(orders, moe, backward, in_halves)
-        if not found and not in_halves:
-            # DeepSpeed's own way passes every rule.
-            return [Order(1, orders[0].links)]
-        if self.micro_op_bytes is not None and found:
-            wanted = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))
-            degree = max((each.degree for each in found if each.degree <= wanted), default=found[0].degree)
-            return [each for each in found if each.degree == degree]
-        return found
-
-    def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
-        """Return the same space with these degrees given."""
-        asked = (None if degree is None else Order(degree, links) for degree in (forward, backward))
-        return self.with_orders(*asked)
-
-    def with_orders(self, forward: Order | None, backward: Order | None) -> SearchSpace:
-        """Return the same space with these ways to run a layer given."""
-        return replace(self, asked=(forward, backward))
-
-    def uncut(self, links: Links) -> SearchSpace:
-        """Return the same space for layers that may not be cut.
-
-        Args:
-            links: their order, where none of these ways leaves a layer uncut.
-        """
-        return _uncut(self, links)
-
-
-# Spaces are kept, so that equal ones are one: planners remember choices by them.
-@lru_cache(maxsize=1024)
-def _space(schedule: str, max_degree: int, shared_link: bool, min_gain: float, micro_op_bytes: int) -> SearchSpace:
-    if schedule != BEST:
-        return SearchSpace.of_switches(preset(schedule), max_degree, micro_op_bytes)
-    links = ("shared",) if shared_link else ORDERS
-    return SearchSpace(lambda _: _open_orders(max_degree, links), min_gain=min_gain)
-
-
-@lru_cache(maxsize=1024)
-def _uncut(space: SearchSpace, links: Links) -> SearchSpace:
-    def orders(backward: bool) -> Sequence[Order]:
-        return [each for each in space.orders(backward) if each.degree == 1] or [Order(1, links)]
-
-    return replace(space, orders=orders, asked=(None, None), micro_op_bytes=None)
-
-
-@lru_cache(maxsize=1024)
-def _fixed(forward: Order, backward: Order) -> SearchSpace:
-    return SearchSpace(lambda is_backward: (backward if is_backward else forward,), is_named=True)
-
-
-@lru_cache(maxsize=1024)
-def _open_orders(max_degree: int, links: tuple[Links, ...]) -> tuple[Order, ...]:
-    # The first is stock's schedule; on lanes of their own, its collectives leave the other link to gradients.
-    found = [Order(1, links[-1])]
-    for degree in range(1, max_degree + 1):
-        found += [Order(degree, order) for order in links if degree > 1 or order != "paper"]
-    return tuple(dict.fromkeys(found))
-
-
-def in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
-    """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
-    half's gathers, they need not."""
-    behind = replace(order, links="paper")
-    if order.links != "reduce_first":
-        return (order,)
-    return (behind, order) if any(each.is_inner for each in moe.ahead) else (behind,)
 
 
 @dataclass(frozen=True)
@@ -267,7 +118,7 @@ def choose(
     min_gain = max(space.min_gain, relative_residual) if space.min_gain else 0.0
     open_phases = [_open_phase(phase, bool(number), space, min_gain) for number, phase in enumerate(times)]
     phases = [
-        open_phase if order is None else _Phase(phase, [order], min_gain)
+        open_phase if order is None or not space.orders else _Phase(phase, [order], min_gain)
         for open_phase, phase, order in zip(open_phases, times, space.asked, strict=True)
     ]
     must_match = space.common_degree or uses_rng

@@ -12,7 +12,7 @@ from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
-from ds_fsmoe.planning.decide.search import SearchSpace
+from ds_fsmoe.planning.decide.ways import SearchSpace, stock_way
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer, kind_costs
@@ -95,8 +95,7 @@ def predict_step(
         whole_ms = rest_ms + gradients_ms
         return StepTimes(whole_ms, whole_ms, whole_ms, dense_ms, gradients_ms, gradients_ms, whole_ms)
     how = {"contention": settings.contention, "is_serial": settings.is_serial}
-    stocks = [next(iter(each.values())) for each in options]
-    stock = planner.plan([replace(each, gradients=()) for each in stocks], settings.space("deepspeed"), "off")
+    stock = planner.plan(stock_way(options)).without_gradients()
 
     def least(each: Mapping[str, Layer]) -> Layer:
         return min(map(_at_its_fastest, each.values()), key=lambda layer: _least_ms(layer, settings.max_degree))

@@ -20,7 +20,7 @@ from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, mode_of
 from ds_fsmoe.planning.decide.presets import BEST, preset
-from ds_fsmoe.planning.decide.search import Degree, SearchSpace
+from ds_fsmoe.planning.decide.ways import Degree, PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
@@ -73,8 +73,7 @@ class Prediction:
     @property
     def ran(self) -> Ran:
         """How the plan runs its layers."""
-        pairs = [self.plan.choices(index) for index in range(len(self.plan.layers))]
-        return Ran(tuple((forward.order, backward.order) for forward, backward in pairs), self.plan.alltoalls)
+        return Ran(self.plan.orders, self.plan.alltoalls)
 
 
 def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
@@ -112,15 +111,15 @@ class WhatIf:
     def __init__(self, job: RecordedJob, rest_ms: tuple[float, float] | None = None) -> None:
         self.job = job
         self.rest_ms = rest_ms or job.rest_ms or (0.0, 0.0)
-        options = job.options(job.mode, self.rest_ms)
-        space = job.settings.space(job.schedule)
-        self._search = Search(Planner({}, job.settings), options, space, job.mode, job.links, job.uncut)
+        options, space = job.options(job.mode, self.rest_ms), job.settings.space(job.schedule)
+        self._planner = Planner({}, job.settings)
+        self._request = PlanRequest(options, space, job.mode, job.links, job.uncut)
 
     @property
     def must_match(self) -> bool:
         """Whether both phases must have the same degree, by the job's schedule or because experts draw numbers."""
         uses_rng = any(self.job.costs_of(kind, next(iter(kind.ways))).uses_rng for kind in self.job.kinds)
-        return uses_rng or self.job.settings.space(self.job.schedule).common_degree
+        return uses_rng or self._request.space.common_degree
 
     def by_schedule(self, schedule: str) -> Prediction:
         """Return what a schedule by name would take, with the degrees that it chooses itself.
@@ -144,14 +143,13 @@ class WhatIf:
 
     def with_degrees(self, forward: Degree, backward: Degree) -> Prediction:
         """Return what the job's own schedule would take with these degrees; ``None``: the one that it chooses."""
-        return self._predict(self._search.fastest(self._search.space.with_degrees(forward, backward, self.job.links)))
+        space = self._request.space.with_degrees(forward, backward, self.job.links)
+        return self._predict(Search(self._planner, replace(self._request, space=space)).fastest())
 
     def as_ran(self, ran: Ran) -> Prediction:
         """Return what the job should have taken, as it was run."""
-        search = self._search
-        spaces = [SearchSpace.fixed(*pair) for pair in ran.orders]
-        layers = [each[name] for each, name in zip(search.options, ran.alltoalls, strict=True)]
-        return self._predict(replace(search.planner.plan(layers, spaces, search.mode), alltoalls=ran.alltoalls))
+        way = replace(self._request, space=SearchSpace(()), alltoalls=ran.alltoalls, orders=ran.orders)
+        return self._predict(self._planner.plan(way))
 
     def with_rest_of(self, measured_ms: tuple[float, float], ran: Ran) -> WhatIf:
         """Return the same with the rest that explains what the run took, as it was run.
@@ -189,15 +187,13 @@ class WhatIf:
         return WhatIf(replace(self.job, gradient_factor=factor, _costs={}), self.rest_ms)
 
     def _predict(self, plan: ModelPlan) -> Prediction:
-        settings, more = self.job.settings, self.job.micro_batches - 1
-        forward, backward = plan.timelines({}, settings.contention, is_serial=settings.is_serial)
+        count = self.job.micro_batches
+        forward_ms, backward_ms = self._planner.phases_ms(plan)
         # Gradients travel when the last micro batch is through.
-        bare_ms = 0.0
-        if more:
-            _, bare = plan.without_gradients().timelines({}, settings.contention, is_serial=settings.is_serial)
-            bare_ms = bare.makespan_ms
-        isolated_ms = plan.step_ms({}, is_serial=settings.is_serial) * (1 + more)
-        return Prediction(plan, (1 + more) * forward.makespan_ms, more * bare_ms + backward.makespan_ms, isolated_ms)
+        if count > 1:
+            backward_ms += (count - 1) * self._planner.phases_ms(plan.without_gradients())[1]
+        isolated_ms = plan.step_ms({}, is_serial=self.job.settings.is_serial)
+        return Prediction(plan, count * forward_ms, backward_ms, count * isolated_ms)
 
 
 def _least_that_takes(predicted_ms: Callable[[float], float], wanted_ms: float, most: float) -> float:

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of the ways to run a step, as data: what training, trials, what-if and ``ds_fsmoe plan`` choose from.
+
+A :class:`PlanRequest` says what may be chosen and what was asked for, and :func:`ways_to_run` lists the ways that
+follow from it. A way gives some of a step (all-to-alls, chunks, halves, when gradients travel), and what it leaves open
+is chosen layer by layer from a :class:`SearchSpace`, which is where the rules are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ds_fsmoe.planning.block import ORDERS, Links
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
+from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.gradients import Mode
+from ds_fsmoe.planning.decide.presets import BEST, Switches, preset
+from ds_fsmoe.planning.decide.rules import allowed
+from ds_fsmoe.planning.workload import Gradient, Layer, MoEWork
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.decide.model_plan import ModelPlan, Sending
+
+MIN_GAIN = 0.03
+"""``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
+TRIED_DEGREES = (1, 2, 3, 4)
+"""The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
+HALVES_DEGREES = (1, 2)
+"""The numbers of chunks of a half to try besides."""
+IN_MOE = (1.0, 0.5, 0.0)
+"""Shares of gradients to try inside the MoE part of the next layer."""
+OTHER_MODES: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
+"""When gradients may be sent in layers that are run as they are best without any."""
+
+Degree = int | None
+"""``None``: to be chosen."""
+Orders = tuple[Order | None, Order | None]
+"""The ways to run a layer's forward and backward; ``None``: to be chosen."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The ways to run a layer that may be chosen, and what was asked for."""
+
+    orders: tuple[Order, ...]
+    """The ways of both phases, smaller degrees first; of the same degree, the first wins where others are not faster.
+    Empty: what is asked for, and nothing else is looked at."""
+    common_degree: bool = False
+    """Whether both phases must have the same degree."""
+    min_gain: float = 0.0
+    """The share of its time that a layer has to gain to be run in another way than the first."""
+    asked: Orders = (None, None)
+    """The ways that are given. What would have been chosen is still told beside them."""
+    solver: str = "exact"
+    """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
+    micro_op_bytes: int | None = None
+    """The bytes of an all-to-all's micro-op, from which the degree follows; ``None``: any may be chosen."""
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str | Switches,
+        max_degree: int,
+        *,
+        shared_link: bool = False,
+        min_gain: float = MIN_GAIN,
+        micro_op_bytes: int = MICRO_OP_BYTES,
+    ) -> SearchSpace:
+        """Return the choices that a system allows.
+
+        Args:
+            schedule: its name as in ``fsmoe.schedule``, or its switches.
+            max_degree: the largest degree to be considered.
+            shared_link: whether both links are one wire, so that ``best`` takes them for one lane.
+            min_gain: what ``best`` has to gain by cutting.
+            micro_op_bytes: of an all-to-all's micro-op, where degrees follow from it.
+
+        Raises:
+            ValueError: an unknown schedule.
+        """
+        if schedule == BEST:
+            return cls(_orders(("shared",) if shared_link else ORDERS, max_degree), min_gain=min_gain)
+        switches = preset(schedule) if isinstance(schedule, str) else schedule
+        orders = _orders((switches.links,), 1 if switches.pipeline == "off" else max_degree)
+        by_bytes = switches.pipeline == "by_bytes"
+        is_common = by_bytes or switches.pipeline == "common"
+        return cls(orders, is_common, micro_op_bytes=micro_op_bytes if by_bytes else None)
+
+    @classmethod
+    def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
+        """Return a space with only the given way to run a layer."""
+        return cls((), asked=(forward, backward))
+
+    def orders_of(self, moe: MoEWork, backward: bool, in_halves: bool = False) -> Sequence[Order]:
+        """Return the ways to run a layer in a phase that the rules, and its bytes where they count, leave open.
+
+        Args:
+            moe: the stages of the layer, or of its half.
+            backward: whether the phase is the backward.
+            in_halves: whether it is run in halves: as asked for, if anything is, and nothing may be left.
+        """
+        asked, orders = self.asked[backward], self.orders
+        if asked is not None and (in_halves or not orders):
+            return _in_turns(asked, moe) if in_halves else (asked,)
+        if in_halves:
+            orders = tuple(sorted((e for each in orders for e in _in_turns(each, moe)), key=lambda each: each.degree))
+        found = allowed(orders, moe, backward, in_halves)
+        if not found and not in_halves:
+            # DeepSpeed's own way passes every rule.
+            return [Order(1, orders[0].links)]
+        if self.micro_op_bytes is not None and found:
+            wanted = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))
+            degree = max((each.degree for each in found if each.degree <= wanted), default=found[0].degree)
+            return [each for each in found if each.degree == degree]
+        return found
+
+    def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
+        """Return the same space with these degrees given."""
+        asked = (None if degree is None else Order(degree, links) for degree in (forward, backward))
+        return self.with_orders(*asked)
+
+    def with_orders(self, forward: Order | None, backward: Order | None) -> SearchSpace:
+        """Return the same space with these ways to run a layer given."""
+        return replace(self, asked=(forward, backward))
+
+    def uncut(self, links: Links) -> SearchSpace:
+        """Return the same space for layers that may not be cut.
+
+        Args:
+            links: their order, where none of these ways leaves a layer uncut.
+        """
+        whole = tuple(each for each in self.orders if each.degree == 1) or (Order(1, links),)
+        return replace(self, orders=whole, asked=(None, None), micro_op_bytes=None)
+
+
+def _orders(links: tuple[Links, ...], max_degree: int) -> tuple[Order, ...]:
+    # The first is stock's schedule; on lanes of their own, its collectives leave the other link to gradients.
+    found = [Order(1, links[-1])]
+    for degree in range(1, max_degree + 1):
+        found += [Order(degree, order) for order in links if degree > 1 or order != "paper"]
+    return tuple(dict.fromkeys(found))
+
+
+def _in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
+    """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
+    half's gathers, they need not."""
+    behind = replace(order, links="paper")
+    if order.links != "reduce_first":
+        return (order,)
+    return (behind, order) if any(each.is_inner for each in moe.ahead) else (behind,)
+
+
+Kind = Literal["whole", "windows", "isolated", "alltoall", "given", "halves", "near", "stock"]
+"""What a way is listed for: the whole micro-batch with all open; layers as they are best without gradients, which go in
+other windows; the best if lanes did not slow each other down; an all-to-all or chunks that are given; halves;
+neighbours of the fastest tried; DeepSpeed's."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What may be chosen for a step of a model, and what is given: a way to run it is a request that gives more."""
+
+    options: Sequence[Mapping[str, Layer]]
+    """Layer by layer, in the order of the forward: name of an all-to-all -> the layer with it, the one in use first."""
+    space: SearchSpace
+    """What may be chosen from for each layer that may be cut."""
+    mode: Mode
+    """When gradients are sent; in halves see :func:`sendings_in_halves`."""
+    links: Links = "paper"
+    """The task order of layers whose degrees are given."""
+    uncut: Sequence[bool] = ()
+    """For each layer, whether it may not be cut; empty: all may be."""
+    can_split: bool = False
+    """Whether micro-batches may be run in two halves that take turns."""
+    may_send_anyhow: bool = False
+    """Whether gradients may also be sent at once or at the end, where whole steps show that to be faster."""
+    carried: Sequence[Gradient] = ()
+    """The gradients that wait when the backward begins, as in the middle of a larger model."""
+    kind: Kind = "whole"
+    alltoalls: Sequence[str] | None = None
+    """The all-to-all of each layer; ``None``: another than the first is taken where it gains more than
+    :data:`MIN_GAIN`, in halves for all layers that have it."""
+    orders: Sequence[Orders] | None = None
+    """How each layer is run, in halves to the letter; ``None``: as the space has it."""
+    in_halves: bool = False
+    degree: Degree = None
+    """The chunks of each half, where a layer has a way with so many."""
+    sending: Sending = "placed"
+    """How gradients get into windows."""
+
+    @property
+    def spaces(self) -> list[SearchSpace]:
+        """What may be chosen from for each layer."""
+        uncut = self.uncut or [False] * len(self.options)
+        return [self.space.uncut(self.links) if each else self.space for each in uncut]
+
+
+Near = tuple["ModelPlan", "ModelPlan", "ModelPlan"]
+"""The fastest plan tried, the one with the fastest forward and the one with the fastest backward."""
+
+
+def ways_to_run(request: PlanRequest, *kinds: Kind, near: Near | None = None) -> list[PlanRequest]:
+    """Return the ways to run a step that are predicted, tried and chosen from, DeepSpeed's own last.
+
+    Args:
+        request: what may be chosen, and what was asked for.
+        kinds: the kinds of ways that are wanted.
+        near: the plans of which ``near`` are neighbours.
+    """
+    found = [request, replace(request, kind="isolated")]
+    if request.mode == "adaptive":
+        # Placing gradients foresees layer by layer what they cost. As layers are best run without any, other windows
+        # are sometimes a little faster.
+        found += [replace(request, kind="windows", mode=each) for each in OTHER_MODES]
+    if len(each_alltoall(request.options)) > 1:
+        found += [replace(request, kind="alltoall", alltoalls=each) for each in each_alltoall(request.options)]
+    if "given" in kinds:
+        found += [replace(request, kind="given", orders=each) for each in _given_orders(request)]
+    if request.can_split:
+        halves = replace(request, kind="halves", in_halves=True)
+        found += [halves, *(replace(halves, kind="given", degree=each) for each in HALVES_DEGREES)]
+    if near is not None:
+        found += _neighbours(request, *near)
+    return [each for each in (*found, stock_way(request.options)) if each.kind in kinds]
+
+
+def stock_way(options: Sequence[Mapping[str, Layer]]) -> PlanRequest:
+    """Return DeepSpeed's own way: no layer is cut, tokens are exchanged as they are now, and gradients follow the
+    backward."""
+    return PlanRequest(options, SearchSpace.of("deepspeed", 1), "off", kind="stock", alltoalls=used_alltoalls(options))
+
+
+def sendings_in_halves(mode: Mode) -> tuple[tuple[Mode, ...], tuple[float, ...]]:
+    """Return when gradients of a step in halves may be sent, of which the fastest is taken: as in one that is not, or
+    in the next layer, such a share of them inside its MoE part.
+
+    Where a half's traffic is hidden already, what fits into a window of a whole micro-batch may be too much at once.
+    """
+    return ((mode, "dense_only"), IN_MOE) if mode == "adaptive" else ((mode,), ())
+
+
+def used_alltoalls(options: Sequence[Mapping[str, Layer]]) -> tuple[str, ...]:
+    """Return the all-to-alls that layers have now."""
+    return tuple(next(iter(each)) for each in options)
+
+
+def each_alltoall(options: Sequence[Mapping[str, Layer]]) -> list[tuple[str, ...]]:
+    """Return each all-to-all for all layers: those that lack it keep their own."""
+    names = dict.fromkeys(name for each in options for name in each)
+    used = list(zip(options, used_alltoalls(options), strict=True))
+    return [tuple(name if name in each else own for each, own in used) for name in names]
+
+
+def _given_orders(request: PlanRequest) -> list[list[Orders]]:
+    """Return the ways to try in both phases of all layers that may be cut, where chunks are open."""
+    space = request.space
+    if space.asked != (None, None) or space.micro_op_bytes is not None:
+        return []
+    # More lanes at once take more of the processors, which is hard to predict where ranks share them.
+    links = dict.fromkeys([request.links, *(each.links for each in space.orders)])
+    degrees = {each.degree for each in space.orders}
+    tried = [Order(degree, each) for each in links for degree in TRIED_DEGREES if degree in degrees]
+    tried = [each for each in tried if each.degree > 1 or each.links == request.links]
+    may_cut = [each is space for each in request.spaces]
+    for layers, is_cut in zip(request.options, may_cut, strict=True):
+        for layer in layers.values() if is_cut else ():
+            for backward, work in enumerate((layer.forward, layer.backward)):
+                tried = allowed(tried, work.moe, bool(backward))
+    return [[(each, each) if is_cut else (None, None) for is_cut in may_cut] for each in tried]
+
+
+def _neighbours(request: PlanRequest, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[PlanRequest]:
+    """Return the neighbours of the fastest plan, which comes first: the one that combines the fastest forward with the
+    fastest backward, and where that may be, the fastest with all gradients at once and with all at the end: what they
+    cost a layer beside them is predicted from two operations at a time, and not what they fill between others."""
+    joined = []
+    for index, (name, space) in enumerate(zip(kept.alltoalls, request.spaces, strict=True)):
+        pair = forward.orders[index][0], backward.orders[index][1]
+        layer = request.options[index][name]
+        must_match = request.space.common_degree or bool(layer.costs and layer.costs.uses_rng)
+        is_open = kept.in_halves == forward.in_halves == backward.in_halves
+        is_open = is_open and name == forward.alltoalls[index] == backward.alltoalls[index]
+        is_open = is_open and not (must_match and pair[0].degree != pair[1].degree)
+        if is_open and space is request.space and not kept.in_halves:
+            # One of the two may be DeepSpeed's schedule, whose degree a schedule by name need not have.
+            for phase, work in enumerate((layer.forward, layer.backward)):
+                open_degrees = {each.degree for each in space.orders_of(work.moe, bool(phase))}
+                is_open = is_open and pair[phase].degree in open_degrees
+        joined.append(pair if is_open else kept.orders[index])
+    own = replace(request, kind="near", in_halves=kept.in_halves, alltoalls=kept.alltoalls, orders=kept.orders)
+    found = [own, replace(own, orders=joined)]
+    if request.may_send_anyhow and kept.has_gradients:
+        found += [replace(own, sending="at_once"), replace(own, sending="at_the_end")]
+    return found
