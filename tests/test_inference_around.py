@@ -186,7 +186,7 @@ def test_what_one_rank_leaves_or_has_no_memory_for_is_the_same_on_all(tmp_path: 
 
 def test_where_all_experts_have_no_memory_those_of_a_rank_may_have() -> None:
     form: Any = SimpleNamespace(names=("up", "down"), device=torch.device("cpu"))
-    form.shape_of, form.dtype_of = {"up": (7, 5), "down": (5, 7)}.get, {"up": torch.bfloat16, "down": torch.float32}.get
+    form.shapes, form.dtype_of = {"up": (7, 5), "down": (5, 7)}, {"up": torch.bfloat16, "down": torch.float32}.get
     of_expert = 35 * (2 + 4)
     assert Room.bytes_of(form, 12, 8, "host") == (12 * of_expert, 0)
     assert Room.bytes_of(form, 12, 8, "home") == (0, 8 * of_expert)

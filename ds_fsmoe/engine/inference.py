@@ -21,7 +21,7 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.engine.cut_experts import adapters_of
 from ds_fsmoe.gradients.arriving import wait_for
-from ds_fsmoe.layer.expert_forms import ExpertForm, SetForm, StackedForm
+from ds_fsmoe.layer.expert_forms import ExpertForm, form_of_module, form_of_set
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.held_experts import Room, Where, give_back_host_memory, held_experts
 from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options, is_under_way
@@ -268,7 +268,7 @@ class Coming:
         if state.placed is not None:
             homes = tuple(map(tuple, state.placed.placement.by_rank.tolist()))
         is_stacked = isinstance(module, FSMoEExperts)
-        form = StackedForm(module) if is_stacked else SetForm(list(module.experts.deepspeed_experts), state.path)
+        form = form_of_module(module) if is_stacked else form_of_set(list(module.experts.deepspeed_experts), state.path)
         # As many as ranks_of_experts gives to one.
         most = min(num_ranks * num_local, max(options.most_per_rank, 2 * num_local))
         return cls(module, form, homes, most)

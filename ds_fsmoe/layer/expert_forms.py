@@ -7,8 +7,8 @@ Letters: e experts on this rank, W experts with weights in one tensor.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,66 +29,45 @@ CalledExperts = Callable[[Sequence[int], CallRows, torch.Tensor], RowCall]
 sizes of the rows, of which the first are those of these experts and all others are 0, and the rows."""
 
 
-class ExpertForm(ABC):
+@dataclass(frozen=True, eq=False)
+class ExpertForm:
     """The experts of this rank in one layer, and how others with their structure are called."""
 
-    names: tuple[str, ...]
-    """The names of the weights of an expert."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name -> the shape of a weight of one expert, also where it is shared out."""
     parameters: tuple[torch.Tensor, ...]
-    """All that the weights are in."""
+    """All that the weights are in, the names' own ones first."""
+    own: Callable[[str, int], torch.Tensor]
+    """Returns a weight, by its name, of one of the experts here, by its index; it must be whole."""
+    called: Callable[[Mapping[str, torch.Tensor]], CalledExperts]
+    """Returns experts with these weights, [W, ...] each."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weights of an expert."""
+        return tuple(self.shapes)
 
     @property
     def device(self) -> torch.device:
         """The device on which they are computed."""
         return self.parameters[0].device
 
-    @abstractmethod
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight of one expert, also where it is shared out."""
-
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type of a weight."""
         return self.parameters[self.names.index(name)].dtype
 
-    @abstractmethod
-    def own(self, name: str, index: int) -> torch.Tensor:
-        """Return a weight of one of the experts here, which must be whole."""
 
-    @abstractmethod
-    def called(self, stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
-        """Return experts with these weights, [W, ...] each."""
+def form_of_module(module: FSMoEExperts) -> ExpertForm:
+    """Return the form of the experts of Hugging Face's models: one module, in evaluation."""
+    contract = module.fsmoe.contract
+    assert contract is not None
 
-
-class StackedForm(ExpertForm):
-    """The experts of Hugging Face's models: one module.
-
-    Args:
-        module: the module, in evaluation.
-    """
-
-    def __init__(self, module: FSMoEExperts) -> None:
-        self._module = module
-        contract = module.fsmoe.contract
-        assert contract is not None
-        self._contract = contract
-        self.names = contract.weights
-        self.parameters = tuple(getattr(module, name) for name in self.names)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight of one expert, also where it is shared out."""
-        return (shape_of(getattr(self._module, name)) or ())[1:]
-
-    def own(self, name: str, index: int) -> torch.Tensor:
-        """Return a weight of one of the experts here, which must be whole."""
-        return getattr(self._module, name).detach()[index]
-
-    def called(self, stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
-        """Return experts with these weights, [W, ...] each."""
-        state = self._module.fsmoe
-        stand_in = copy.copy(self._module)
+    def called(stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
+        state = module.fsmoe
+        stand_in = copy.copy(module)
         # It has the module's own functions, norm and flags, and other weights.
         stand_in._parameters = {
-            **self._module._parameters,
+            **module._parameters,
             **{name: nn.Parameter(each, requires_grad=False) for name, each in stacks.items()},
         }
         num_experts = len(next(iter(stacks.values())))
@@ -96,43 +75,37 @@ class StackedForm(ExpertForm):
             stand_in.num_experts = num_experts
         own = state.own_forward
         own_forward = None if own is None else own.__func__.__get__(stand_in)  # type: ignore[attr-defined]
-        experts = StackedExperts(stand_in, self._contract, own_forward, state.path)
+        experts = StackedExperts(stand_in, contract, own_forward, state.path)
         return lambda which, rows, x_RM: experts.call_rows(False, sizes_of_some(rows, which, num_experts), x_RM)
 
+    weights = {name: getattr(module, name) for name in contract.weights}
+    return ExpertForm(
+        {name: (shape_of(each) or ())[1:] for name, each in weights.items()},
+        tuple(weights.values()),
+        lambda name, index: getattr(module, name).detach()[index],
+        called,
+    )
 
-class SetForm(ExpertForm):
-    """The experts of DeepSpeed's layers: modules of one structure.
+
+def form_of_set(experts: Sequence[nn.Module], path: str) -> ExpertForm:
+    """Return the form of the experts of DeepSpeed's layers: modules of one structure.
 
     Args:
-        modules: those of this rank, in evaluation.
+        experts: those of this rank, in evaluation.
         path: of the layer in the model, for messages.
     """
+    weights = [_weights_of(each) for each in experts]
 
-    def __init__(self, modules: Sequence[nn.Module], path: str) -> None:
-        self._modules, self._path = tuple(modules), path
-        self._weights = [_weights_of(each) for each in modules]
-        self.names = tuple(self._weights[0])
-        self.parameters = tuple(each for weights in self._weights for each in weights.values())
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight of one expert."""
-        return tuple(self._weights[0][name].shape)
-
-    def own(self, name: str, index: int) -> torch.Tensor:
-        """Return a weight of one of the experts here."""
-        return self._weights[index][name].detach()
-
-    def called(self, stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
-        """Return experts with these weights, [W, ...] each."""
+    def called(stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
         modules = []
         for index in range(len(next(iter(stacks.values())))):
             memo: dict[int, Any] = {}
-            for name, each in self._weights[0].items():
+            for name, each in weights[0].items():
                 weight = stacks[name][index]
                 is_parameter = isinstance(each, nn.Parameter)
                 memo[id(each)] = nn.Parameter(weight, requires_grad=False) if is_parameter else weight
             # What the memo has is put in the place of what would be copied.
-            modules.append(copy.deepcopy(self._modules[0], memo))
+            modules.append(copy.deepcopy(experts[0], memo))
         sets: dict[tuple[int, ...], ExpertSet] = {}
 
         def call_rows(which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> RowCall:
@@ -140,10 +113,17 @@ class SetForm(ExpertForm):
             if key not in sets:
                 if len(sets) == _MOST_SETS:
                     del sets[next(iter(sets))]
-                sets[key] = ExpertSet([modules[each] for each in key], keep_expert_dim=True, path=self._path)
+                sets[key] = ExpertSet([modules[each] for each in key], keep_expert_dim=True, path=path)
             return sets[key].call_rows(False, sizes_of_some(rows, range(len(key)), len(key)), x_RM)
 
         return call_rows
+
+    return ExpertForm(
+        {name: tuple(each.shape) for name, each in weights[0].items()},
+        tuple(each for of_expert in weights for each in of_expert.values()),
+        lambda name, index: weights[index][name].detach(),
+        called,
+    )
 
 
 def _weights_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -188,7 +188,7 @@ class Room:
         stacks, buffers = {}, {}
         pinned = form.device.type == "cuda"
         for name in form.names:
-            shape, dtype = form.shape_of(name), form.dtype_of(name)
+            shape, dtype = form.shapes[name], form.dtype_of(name)
             if where == "host":
                 stacks[name] = torch.empty(num_experts, *shape, dtype=dtype, pin_memory=pinned)
             if where == "home" or not computes_on_host(form.device):
@@ -198,7 +198,7 @@ class Room:
     @staticmethod
     def bytes_of(form: ExpertForm, num_experts: int, most: int, where: Where) -> tuple[int, int]:
         """Return the bytes that :meth:`made` takes: of the host's memory, and of that where experts are computed."""
-        of_expert = sum(math.prod(form.shape_of(each)) * form.dtype_of(each).itemsize for each in form.names)
+        of_expert = sum(math.prod(form.shapes[each]) * form.dtype_of(each).itemsize for each in form.names)
         is_buffered = where == "home" or not computes_on_host(form.device)
         return (num_experts if where == "host" else 0) * of_expert, (most if is_buffered else 0) * of_expert
 
@@ -306,7 +306,7 @@ class Buffered:
         if self._buffers and num_held <= len(next(iter(self._buffers.values()))):
             return
         for name in self._form.names:
-            shape, dtype = self._form.shape_of(name), self._form.dtype_of(name)
+            shape, dtype = self._form.shapes[name], self._form.dtype_of(name)
             grown = torch.empty(num_held, *shape, dtype=dtype, device=self._form.device)
             if name in self._buffers:
                 grown[: len(self._buffers[name])] = self._buffers[name]

@@ -236,12 +236,6 @@ class GroupedRowsCall(TogetherCall):
         form = self._form(groups)
         return self._back((chunk,), form, form.up, form.down, dy_RM, weights)
 
-    def _kept(self, form: ManualExpert, x_RM: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return form.kept(x_RM)
-
-    def _flat(self, x_RM: torch.Tensor) -> torch.Tensor:
-        return x_RM
-
     def _form(self, groups: RowGroups) -> ManualExpert:
         """The experts as one, for rows that lie there."""
         *up, down = (

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ds_fsmoe.components.expert_compute.saved import SavedActivations, SavedRows
 _VERSION = operator.attrgetter("_version")
 
 
-class WrittenCall(ABC):
+class WrittenCall:
     """What calls by hand have in common: what they keep for the backward, and the way back.
 
     Kept are the rows, where a weight wants a gradient, and what :meth:`ManualExpert.kept` says; the rest is computed
@@ -60,13 +59,13 @@ class WrittenCall(ABC):
         """Return the stores of what is kept for the backward."""
         return (self._saved,)
 
-    @abstractmethod
     def _kept(self, form: ManualExpert, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what :meth:`ManualExpert.kept` gives for rows, in the layout in which they are kept."""
+        return form.kept(x)
 
-    @abstractmethod
     def _flat(self, x: torch.Tensor) -> torch.Tensor:
         """Return rows as they are kept as [R, M], or as [k, R, M] of k experts that are stacked."""
+        return x
 
     def _forth(self, place: tuple[int, ...], form: ManualExpert, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of the last layer, and keep what the backward needs.

@@ -94,12 +94,6 @@ class ManualStackedFFN(WrittenCall):
         with torch._C.DisableTorchFunctionSubclass():  # weights may be marked, for scripts
             super()._check_unchanged()
 
-    def _kept(self, form: ManualExpert, x_RM: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return form.kept(x_RM)
-
-    def _flat(self, x_RM: torch.Tensor) -> torch.Tensor:
-        return x_RM
-
     def _before_last(
         self, form: ManualExpert, kept: Sequence[torch.Tensor], dy_RM: torch.Tensor, weights: RowWeights | None
     ) -> tuple[torch.Tensor, RowWeights | None]:
