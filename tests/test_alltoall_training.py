@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ds_fsmoe import registry
 from ds_fsmoe.files.traces import merge_traces
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
@@ -213,7 +214,7 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
 def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
     """It plans with the crossings that the tokens of the first forward had."""
     found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"), dispatch)
-    of_all = {"flat", "1dh", "2dh"} | ({"once_per_node"} if dispatch == "rows" else set())
+    of_all = set(registry.known("alltoall")) - (set() if dispatch == "rows" else {"once_per_node"})
     assert [(each["compared"], each["is_same"]) for each in found] == [(of_all, True)] * 4
     assert len({each["taken"] for each in found}) == 1
     if dispatch == "slots":
