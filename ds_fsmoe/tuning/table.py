@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.measuring.profiler import Reduces
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order, order_words
-from ds_fsmoe.planning.decide.plan import MIN_GAIN, ModelPlan, mode_of
-from ds_fsmoe.planning.decide.search import Choice, Degree, chunks_text
+from ds_fsmoe.planning.decide.plan import ModelPlan, mode_of
+from ds_fsmoe.planning.decide.search import Choice, chunks_text
 from ds_fsmoe.planning.decide.step_time import StepTimes
+from ds_fsmoe.planning.decide.ways import MIN_GAIN, Degree
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, job_as_data
 from ds_fsmoe.terminal.tables import Message, Table

@@ -13,12 +13,13 @@ from ds_fsmoe.distributed.topology import Stages, world_size_now
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.block import LayerPlan, Slice
-from ds_fsmoe.planning.decide.candidates import PlanRequest, Search
+from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.gradient_plan import WindowBytes
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StageTimes, StepTimes, other_esp_sizes, predict_step, stage_times
+from ds_fsmoe.planning.decide.ways import PlanRequest
 from ds_fsmoe.planning.job.what_if import larger_ep_sizes
 from ds_fsmoe.tuning.measure import Measured
 from ds_fsmoe.tuning.table import Row, describe_plan, measured_job

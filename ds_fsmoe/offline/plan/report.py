@@ -17,9 +17,10 @@ from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
-from ds_fsmoe.planning.decide.candidates import PlanRequest, Search
+from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
+from ds_fsmoe.planning.decide.ways import PlanRequest
 from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, kind_costs, layer_work
