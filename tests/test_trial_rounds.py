@@ -129,7 +129,7 @@ def test_where_deepspeeds_schedule_stays_the_gain_is_that_of_the_best_other_plan
 
 
 def test_plans_settle_within_24_steps_and_keep_the_gain_of_long_trials() -> None:
-    """Noise as in simulations of benchmarks/LOG.md, 2 to 10%; a machine that drifts; up to twenty plans and a neighbour.
+    """Noise as in simulations of benchmarks/LOG.md, 2 to 10%; a machine that drifts; up to twenty plans.
 
     The share is the mean over all of it, of the true best: at 10% noise alone it is 0.965 (0.977 without a budget).
     """
