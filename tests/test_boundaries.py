@@ -211,7 +211,7 @@ STATEMENTS: dict[str, int] = {
     "routes": 470,
     "telemetry": 897,
     "terminal": 208,
-    "tuning": 1889,
+    "tuning": 1932,
 }
 
 MOST_FILES = 20

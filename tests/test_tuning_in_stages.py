@@ -49,14 +49,14 @@ class Kept(TrialRounds):
             kept = next(i for i, each in enumerate(self.plans) if "2 and 2 chunks" in each.of_stages.name)
         super()._next_round(trials, kept)
 
-    def _near(self, best: Any, forward: Any, backward: Any) -> list[Any]:
-        found = super()._near(best, forward, backward)
+    def _near(self, best: Any, forward: Any, backward: Any, spread: float) -> list[Any]:
+        found = super()._near(best, forward, backward, spread)
         # By what was measured none may be worth a trial.
         return [best, best] if len(found) == 1 and self.model.search.request.options else found
 
-    def _begin(self, plans: Any, turns: int) -> Any:
+    def _begin(self, plans: Any, turns: int, max_steps: int | None) -> Any:
         self.rounds_of_plans = [*getattr(self, "rounds_of_plans", []), list(plans)]
-        return super()._begin(plans, turns)
+        return super()._begin(plans, turns, max_steps)
 
 
 def endless(engine: Any) -> Iterator[Any]:

@@ -29,6 +29,14 @@ Decide = Callable[[Callable[[], Sequence[ModelPlan]]], Sequence[ModelPlan]]
 Together = Callable[[Sequence[ModelPlan]], Sequence[Candidate]]
 
 
+MAX_STEPS = 24
+"""The optimizer steps within which plans are settled, unless more turns are asked for than there are by default."""
+TURNS_WITHIN = 3
+"""The most turns for which that holds: who asks for more gets them, with every plan that has hope."""
+TURNS_OF_JUDGING = 3
+"""So many turns with the plan that was found, at least, are left for telling what it gains."""
+
+
 class TrialRounds:
     """Runs the rounds, for one engine. Every method is collective.
 
@@ -67,6 +75,7 @@ class TrialRounds:
     ) -> None:
         self.model = model
         self._turns = turns
+        self._steps_left = MAX_STEPS if turns <= TURNS_WITHIN else None
         self._clock = clock
         self._apply = apply
         self._decide = decide
@@ -82,7 +91,9 @@ class TrialRounds:
         self._lines = NowAndThen()
         self.rounds: list[list[Tried]] = []
         """Round -> what each plan took."""
-        self.trials = self._begin(plans, turns)
+        most = self._steps_for_finding()
+        tried = plans if most is None else [*plans[:-1][: most - 1], plans[-1]]
+        self.trials = self._begin(tried, turns, most)
 
     def step_is_over(self) -> bool:
         """End an optimizer step; tell whether it is settled what stays, which is run from now on."""
@@ -94,6 +105,8 @@ class TrialRounds:
             return False
         trials, outcome = self.trials, self._outcome
         self.rounds.append(trials.results(kept))
+        if self._steps_left is not None:
+            self._steps_left -= trials.num_taken
         outcome.num_plans = len(self._names)
         outcome.num_steps += trials.num_steps
         outcome.total_ms += trials.total_ms
@@ -115,32 +128,47 @@ class TrialRounds:
         self._next_round(trials, kept)
         return False
 
+    def _steps_for_finding(self) -> int | None:
+        """Return the steps that may be taken before the last round; ``None``: as many as it takes."""
+        return None if self._steps_left is None else self._steps_left - 2 * TURNS_OF_JUDGING
+
     def _next_round(self, trials: Trials, kept: int) -> None:
         plans, stock = self.plans, self.plans[-1]
         if self._can_refine:
             self._can_refine = False
             best, forward, backward = (plans[number].plan for number in (kept, *trials.fastest_phases(kept)))
-            near = self._together([*self._decide(lambda: self._near(best, forward, backward)), stock.plan])
-            if len(near) > 2:
-                self.trials = self._begin(near, self._turns)
+            near = self._together(
+                [*self._decide(lambda: self._near(best, forward, backward, trials.spread)), stock.plan]
+            )
+            most = self._steps_for_finding()
+            if len(near) > 2 and (most is None or len(near) <= most):
+                self.trials = self._begin(near, self._turns, most)
                 return
         self._is_last = True
         # Twice as many, as these alone say what is gained.
-        self.trials = self._begin([plans[kept], stock], max(2, 2 * self._turns - 1))
+        turns = max(2, 2 * self._turns - 1)
+        if self._steps_left is not None:
+            turns = min(turns, self._steps_left // 2)
+        self.trials = self._begin([plans[kept], stock], turns, self._steps_left)
 
-    def _near(self, best: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
-        """Return neighbours of the best plan, which comes first; of a stage without layers there are none."""
+    def _near(self, best: ModelPlan, forward: ModelPlan, backward: ModelPlan, spread: float) -> list[ModelPlan]:
+        """Return the best plan, and its neighbours that are predicted to gain more than steps differ by; of a stage
+        without layers there are none."""
         search = self.model.search
-        return search.refinements(best, forward, backward) if search.request.options else [best]
+        if not search.request.options:
+            return [best]
+        first, *others = search.refinements(best, forward, backward)
+        most_ms = (1 - spread) * self.model.predict(first).chosen_ms
+        return [first, *(each for each in others if self.model.predict(each).chosen_ms < most_ms)]
 
-    def _begin(self, plans: Sequence[Candidate], turns: int) -> Trials:
+    def _begin(self, plans: Sequence[Candidate], turns: int, max_steps: int | None) -> Trials:
         self.plans = tuple(plans)
         names = [*(self._name_of(each) for each in plans[:-1]), STOCK]
         self._names.update(names)
         if self._reduction is not None:
             self._reduction.try_windows(windows_of(plans[0].plan))
         of_trials = len(plans) - 1, self._may_keep_stock, self._phase_group
-        return Trials(names, turns, self._use, self._clock, None, *of_trials)
+        return Trials(names, turns, self._use, self._clock, None, *of_trials, max_steps)
 
     def _name_of(self, candidate: Candidate) -> str:
         if candidate.of_stages is not None:

@@ -71,6 +71,8 @@ class Trials:
         baseline: the plan to compare with, which is tried in every round, however slow; ``None``: there is none.
         may_keep_baseline: whether it may be kept, too.
         phase_group: the ranks that say how long forwards and backwards take, such as those of a stage; ``None``: all.
+        max_steps: the steps that may be taken; where they run short, only the fastest plans are tried again, or none.
+            Each plan has its first step all the same. ``None``: as many as it takes.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Trials:
         baseline: int | None = None,
         may_keep_baseline: bool = True,
         phase_group: dist.ProcessGroup | None = None,
+        max_steps: int | None = None,
     ) -> None:
         self.names = tuple(names)
         self.baseline = baseline
@@ -94,6 +97,9 @@ class Trials:
         """Plan -> the time of each step on its slowest rank, all but the optimizer's part."""
         self._phases_ms: list[list[tuple[float, float]]] = [[] for _ in names]
         self._rounds = rounds
+        self._max_steps = max_steps
+        self.num_taken = 0
+        """The steps that were taken, whether they were seen whole or not."""
         self._to_try = list(range(len(names)))
         """The plans to try in this round, in order."""
         self._tried: list[int] = []
@@ -132,12 +138,14 @@ class Trials:
                     self.least_dense_ms = min(dense_ms, self.least_dense_ms or dense_ms)
                     self.rest_ms += [dense_ms] * (self._trying == self.baseline)
             self._clock.stop()
+            self.num_taken += 1
             self._tried.append(self._to_try.pop(0))
         if not self._to_try:
             self._rounds -= 1
             self._turn += 1
             finalists = self._finalists()
-            self._to_try = [plan for plan in reversed(self._tried) if plan in finalists or self._has_hope(plan)]
+            hopeful = [plan for plan in reversed(self._tried) if plan in finalists or self._has_hope(plan)]
+            self._to_try = self._affordable(hopeful)
             self._in_last_turn, self._tried = self._tried, []
             if len(self._to_try) == 1:
                 self._rounds = 0
@@ -154,6 +162,20 @@ class Trials:
         """Return the plans that stay in every round: the fastest ones, and the baseline."""
         seen = [plan for plan, times_ms in enumerate(self.times_ms) if times_ms and plan != self.baseline]
         return {self.baseline, *sorted(seen, key=lambda plan: min(self.times_ms[plan]))[:FINALISTS]}
+
+    def _affordable(self, plans: Sequence[int]) -> list[int]:
+        """Return those plans that are tried in the next turn, in the same order: the fastest ones, where the steps that
+        are left do not suffice for all in each turn. Fewer turns are left where they do not suffice for finalists."""
+        if self._max_steps is None or not self._rounds:
+            return list(plans)
+        num_left = self._max_steps - self.num_taken
+        self._rounds = min(self._rounds, num_left // min(len(plans), FINALISTS + 1))
+        if not self._rounds:
+            return list(plans)
+        by_speed = sorted(plans, key=lambda plan: min(self.times_ms[plan], default=math.inf))
+        by_speed.sort(key=lambda plan: plan != self.baseline)
+        stay = set(by_speed[: num_left // self._rounds])
+        return [plan for plan in plans if plan in stay]
 
     def _has_hope(self, plan: int) -> bool:
         # One that has not been seen whole is tried on.
@@ -209,6 +231,13 @@ class Trials:
         if not ratios:
             return None
         return TrialGain(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+    @property
+    def spread(self) -> float:
+        """The share by which the slowest step of a plan is behind its fastest, in the middle of the plans that were
+        tried more than once; at least what counts as chance."""
+        seen = [max(each) / min(each) - 1 for each in self.times_ms if len(each) > 1 and min(each) > 0]
+        return max(GAIN, statistics.median(seen)) if seen else GAIN
 
     @property
     def num_steps(self) -> int:
