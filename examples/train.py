@@ -218,8 +218,8 @@ def main() -> None:
             "tokens_per_s": tokens_per_step(engine, args, batch_size) / step_ms * 1e3,
             "checkpoint": args.save_dir,
             "chosen": {} if state is None else state.chosen(),
-            "hints": [] if state is None or state.autotune is None else state.autotune.hints,
-            "is_tuned": state is not None and state.autotune is not None and state.autotune.measured is not None,
+            "hints": [] if state is None or state.autotune is None else state.autotune.result.hints,
+            "is_tuned": state is not None and state.autotune is not None and state.autotune.result.measured is not None,
         }
         report(result, args)
     dist.barrier()

@@ -202,7 +202,7 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
                 engine.step()
                 for hook in hooks:
                     hook.remove()
-        rows = engine.fsmoe.autotune.rows if alltoall == "auto" else []
+        rows = engine.fsmoe.autotune.result.rows if alltoall == "auto" else []
         engine.destroy()
     is_same = all(torch.allclose(*each, rtol=1e-5) for each in zip(losses[:6], losses[6:], strict=True))
     found = {"compared": set(rows[0].alltoalls_ms), "taken": rows[0].alltoall, "is_same": is_same}

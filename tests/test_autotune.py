@@ -92,9 +92,9 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     run.degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
     run.blocks = [(each.forward.block, each.backward.block) for each in pipelines]
     if engine.fsmoe.autotune is not None:
-        run.contention = [each.contention for each in engine.fsmoe.autotune.predictors.values()]
+        run.contention = [each.contention for each in engine.fsmoe.autotune.result.predictors.values()]
     run.plans = {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")}
-    run.num_measured = None if engine.fsmoe.autotune is None else engine.fsmoe.autotune.num_measured
+    run.num_measured = None if engine.fsmoe.autotune is None else engine.fsmoe.autotune.result.num_measured
     run.numbers += [each.detach().clone() for each in model.parameters()]
     engine.destroy()
     logger.removeHandler(said)

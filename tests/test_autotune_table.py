@@ -86,7 +86,7 @@ def test_the_table_has_every_number_under_its_head() -> None:
 
     # What a run records says the same.
     untried: Any = {"tried": [], "outcome": Outcome(), "hints": []}
-    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, **untried)
+    stage: Any = SimpleNamespace(result=SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, **untried))
     keys = ("phase", "degree", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
     recorded = plans_as_data({}, stage)
     assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [

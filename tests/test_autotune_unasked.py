@@ -111,7 +111,7 @@ def train(
             "losses": losses,
             "measured_at": measured_at,
             "is_settled": tuner is not None and tuner.is_settled,
-            "cluster": None if tuner is None or tuner.measured is None else tuner.measured.cluster,
+            "cluster": None if tuner is None or tuner.result.measured is None else tuner.result.measured.cluster,
             "plans": {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")},
         }
         engine.destroy()

@@ -96,16 +96,18 @@ def tune_again_and_again(rank: int, world_size: int, times: int) -> list[int]:
     block = {"enabled": True, "ops": "reference", "autotune": {"enabled": True, "trials": 0}}
     config = case.ds_config(fsmoe=block | {"pipeline_degree": {"max": 2}})
     engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    found = []
+    found, before = [], engine.fsmoe.autotune.result
     for _ in range(times):
         for step in range(4):  # the tuning is due ahead of the third
             loss, _ = engine(*batch(step, rank, torch.float32))
             engine.backward(loss)
             engine.step()
-        assert engine.fsmoe.autotune.num_measured > 0
+        result = engine.fsmoe.autotune.result
+        assert result is not before
+        assert result.num_measured > 0
+        before = result
         found.append(in_use_bytes())
         engine.fsmoe.autotune.request_again("asked to")
-        engine.fsmoe.autotune.num_measured = 0
     engine.destroy()
     return found
 

@@ -237,7 +237,7 @@ def train(
     if block is not None and block.get("autotune"):
         tuner = engine.fsmoe.autotune
         assert tuner.is_settled
-        assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
+        assert bool(tuner.result.rows) == bool(engine.fsmoe.num_layers)
     if block is EARLY and engine.fsmoe.num_layers and engine.grid.data_parallel_size > 1:
         everything, early = engine.fsmoe.reduction.bytes_of_plan()
         assert 0 < early <= everything

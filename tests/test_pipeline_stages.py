@@ -149,8 +149,8 @@ def train(
         if block.get("autotune"):
             tuner = engine.fsmoe.autotune
             assert tuner.is_settled
-            assert tuner.outcome.num_steps > 0
-            assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
+            assert tuner.result.outcome.num_steps > 0
+            assert bool(tuner.result.rows) == bool(engine.fsmoe.num_layers)
     named = engine.module.named_parameters()
     seen = {name: each.detach().clone() for name, each in named} | {"losses": torch.stack(losses)}
     engine.destroy()

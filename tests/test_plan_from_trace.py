@@ -52,7 +52,7 @@ def train(rank: int, world_size: int, folder: str) -> list[Any]:
                 engine.step()
         if name == "tuned":
             tuner = engine.fsmoe.autotune
-            found = [tuner.step.chosen_ms, [each.labels for each in tuner.measured.kinds]]
+            found = [tuner.result.step.chosen_ms, [each.labels for each in tuner.result.measured.kinds]]
         engine.destroy()
     return found
 

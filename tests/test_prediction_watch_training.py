@@ -21,6 +21,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, EXPERT_GRAD, GRAD, Schedule
 from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.tuning.autotune import TuningResult
 from ds_fsmoe.tuning.drift import StepComparison
 from tests.fake_clock import FakeClock
 from tests.logged import Said
@@ -53,7 +54,7 @@ class Planned:
     trials = None
 
     def __init__(self) -> None:
-        self.predictors = {f"L0{layer}": Fixed() for layer in range(2)}
+        self.result = TuningResult(predictors={f"L0{layer}": Fixed() for layer in range(2)})
         self.asked: list[tuple[int, str]] = []
         self.engine: Any = None
 
@@ -138,7 +139,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, list[Any]]:
         engine.eval()
         engine(*batch(99, rank, torch.float32))
         engine.train()
-    predictors = engine.fsmoe.autotune.predictors
+    predictors = engine.fsmoe.autotune.result.predictors
     found["asked"] = predictors["L00"].asked
     engine.destroy()
     # Layers whose forwards are run again in the backward.

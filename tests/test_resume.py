@@ -117,13 +117,13 @@ def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]
     engine.load_checkpoint(folder)
     same = dict(engine.fsmoe.facts()) == plans and engine.fsmoe.reduction.reducer.plan == gradients
     losses = train(engine, rank, case, 31, AFTER)
-    measured = engine.fsmoe.autotune.num_measured
+    measured = engine.fsmoe.autotune.result.num_measured
     engine.destroy()
 
     engine = make(rank, case, block)
     engine.load_checkpoint(early)
     train(engine, rank, case, 1, 4)
-    measured_early = engine.fsmoe.autotune.num_measured
+    measured_early = engine.fsmoe.autotune.result.num_measured
     engine.destroy()
     return {"same": same, "equal": losses == expected, "measured": measured, "early": measured_early}
 

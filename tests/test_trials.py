@@ -177,7 +177,7 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
     found = {"losses": losses, "degrees": degrees, "windows": windows, "settled": settled}
     if block is not None:
         found["open"] = engine.fsmoe.autotune.trials is not None
-        found["is_stock"] = engine.fsmoe.autotune.outcome.is_stock
+        found["is_stock"] = engine.fsmoe.autotune.result.outcome.is_stock
     engine.destroy()
     return found
 

@@ -78,12 +78,12 @@ def tune(rank: int, world_size: int, stages: tuple[str, ...], num_stages: int) -
     assert tuner.is_settled
     # What a rank of a pipeline has to have as all others have it.
     found = {
-        "runs": tuner.of_stages,
+        "runs": tuner.result.of_stages,
         "told": [[each.of_stages for each in plans] for plans in tried[0].rounds_of_plans],
-        "tried": tuner.tried,
-        "step": tuner.step,
+        "tried": tuner.result.tried,
+        "step": tuner.result.step,
         "watched": watch.last,
-        "outcome": replace(tuner.outcome, took_s=0.0, least_dense_ms=None),
+        "outcome": replace(tuner.result.outcome, took_s=0.0, least_dense_ms=None),
     }
     engine.destroy()
     return found
@@ -296,7 +296,7 @@ def tune_on_two_nodes(rank: int, world_size: int) -> float:
     batch = endless(engine)
     for _ in range(13):
         engine.train_batch(batch)
-    assert len(engine.fsmoe.autotune.job.labels) == (engine.stage_id == 0)
+    assert len(engine.fsmoe.autotune.result.job.labels) == (engine.stage_id == 0)
     total = torch.ones(())
     dist.all_reduce(total, group=dist.new_group([0, 7, 3, 4]))
     return total.item()

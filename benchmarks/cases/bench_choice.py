@@ -102,7 +102,7 @@ class Tuned:
         whole = common | tuning | {"num_chunks": {"max": MAX_DEGREE}} | block
         steps = Steps(layer, "ranks", None, Found(), whole, prepare)
         (inner, *_) = steps.engine.fsmoe.inner_layers.values()
-        plan, expected = inner.fsmoe.plan, steps.engine.fsmoe.autotune.step
+        plan, expected = inner.fsmoe.plan, steps.engine.fsmoe.autotune.result.step
         self.expected[layer, name] = {
             "alltoall": plan.alltoall,
             "degrees": f"{plan.forward.degree}+{plan.backward.degree}",

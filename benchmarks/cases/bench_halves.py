@@ -195,7 +195,7 @@ def write_predicted(job: Job, result: CaseResult, file: Path) -> None:
     predicted_ms = {name: model.predict(plan).chosen_ms for name, plan in plans.items()}
     measured_ms = {each.name: each.p50_ms for each in result.variants}
     gain, measured = (each[WHOLE] / each[HALVES] for each in (predicted_ms, measured_ms))
-    dense_ms = job.engine.fsmoe.autotune.outcome.least_dense_ms
+    dense_ms = job.engine.fsmoe.autotune.result.outcome.least_dense_ms
     kept = next(iter(job.settled.values()))
     cells = (
         "" if dense_ms is None else f"{dense_ms / measured_ms[WHOLE]:.2f}",

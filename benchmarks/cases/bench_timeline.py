@@ -71,7 +71,7 @@ def fits(steps: Steps) -> list[dict[str, Any]]:
             "line_ms": f"{timing.cost.ms(size):.4f}",
             "r2": f"{timing.best_fit.r2:.4f}",
         }
-        for name, timing in steps.engine.fsmoe.autotune.rows[0].profile.operations.items()
+        for name, timing in steps.engine.fsmoe.autotune.result.rows[0].profile.operations.items()
         for size, time_ms in zip(timing.sizes, timing.times_ms, strict=True)
     ]
 

@@ -97,7 +97,7 @@ class Contenders:
             block["pipeline_degree"] = {"max": MAX_DEGREE}
         steps = self.steps(layer, layout, block)
         if "autotune" in block:
-            self.predicted[layout, layer, schedule] = steps.engine.fsmoe.autotune.step
+            self.predicted[layout, layer, schedule] = steps.engine.fsmoe.autotune.result.step
         return steps
 
     def common_degree(self, layout: Layout, layer: Layer) -> int:

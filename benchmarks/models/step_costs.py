@@ -160,20 +160,20 @@ def write_tuning(case: Case, engines: Mapping[str, Any], result: CaseResult, fil
     p50_ms = {each.name: each.p50_ms for each in result.variants}
     for name, engine in engines.items():
         tuner = getattr(getattr(engine, "fsmoe", None), "autotune", None)
-        if tuner is None or not tuner.outcome.num_steps:
+        if tuner is None or not tuner.result.outcome.num_steps:
             continue
-        kept_ms = tuner.outcome.baseline_ms if tuner.outcome.is_stock else tuner.outcome.kept_ms
+        kept_ms = tuner.result.outcome.baseline_ms if tuner.result.outcome.is_stock else tuner.result.outcome.kept_ms
         paid = [
-            _shown(paid_after_steps(tuner.outcome, p50_ms[before], p50_ms[name])) if before in p50_ms else ""
+            _shown(paid_after_steps(tuner.result.outcome, p50_ms[before], p50_ms[name])) if before in p50_ms else ""
             for before in ("stock", UNTUNED.get(name, ""))
         ]
         facts = {
-            "measured_s": f"{tuner.outcome.took_s:.1f}",
-            "operations": str(tuner.num_measured),
-            "steps_of_trials": str(tuner.outcome.num_steps),
+            "measured_s": f"{tuner.result.outcome.took_s:.1f}",
+            "operations": str(tuner.result.num_measured),
+            "steps_of_trials": str(tuner.result.outcome.num_steps),
             # Of forwards and backwards of a step, as trials see them: without the optimizer and what follows it.
-            "predicted_ms": "" if tuner.step is None else f"{tuner.step.chosen_ms:.1f}",
-            "bound_ms": "" if tuner.step is None else f"{tuner.step.bound_ms:.1f}",
+            "predicted_ms": "" if tuner.result.step is None else f"{tuner.result.step.chosen_ms:.1f}",
+            "bound_ms": "" if tuner.result.step is None else f"{tuner.result.step.bound_ms:.1f}",
             "in_trials_ms": "" if kept_ms is None else f"{kept_ms:.1f}",
             "said": tuner.describe(),
             **dict(zip(ADDED_TO_TUNING, paid, strict=True)),

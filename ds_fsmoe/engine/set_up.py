@@ -291,9 +291,10 @@ def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) 
         rows_GE: the rows of a call that each rank has for each expert.
     """
     tuner = engine.fsmoe.autotune
-    if tuner is None or label not in tuner.predictors or label not in tuner.shapes:
+    result = None if tuner is None else tuner.result
+    if result is None or label not in result.predictors or label not in result.shapes:
         return None
-    layer, measured, shape = engine.fsmoe.inner_layers[label], tuner.predictors[label], tuner.shapes[label]
+    layer, measured, shape = engine.fsmoe.inner_layers[label], result.predictors[label], result.shapes[label]
     # As if all places got as many rows: how far the fullest lies above that is what placement changes.
     balanced = replace(shape, capacity=max(1, round(rows_GE.sum() / shape.num_experts / len(rows_GE))))
     return Prices(

@@ -236,7 +236,7 @@ class FSMoEState:
         self.autotune.stages = stages
         block, clock = self.block.autotune, self.running.step_clock
         if clock is not None and block.watch_every:
-            self.watch = BatchWatch(block, clock, stages, lambda: self.autotune.of_stages, self._plan_again)
+            self.watch = BatchWatch(block, clock, stages, lambda: self.autotune.result.of_stages, self._plan_again)
 
     def plans_changed(self) -> None:
         """Take note that layers are run by other plans from now on. Collective.
@@ -302,7 +302,7 @@ class FSMoEState:
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
     def _predictors(self) -> Mapping[str, MeasuredPredictor]:
-        return {} if self.autotune is None else self.autotune.predictors
+        return {} if self.autotune is None else self.autotune.result.predictors
 
     def _plan_again(self, reason: str) -> None:
         self.plans_made_again += 1
@@ -436,9 +436,9 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
     name, tuner = state.block.schedule, state.autotune
     if tuner is not None and tuner.trials is not None:
         return f"{name}: plans are tried in turns"
-    if tuner is not None and tuner.outcome.num_plans:
-        others = tuner.outcome.num_plans - 1
-        if tuner.outcome.is_stock:
+    if tuner is not None and tuner.result.outcome.num_plans:
+        others = tuner.result.outcome.num_plans - 1
+        if tuner.result.outcome.is_stock:
             return f"DeepSpeed's, kept by the autotuner: none of {others} other plans was faster"
         return f"{name}, chosen by the autotuner from {others + 1} plans"
     if name == "deepspeed":
@@ -447,7 +447,7 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
         return name
     if tuner is not None and not tuner.is_settled:
         return f"DeepSpeed's for now; {name} begins when measured"
-    if tuner is not None and tuner.rows:
+    if tuner is not None and tuner.result.rows:
         return f"{name}: one chunk, as predicted"
     return f"{name}: one chunk, so DeepSpeed's order"
 

@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,6 +34,7 @@ from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
+from ds_fsmoe.tuning.states import NEXT, Profiling, Settled, State, Trying, Waiting, Watching
 from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told, describe_rows, rows_of_plan
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
@@ -59,6 +60,41 @@ FORWARDS_BEFORE = 2
 """The forwards in training before the measuring: one is slow, one shows what the rest of the model takes."""
 
 
+@dataclass
+class TuningResult:
+    """What the autotuner measured and chose last; empty before."""
+
+    measured: Measured | None = None
+    job: RecordedJob | None = None
+    """The job that plans are made from."""
+    dense_ms: DenseTimes | None = None
+    """The time of the rest of the model."""
+    took_s: float = 0.0
+    """The seconds that measuring and searching took."""
+    rows: list[Row] = field(default_factory=list)
+    """The choices, layer by layer, beside what they follow from."""
+    step: StepTimes | None = None
+    """The predicted times of a step."""
+    of_stages: OfStages | None = None
+    """The plans of all pipeline stages."""
+    predictors: dict[str, MeasuredPredictor] = field(default_factory=dict)
+    """Label of a layer -> the predictor of its phases."""
+    shapes: dict[str, CallShape] = field(default_factory=dict)
+    """Label of a layer -> the sizes of a call that were measured."""
+    tried: list[list[Tried]] = field(default_factory=list)
+    """Rounds of trials -> the times of each plan: they decide what is run."""
+    outcome: Outcome = field(default_factory=Outcome)
+    """The gain, and the cost of finding it."""
+    told: Told | None = None
+    hints: list[str] = field(default_factory=list)
+    """What to do next, once plans are settled."""
+
+    @property
+    def num_measured(self) -> int:
+        """The number of operations that were timed; 0 where all was known."""
+        return 0 if self.measured is None else self.measured.num_measured
+
+
 class Autotune:
     """Runs the autotuning stage, for one engine.
 
@@ -72,90 +108,75 @@ class Autotune:
         self._block = block
         self._running = running
         self._group = group
-        self._forwards_left: int | None = None
-        self._is_wanted = block.autotune.enabled is True
-        self._steps_before = 0 if self._is_wanted else STEPS_BEFORE
-        """The optimizer steps until the stage asks for itself to be run."""
+        self.state: State = Watching() if block.autotune.enabled is True else Waiting(STEPS_BEFORE)
+        """The state of tuning; it changes in :meth:`_become` only."""
+        self.result = TuningResult()
+        """What was measured and chosen last."""
+        self.stages: Stages | None = None
+        """Where this rank is in a pipeline of stages; ``None``: there are none."""
         self._steps_since = 0
         """The optimizer steps since plans were settled, or since the job began."""
-        self._why_without = ""
-        """The reason why there is nothing to wait for, though nothing was measured; empty: there is."""
+        self._has_seen_training = False
         self._says = rank_now() == 0
-        self._why_again: str | None = None
         self._is_closed = False
         self._at_exit = partial(_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
-        self._reduction: Reduction | None = None
-        self.took_s = 0.0
-        """The seconds that the stage took when it ran last."""
-        self.num_measured = 0
-        """The number of operations that were timed; 0 where all was known."""
-        self.rows: list[Row] = []
-        """The rows of what was measured and chosen."""
-        self.step: StepTimes | None = None
-        """The times that a step is predicted to take."""
-        self.trials: TrialRounds | None = None
-        """The trials under way, until which plans are not settled."""
-        self.tried: list[list[Tried]] = []
-        """Rounds of trials -> what each plan took: they decide what is run."""
-        self.outcome = Outcome()
-        """What was gained, and what finding it took."""
-        self._told: Told | None = None
-        self.hints: list[str] = []
-        """What to do next, once plans are settled."""
-        self.predictors: dict[str, MeasuredPredictor] = {}
-        """Label of a layer -> the predictor of its phases, since the stage has run."""
-        self.shapes: dict[str, CallShape] = {}
-        """Label of a layer -> the sizes of a call that were measured, since the stage has run."""
-        self.measured: Measured | None = None
-        """What was measured, since the stage has run."""
-        self.job: RecordedJob | None = None
-        """What plans are made from, since the stage has run."""
-        self.dense_ms: DenseTimes | None = None
-        """What the rest of the model takes, as it was told."""
-        self.stages: Stages | None = None
-        """Where this rank is in a pipeline of stages; ``None``: there are none."""
-        self.of_stages: OfStages | None = None
-        """What all stages run now."""
 
-    def counts_forward(self, num_before: int = FORWARDS_BEFORE) -> bool:
-        """Count a forward in training, and tell whether the stage is due ahead of it: the same on every rank."""
-        self._forwards_left = (num_before if self._forwards_left is None else self._forwards_left) - 1
-        return self._is_wanted and self._forwards_left < 0
+    def _become(self, state: State) -> None:
+        """Change the state. Every rank does so at the same forward or step."""
+        assert type(state) in NEXT[type(self.state)], f"{self.state} -> {state}"
+        self.state = state
+
+    @property
+    def trials(self) -> TrialRounds | None:
+        """The trials under way, until which plans are not settled."""
+        return self.state.rounds if isinstance(self.state, Trying) else None
 
     @property
     def is_waiting(self) -> bool:
         """Whether the stage has not begun, as nobody has asked for it and the job is young."""
-        return self._steps_before > 0
+        return isinstance(self.state, Waiting)
 
     @property
     def is_measuring(self) -> bool:
         """Whether the forwards before the measuring are watched, which have to be whole."""
-        return self._is_wanted
+        return isinstance(self.state, Watching)
 
     @property
     def is_settled(self) -> bool:
-        """Whether plans are chosen and tried, or nothing will be measured any more."""
-        return self.trials is None and bool(self.rows or self._why_without)
+        """Whether plans are chosen and tried, now or before they are made again, or nothing will be measured any
+        more."""
+        return isinstance(self.state, Settled) or (self.trials is None and bool(self.result.rows))
 
     @property
     def has_chosen(self) -> bool:
         """Whether the plans that run are ones that were chosen by measuring, here or ahead of a checkpoint."""
-        return self.is_settled and self._why_without != _FAILED
+        return self.is_settled and self.state != Settled(_FAILED)
+
+    def counts_forward(self, num_before: int = FORWARDS_BEFORE) -> bool:
+        """Count a forward in training, and tell whether the stage is due ahead of it: the same on every rank."""
+        self._has_seen_training = True
+        if not isinstance(self.state, Watching):
+            return False
+        left = num_before if self.state.forwards_left is None else self.state.forwards_left
+        self._become(replace(self.state, forwards_left=left - 1))
+        return left <= 0
 
     def step_is_over(self) -> bool:
         """Take note that an optimizer step is over, outside of trials; tell whether the stage asks for itself now. The
         same on every rank."""
         self._steps_since += 1
-        if self._steps_since == 1 and self._forwards_left is None:
+        if self._steps_since == 1 and not self._has_seen_training:
             log_on_rank_0(IN_EVALUATION, logging.WARNING)
-        if not self._steps_before:
+        if not isinstance(self.state, Waiting):
             return False
-        self._steps_before -= 1
-        if not self._steps_before:
+        left = self.state.steps_left - 1
+        if left:
+            self._become(Waiting(left))
+        else:
             # A layer that is left out of one forward may be in the other.
             self.request_again(None, num_watched=2)
-        return not self._steps_before
+        return not left
 
     def close(self) -> None:
         """Say so if the job has been too short for measuring to pay. A second call says nothing."""
@@ -163,8 +184,8 @@ class Autotune:
         if self._is_closed:
             return
         self._is_closed = True
-        is_waiting = not (self.rows or self._why_without or self.trials)
-        said = too_short(self.outcome, self._steps_since, is_waiting, self.trials is not None)
+        is_trying = self.trials is not None
+        said = too_short(self.result.outcome, self._steps_since, not self.is_settled and not is_trying, is_trying)
         # By then groups may be gone, and a job that has failed was not too short.
         if said and self._says and getattr(sys, "last_value", None) is None:
             log_on_rank_0(said)
@@ -175,9 +196,7 @@ class Autotune:
         Args:
             why: the reason.
         """
-        self._is_wanted, self.trials = False, None
-        self._steps_before = 0
-        self._why_without = why
+        self._become(Settled(why))
 
     def request_again(self, reason: str | None, num_watched: int = 1) -> None:
         """Measure and plan again, so many training forwards from now. Every rank asks for it at the same step.
@@ -186,9 +205,7 @@ class Autotune:
             reason: the reason, logged when it is done; ``None``: it is the first time.
             num_watched: the forwards that are watched before.
         """
-        self._is_wanted, self._why_again, self._why_without = True, reason, ""
-        self._forwards_left = num_watched
-        self.trials = None
+        self._become(Watching(num_watched, reason))
         self._running.first_forwards.watch_again()
 
     def run(
@@ -215,7 +232,8 @@ class Autotune:
             MeasuringError: on every rank, if one has failed.
             DisagreementError: on every rank, if they have run different layers.
         """
-        self._is_wanted = False
+        assert isinstance(self.state, Watching)
+        self._become(Profiling(self.state.why_again))
         if self._block.autotune.enabled is True:
             self._run(layers, reduction, dense_ms, can_split, num_micro_batches)
             return True
@@ -248,58 +266,60 @@ class Autotune:
         num_micro_batches: int,
     ) -> None:
         start_s = time.perf_counter()
-        reads_cache, stages = self._why_again is None, self.stages
-        measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache)
+        assert isinstance(self.state, Profiling)
+        why_again, stages = self.state.why_again, self.stages
+        measured = measure(self._running, layers, reduction, self._group, reads_cache=why_again is None)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
         count = num_micro_batches if stages is None else stages.num_micro_batches
         how = dense_ms, can_split, count, stages is not None, reduction is not None and reduction.sums_each
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
-        self.measured, self.job, self.dense_ms = measured, model.job, dense_ms
         stage = None if stages is None else stages.stage
         plans = self._together(model, self._on_first(lambda: model.search.to_try(stage)))
         if len(plans) > 2 and stages is not None and plans[0].of_stages == plans[1].of_stages:
             # Where sending late changes nothing on any stage, the second is the first.
             del plans[1]
         others = self._on_first(model.other_layouts) if stages is None else ({}, {})
-        self.num_measured = measured.num_measured
-        self._reduction = reduction
-        self.outcome = Outcome()
-        self.trials = self._start(model, plans)
-        if not self.rows:
-            self._why_without = "no layer was called"
-        self.took_s = self.outcome.took_s = time.perf_counter() - start_s
-        self._tell(measured, *others)
+        self.result = TuningResult(measured=measured, job=model.job, dense_ms=dense_ms)
+        rounds = self._start(model, plans, reduction)
+        self.result.took_s = self.result.outcome.took_s = time.perf_counter() - start_s
+        self._become(self._settled() if rounds is None else Trying(rounds))
+        self._tell(why_again, *others)
+
+    def _settled(self) -> Settled:
+        return Settled("" if self.result.rows else "no layer was called")
 
     def trial_is_over(self) -> bool:
         """Take note that an optimizer step of a trial is over; tell whether a plan is settled on. Collective."""
-        assert self.trials is not None
+        assert isinstance(self.state, Trying)
         start_s = time.perf_counter()
-        is_settled = self.trials.step_is_over()
-        self.outcome.took_s += time.perf_counter() - start_s
+        rounds, result = self.state.rounds, self.result
+        is_settled = rounds.step_is_over()
+        result.outcome.took_s += time.perf_counter() - start_s
         if is_settled:
-            self.tried, self.trials = self.trials.rounds, None
-            self.step = self.outcome.seen(self.step)
+            result.tried, result.step = rounds.rounds, result.outcome.seen(result.step)
+            self._become(self._settled())
             self._summarize()
         return is_settled
 
     def _apply(self, model: TunedModel, candidate: Candidate) -> None:
         """Run layers by a plan from now on."""
-        plan, self.of_stages = candidate.plan, candidate.of_stages
-        model.apply(plan, self.predictors)
-        self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
-        self.step = model.predict(plan) if self.of_stages is None else self.of_stages.step
+        plan, result = candidate.plan, self.result
+        result.of_stages = candidate.of_stages
+        model.apply(plan, result.predictors)
+        result.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
+        result.step = model.predict(plan) if candidate.of_stages is None else candidate.of_stages.step
         asked = tuple(None if each is None else each.degree for each in model.search.request.space.asked)
-        self.rows = rows_of_plan(model.measured, model.labels, plan, asked)
+        result.rows = rows_of_plan(model.measured, model.labels, plan, asked)
 
-    def _start(self, model: TunedModel, plans: Sequence[Candidate]) -> TrialRounds | None:
+    def _start(self, model: TunedModel, plans: Sequence[Candidate], reduction: Reduction | None) -> TrialRounds | None:
         """Apply the first plan; try it and the others, if trials are asked for. The last is DeepSpeed's schedule."""
         self._apply(model, plans[0])
         block, clock = self._block, self._running.step_clock
         in_stages = self._group is not None
         has_layers = any(on_every_rank(bool(model.labels))) if in_stages else bool(model.labels)
         if not block.autotune.trials or clock is None or not has_layers or len(plans) < 2:
-            if self._reduction is not None:
-                self._reduction.try_windows(windows_of(plans[0].plan))
+            if reduction is not None:
+                reduction.try_windows(windows_of(plans[0].plan))
             return None
         is_open = model.search.request.space.asked == (None, None)
         return TrialRounds(
@@ -310,8 +330,8 @@ class Autotune:
             lambda candidate: self._apply(model, candidate),
             self._on_first,
             partial(self._together, model),
-            self._reduction,
-            self.outcome,
+            reduction,
+            self.result.outcome,
             may_keep_stock=block.schedule == BEST and is_open,
             can_refine=is_open,
             # The batch ends when the last stage is ready; what a stage's forwards take, its own ranks say.
@@ -334,52 +354,55 @@ class Autotune:
                 decided = [decide()]
         return from_first_rank(decided, self._group)[0]
 
-    def _tell(self, measured: Measured, sharded: Mapping[int, float], spread: Mapping[int, float]) -> None:
-        assert self.step is not None
-        self._told = Told(
-            step=self.step,
+    def _tell(self, why_again: str | None, sharded: Mapping[int, float], spread: Mapping[int, float]) -> None:
+        result, measured, trials = self.result, self.result.measured, self.trials
+        assert result.step is not None
+        assert measured is not None
+        result.told = Told(
+            step=result.step,
             slowed=measured.slowed,
             sharded_ms=sharded,
             spread_ms=spread,
             esp_size=self._block.esp_size,
-            why_again=self._why_again,
-            is_tried=self.trials is not None,
+            why_again=why_again,
+            is_tried=trials is not None,
         )
-        source = measured.source or f"measured {self.num_measured} operations"
-        if self._block.autotune.details and self.rows:
-            log_on_rank_0(describe_rows(self.rows, self._told, self.took_s, source))
-        if self.trials is None:
+        source = measured.source or f"measured {measured.num_measured} operations"
+        if self._block.autotune.details and result.rows:
+            log_on_rank_0(describe_rows(result.rows, result.told, result.took_s, source))
+        if trials is None:
             self._summarize()
         else:
-            again = f", again because {self._why_again}" if self._why_again else ""
+            again = f", again because {why_again}" if why_again else ""
             log_on_rank_0(
-                f"autotune{again}: {source} in {self.took_s:.3g} s; trials begin with "
-                f"{len(self.trials.trials.names)} plans in turns"
+                f"autotune{again}: {source} in {result.took_s:.3g} s; trials begin with "
+                f"{len(trials.trials.names)} plans in turns"
             )
-        self._why_again = None
 
     def _summarize(self) -> None:
         self._steps_since = 0
-        rows = self.rows if self.stages is None else rows_of_all_stages(self.rows, self.stages)
+        result = self.result
+        rows = result.rows if self.stages is None else rows_of_all_stages(result.rows, self.stages)
         if not rows:
             return
-        assert self._told is not None
-        assert self.step is not None
-        self._told = replace(self._told, step=self.step)
-        self.hints = hints(rows, self._told, self.outcome)
-        log_on_rank_0(summarize(rows, self._told, self.outcome))
+        assert result.told is not None
+        assert result.step is not None
+        result.told = replace(result.told, step=result.step)
+        result.hints = hints(rows, result.told, result.outcome)
+        log_on_rank_0(summarize(rows, result.told, result.outcome))
 
     def describe(self) -> str:
         """Describe in one line what was chosen and what it gains, or when that will be known."""
-        if self.is_waiting:
-            return f"starts after {self._steps_before} more steps"
-        if self.trials is not None:
-            return f"tries {len(self.trials.trials.names)} plans"
-        if self._why_without:
-            return f"not measured: {self._why_without}"
-        if self._told is None:
+        state, result = self.state, self.result
+        if isinstance(state, Waiting):
+            return f"starts after {state.steps_left} more steps"
+        if isinstance(state, Trying):
+            return f"tries {len(state.rounds.trials.names)} plans"
+        if isinstance(state, Settled) and state.why_without:
+            return f"not measured: {state.why_without}"
+        if result.told is None:
             return "measures in one of the next forwards"
-        return headline(self.rows, self._told, self.outcome)
+        return headline(result.rows, result.told, result.outcome)
 
 
 def _at_exit(stage: weakref.ref[Autotune]) -> None:

@@ -383,16 +383,16 @@ def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | N
         for label, pipeline in pipelines.items()
         for phase, plan in (("forward", pipeline.forward), ("backward", pipeline.backward))
     ]
-    if autotune is None or not autotune.rows:
+    if autotune is None or not autotune.result.rows:
         return {"layers": layers}
     return {
         "layers": layers,
-        **autotune.outcome.as_data(autotune.step),
-        "num_measured": autotune.num_measured,
-        "choices": choices_as_data(autotune.rows),
-        "trials": [[asdict(each) for each in of_round] for of_round in autotune.tried],
-        "hints": list(autotune.hints),
-        "fits": _fits(autotune.rows),
+        **autotune.result.outcome.as_data(autotune.result.step),
+        "num_measured": autotune.result.num_measured,
+        "choices": choices_as_data(autotune.result.rows),
+        "trials": [[asdict(each) for each in of_round] for of_round in autotune.result.tried],
+        "hints": list(autotune.result.hints),
+        "fits": _fits(autotune.result.rows),
     }
 
 
