@@ -196,12 +196,12 @@ STATEMENTS: dict[str, int] = {
     "components": 3546,
     "config": 700,
     "distributed": 813,
-    "engine": 4142,
+    "engine": 4143,
     "execution": 2404,
     "files": 607,
     "gradients": 1726,
     "halves": 654,
-    "layer": 3198,
+    "layer": 3205,
     "measuring": 1224,
     "observing": 1284,
     "offline": 5977,
@@ -211,7 +211,7 @@ STATEMENTS: dict[str, int] = {
     "routes": 470,
     "telemetry": 897,
     "terminal": 208,
-    "tuning": 1972,
+    "tuning": 1973,
 }
 
 MOST_FILES = 20

@@ -247,6 +247,38 @@ def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_
     assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
 
 
+class FailsOfItsOwn(nn.Module):
+    """An experts module that DeepSpeed does not know, whose own rows do not fit."""
+
+    def __init__(self, deepspeed_experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.deepspeed_experts, self.num_local_experts = deepspeed_experts, len(deepspeed_experts)
+
+    def forward(self, x_PeCM: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the size of tensor a must be a size of its own")
+
+
+def error_of(rank: int, world_size: int) -> str:
+    """The text of the error of such a module, in its first forward."""
+    import ds_fsmoe
+
+    case = Case()
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True, "autotune": False})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    inner = model.moes[0].deepspeed_moe
+    inner.experts = FailsOfItsOwn(inner.experts.deepspeed_experts)
+    with pytest.raises(RuntimeError) as caught:
+        engine(*batch(0, rank, torch.float32))
+    engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_experts_module_that_fails_says_so_itself(tmp_path: Path) -> None:
+    """Its experts are not tried one by one, as its rows need not be theirs."""
+    assert run_on_ranks(error_of, 1, tmp_path) == ["RuntimeError: the size of tensor a must be a size of its own"]
+
+
 KINDS = "A2A_IN", "EXPERT", "A2A_OUT"
 
 

@@ -91,6 +91,33 @@ def test_state_goes_to_another_layer_and_back() -> None:
     assert set(layer.state_dict()) == names | {"gate.wg.weight"}
 
 
+class LearnedOrder(SimpleOrder, nn.Module):
+    """An order that has a parameter."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def restore(self, y_ECM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.scale * super().restore(y_ECM, routing)
+
+
+def test_an_order_with_parameters_is_a_module_of_the_layer() -> None:
+    layer = MOELayer(LinearGate(k=2), LearnedOrder(), model_dim=M, num_experts=5, expert_dim=H)
+    assert "order.scale" in layer.state_dict()
+    layer(torch.randn(S, M)).sum().backward()
+    assert layer.order.scale.grad is not None
+
+
+def test_parts_that_are_put_into_the_layer_later_are_used() -> None:
+    x_SM, layer = torch.randn(S, M), make_layer(LinearGate(k=3))
+    plain = layer(x_SM)
+    layer.callbacks = (hooks(before_moe_end_hook=lambda args: args.tensor + 1),)
+    assert torch.equal(layer(x_SM), plain + 1)
+    layer.callbacks, layer.order = (), LearnedOrder()
+    assert torch.equal(layer(x_SM), 2.0 * plain)
+
+
 def test_evaluation_reaches_the_gate() -> None:
     gate = LinearGate(k=1, capacity_factor=0.01, eval_capacity_factor=100.0, min_capacity=0)
     layer = make_layer(gate)

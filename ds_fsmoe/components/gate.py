@@ -23,18 +23,17 @@ from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.ops import REFERENCE, Ops
 
 
-class ToldGate:
-    """What a layer tells its gate and asks of it, whether the gate is ours or stock's."""
+class GateCallOptions:
+    """Holds the options that a layer sets on its gate for the next call, whether the gate is ours or stock's."""
 
     ops: Ops = REFERENCE
     """The operators to use, where there are any for what it does; whoever takes the gate in says which."""
     says_entropy: bool = False
-    """Whether somebody wants to know the entropy of its decisions; whoever does says so."""
+    """The routing has the entropy of its decisions."""
     needs_capacity: bool = True
-    """Whether ranks have to agree on a capacity that drops nothing; not where rows travel instead of slots. Whoever
-    calls the gate says so."""
+    """Ranks have to agree on a capacity that drops nothing. False where rows are sent instead of slots."""
     takes_given: ClassVar[bool] = False
-    """Whether each token chooses experts here, and the choice can be :attr:`given`."""
+    """Each token chooses experts here, so the choice can be :attr:`given`."""
     given: ReplayedRouting | None = None
     """The choice to go by in the next call, instead of the highest scores; whoever calls the gate says so. Weights,
     losses and what is drawn at random stay those of the call."""
@@ -42,7 +41,7 @@ class ToldGate:
     """M of the tokens it is for; ``None`` before it is built."""
 
 
-class GateBase(ToldGate, nn.Module):
+class GateBase(GateCallOptions, nn.Module):
     """Decides for every token which experts it goes to.
 
     A gate is made without sizes (``LinearGate(k=2)``) and gets them from the layer that takes it in, through

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.expert_compute.shards import check_shardable, shard_expert
-from ds_fsmoe.components.gate import GateBase, OptionError, ToldGate
+from ds_fsmoe.components.gate import GateBase, GateCallOptions, OptionError
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.distributed.groups import has_neighbours, sizes_of_mpu, stock_names
@@ -162,7 +162,7 @@ def convert(
     """
     inner = layer.deepspeed_moe
     replaced = _take_over_gate(layer, gate)
-    if isinstance(inner.gate, ToldGate):
+    if isinstance(inner.gate, GateCallOptions):
         inner.gate.ops = parts.ops
     parts.check_dispatch(inner.gate)
     inner.__class__ = FSMoELayer
@@ -286,7 +286,7 @@ def restore_stock(layer: StockMoE) -> None:
         del inner.fsmoe
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
-        for name in (*ToldGate.__annotations__, *FSMoEGate.__annotations__):
+        for name in (*GateCallOptions.__annotations__, *FSMoEGate.__annotations__):
             vars(inner.gate).pop(name, None)
 
 

@@ -270,12 +270,13 @@ class Telemetry:
         tuner = state.autotune
         micro_batches = self._engine.gradient_accumulation_steps()
         choices = {label: getattr(gate, "k", None) for label, gate in self._gates().items()}
-        if tuner is not None and tuner.result.measured is not None and tuner.result.job is not None:
-            measured = tuner.result.measured
+        result = None if tuner is None else tuner.result
+        if result is not None and result.measured is not None and result.job is not None:
+            measured = result.measured
             if measured is not self._recorded:
-                kinds = tuple(replace(kind, num_choices=choices.get(kind.labels[0])) for kind in tuner.result.job.kinds)
+                kinds = tuple(replace(kind, num_choices=choices.get(kind.labels[0])) for kind in result.job.kinds)
                 cluster = None if measured.cluster is None else cluster_as_json(measured.cluster)
-                record.measured(job_as_data(replace(tuner.result.job, kinds=kinds)), cluster)
+                record.measured(job_as_data(replace(result.job, kinds=kinds)), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
             layers, mode = state.inner_layers, mode_of(state.block.schedule, state.block.gradient_partition.mode)

@@ -103,7 +103,7 @@ class FSMoEExperts(ConvertedLayer):
                 "must be one for each choice; a later transformers has this right"
             )
         chosen_KS = state.settle_choice(choice, index_SK)
-        route = partial(routing_of_choices, index_SK, weights_SK, state.total_experts, chosen_KS)
+        route = partial(_route_as_chosen, index_SK, weights_SK, state.total_experts, chosen_KS)
         run = state.begin_call(self, x_SM, route=route)
         way = self._short_way(run) if run.gate is route else None
         is_short = way is not None and way.takes(x_SM, weights_SK)
@@ -241,11 +241,7 @@ class HuggingFaceLayer:
 
 
 def routing_of_choices(
-    index_SK: torch.Tensor,
-    weights_SK: torch.Tensor,
-    num_experts: int,
-    chosen_KS: torch.Tensor | None = None,
-    *_: Any,
+    index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int, chosen_KS: torch.Tensor | None = None
 ) -> Routing:
     """Return a router's choices as a decision of ours.
 
@@ -254,9 +250,21 @@ def routing_of_choices(
         weights_SK: [S, K] float.
         num_experts: E.
         chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
-        _: what a gate is given, which has nothing to decide here.
     """
     return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
+
+
+def _route_as_chosen(
+    index_SK: torch.Tensor,
+    weights_SK: torch.Tensor,
+    num_experts: int,
+    chosen_KS: torch.Tensor | None,
+    x_SM: torch.Tensor,
+    used_token_S: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> Routing:
+    """Decide as the model's router did; the last three arguments, which every gate gets, change nothing."""
+    return routing_of_choices(index_SK, weights_SK, num_experts, chosen_KS)
 
 
 # ---- Stands before PEFT's wrapper around a parameter of experts, which on each rank has the adapters of its

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -147,9 +147,11 @@ class MOELayer(nn.Module):
         gate_impl.ops = order_impl.ops = ops
         self.gate = gate_impl
         self.experts = LocalExperts(expert_impl, num_experts // num_ranks)
-        self.return_stats, self.overlap, self.group = return_stats, overlap, group
+        self.order = order_impl
+        self.callbacks, self.group = tuple(callbacks), group
+        self.return_stats, self.overlap, self.dispatch = return_stats, overlap, dispatch
         self._degrees = degrees
-        parts = Parts(alltoall_impl, tuple(callbacks), kind.order, ops, dispatch)
+        parts = Parts(alltoall_impl, self.callbacks, kind.order, ops, dispatch)
         of_layer = {"label": "moe", "path": "MOELayer", "tensor_parallel": PLAIN}
         self._state = LayerState(parts, order_impl, None, **of_layer, checks=[_look_at_experts])
         self._looked: set[bool] = set()
@@ -161,7 +163,11 @@ class MOELayer(nn.Module):
             x: [..., M], the tokens of this rank.
             used_token_S: [S], false or 0 for tokens that take no part, such as padding; ``None``: all do.
         """
-        run = self._state.begin_call(self, x, used_token_S)
+        state = self._state
+        # A script may have put others into the layer since.
+        state.order = self.order
+        state.parts = replace(state.parts, callbacks=self.callbacks, dispatch=self.dispatch)
+        run = state.begin_call(self, x, used_token_S)
         output = run.token_path(x)
         return MoEOutput(output, run.routing.aux_loss, run.routing.counts_E) if self.return_stats else output
 

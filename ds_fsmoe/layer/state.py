@@ -16,7 +16,7 @@ from torch import nn
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
-from ds_fsmoe.components.gate import ToldGate, in_backward
+from ds_fsmoe.components.gate import GateCallOptions, in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import ReplayedRouting, Routing, RoutingBase
 from ds_fsmoe.config.blocks import Dispatch
@@ -83,9 +83,9 @@ class LayerRun(LayerCall):
     forward: Forward | None = None
     """The forward, which ranks that exchange counts compare; ``None``: not known."""
     routing: RoutingBase | None = None
-    """What the gate has decided, once it has."""
+    """The gate's decision, as soon as there is one."""
     hooks: LayerHooks | None = None
-    """What calls the hooks, where there are any."""
+    """The hooks of the layer, if it has any."""
 
     @property
     def name(self) -> str:
@@ -268,7 +268,7 @@ class LayerState:
     checks: list[Check] = field(default_factory=list)
     """The checks that are shown a layer outside of an engine of ours before each call."""
     opaque: Handle | None = None
-    """What stands for the layer in compiled code."""
+    """The stand-in for the layer in compiled code."""
     _exchanges: dict[str, Collectives] = field(default_factory=dict)
 
     @property
@@ -281,7 +281,7 @@ class LayerState:
 
         Args:
             gate: the gate of the layer.
-            dispatch: what is asked for; unless given, what was.
+            dispatch: the dispatch to go by instead of the one that was asked for.
         """
         assert self.pipeline is not None
         collectives = self.pipeline.collectives
@@ -327,7 +327,7 @@ class LayerState:
             check(layer, x)
         gate, local = layer.gate, layer.local_experts()
         in_rows = self.sends_rows(gate)
-        if isinstance(gate, ToldGate):
+        if isinstance(gate, GateCallOptions):
             gate.needs_capacity = not in_rows
         if route is None:
             given = self.next_given()
@@ -335,9 +335,17 @@ class LayerState:
             route = remembering(layer.route, gate, self, given)
         group = self.group_alone if self.running is None else self.capacity_group
         experts = local if layer.why_called() is None else layer.whole_experts(local)
-        of_layer = self.label, self.path, layer.training, x, group, route, self.pipeline, experts, local, in_rows
         run = LayerRun(
-            *of_layer,
+            self.label,
+            self.path,
+            layer.training,
+            x,
+            group,
+            route,
+            self.pipeline,
+            experts,
+            local,
+            in_rows,
             state=self,
             used_token_S=used_token_S,
             width=getattr(gate, "takes_width", None),

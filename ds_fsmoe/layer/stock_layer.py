@@ -33,7 +33,7 @@ from ds_fsmoe.components.expert_compute.autograd_call import buffers_kept
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import is_observed, runs_unobserved
 from ds_fsmoe.components.expert_compute.shards import cuts_of
-from ds_fsmoe.components.gate import GateBase, ToldGate
+from ds_fsmoe.components.gate import GateBase, GateCallOptions
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.routing import (
     Routing,
@@ -227,7 +227,7 @@ def facts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, str]:
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
 
-class FSMoEGate(ToldGate, StockTopKGate):
+class FSMoEGate(GateCallOptions, StockTopKGate):
     """Decides our way in stock's gate module, with its parameter ``wg``.
 
     Called as a module it takes and returns what stock's does, so hooks on it, and other callers, see what they would

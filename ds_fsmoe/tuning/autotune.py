@@ -62,7 +62,7 @@ FORWARDS_BEFORE = 2
 
 @dataclass
 class TuningResult:
-    """What the autotuner measured and chose last; empty before."""
+    """Holds the last measurements and choices of the autotuner; empty before the first."""
 
     measured: Measured | None = None
     job: RecordedJob | None = None
@@ -87,7 +87,7 @@ class TuningResult:
     """The gain, and the cost of finding it."""
     told: Told | None = None
     hints: list[str] = field(default_factory=list)
-    """What to do next, once plans are settled."""
+    """Advice on what to change, once plans are settled."""
 
     @property
     def num_measured(self) -> int:
@@ -111,7 +111,7 @@ class Autotune:
         self.state: State = Watching() if block.autotune.enabled is True else Waiting(STEPS_BEFORE)
         """The state of tuning; it changes in :meth:`_become` only."""
         self.result = TuningResult()
-        """What was measured and chosen last."""
+        """The last measurements and choices."""
         self.stages: Stages | None = None
         """Where this rank is in a pipeline of stages; ``None``: there are none."""
         self._steps_since = 0

@@ -385,14 +385,15 @@ def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | N
     ]
     if autotune is None or not autotune.result.rows:
         return {"layers": layers}
+    result = autotune.result
     return {
         "layers": layers,
-        **autotune.result.outcome.as_data(autotune.result.step),
-        "num_measured": autotune.result.num_measured,
-        "choices": choices_as_data(autotune.result.rows),
-        "trials": [[asdict(each) for each in of_round] for of_round in autotune.result.tried],
-        "hints": list(autotune.result.hints),
-        "fits": _fits(autotune.result.rows),
+        **result.outcome.as_data(result.step),
+        "num_measured": result.num_measured,
+        "choices": choices_as_data(result.rows),
+        "trials": [[asdict(each) for each in of_round] for of_round in result.tried],
+        "hints": list(result.hints),
+        "fits": _fits(result.rows),
     }
 
 

@@ -17,7 +17,7 @@ from ds_fsmoe.planning.decide.ways import MIN_GAIN, Kind, Near, PlanRequest, way
 
 @dataclass(frozen=True)
 class Search:
-    """The plans of the ways to run a step."""
+    """Plans the ways to run a step, and says which are worth trying."""
 
     planner: Planner
     request: PlanRequest

@@ -42,17 +42,17 @@ Orders = tuple[Order | None, Order | None]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The ways to run a layer that may be chosen, and what was asked for."""
+    """Lists the ways to run a layer that may be chosen, and those that were asked for."""
 
     orders: tuple[Order, ...]
     """The ways of both phases, smaller degrees first; of the same degree, the first wins where others are not faster.
-    Empty: what is asked for, and nothing else is looked at."""
+    Empty: the given ways are taken, and nothing else is looked at."""
     common_degree: bool = False
-    """Whether both phases must have the same degree."""
+    """Both phases must have the same degree."""
     min_gain: float = 0.0
     """The share of its time that a layer has to gain to be run in another way than the first."""
     asked: Orders = (None, None)
-    """The ways that are given. What would have been chosen is still told beside them."""
+    """The ways that are given. The choice without them is reported beside them."""
     solver: str = "exact"
     """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
     micro_op_bytes: int | None = None
@@ -160,22 +160,22 @@ neighbours of the fastest tried; DeepSpeed's."""
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What may be chosen for a step of a model, and what is given: a way to run it is a request that gives more."""
+    """Says which choices a step leaves open, and which are given. A way to run it is a request that gives more."""
 
     options: Sequence[Mapping[str, Layer]]
     """Layer by layer, in the order of the forward: name of an all-to-all -> the layer with it, the one in use first."""
     space: SearchSpace
-    """What may be chosen from for each layer that may be cut."""
+    """The choices of each layer that may be cut."""
     mode: Mode
     """When gradients are sent; in halves see :func:`sendings_in_halves`."""
     links: Links = "paper"
     """The task order of layers whose degrees are given."""
     uncut: Sequence[bool] = ()
-    """For each layer, whether it may not be cut; empty: all may be."""
+    """True for each layer that may not be cut; empty: all may be."""
     can_split: bool = False
-    """Whether micro-batches may be run in two halves that take turns."""
+    """Micro-batches may be run in two halves that take turns."""
     may_send_anyhow: bool = False
-    """Whether gradients may also be sent at once or at the end, where whole steps show that to be faster."""
+    """Gradients may also be sent at once or at the end, where whole steps show that to be faster."""
     carried: Sequence[Gradient] = ()
     """The gradients that wait when the backward begins, as in the middle of a larger model."""
     kind: Kind = "whole"
@@ -183,16 +183,16 @@ class PlanRequest:
     """The all-to-all of each layer; ``None``: another than the first is taken where it gains more than
     :data:`MIN_GAIN`, in halves for all layers that have it."""
     orders: Sequence[Orders] | None = None
-    """How each layer is run, in halves to the letter; ``None``: as the space has it."""
+    """The way to run each layer, in halves to the letter; ``None``: as the space has it."""
     in_halves: bool = False
     degree: Degree = None
     """The chunks of each half, where a layer has a way with so many."""
     sending: Sending = "placed"
-    """How gradients get into windows."""
+    """The rule by which gradients get into windows."""
 
     @property
     def spaces(self) -> list[SearchSpace]:
-        """What may be chosen from for each layer."""
+        """The choices of each layer."""
         uncut = self.uncut or [False] * len(self.options)
         return [self.space.uncut(self.links) if each else self.space for each in uncut]
 
