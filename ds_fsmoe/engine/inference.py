@@ -16,7 +16,6 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.engine.cut_experts import adapters_of
@@ -29,6 +28,7 @@ from ds_fsmoe.layer.runtime import LayerRuntime, block_of
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.placement.placements import chooses_experts, obstacle_to_placement
 from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import PathProfiler
 
@@ -367,16 +367,10 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
     state = module.fsmoe
     if state.groups is None or state.pipeline is None:
         return "its groups were not made"
-    if module.ep_size == 1 or state.groups.block_group is None:
-        return "one rank has all of its experts"
-    if state.groups.esp_group is not None or state.groups.layout.tensor_parallel_experts:
-        return "its experts are sharded over ranks"
-    if state.duplicates is not None:
-        return "its tensor-parallel ranks have the same tokens"
+    if (reason := obstacle_to_placement(module)) is not None:
+        return reason
     if isinstance(module, FSMoEExperts):
         return "its experts have adapters" if next(adapters_of(module), None) is not None else None
-    if not chooses_experts(module):
-        return f"{type(module.gate).__name__} lets experts choose tokens"
     if (reason := module.why_called()) is not None:
         return reason
     if module.local_experts() is None:
@@ -384,11 +378,6 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
     if state.pipeline.collectives.exchange_rows is None:
         return "its all-to-all is for slots only"
     return None
-
-
-def chooses_experts(module: FSMoEExperts | FSMoELayer) -> bool:
-    """Return whether the tokens of a layer choose experts, and not the other way round."""
-    return isinstance(module, FSMoEExperts) or issubclass(kind_of(module.gate), Routing)
 
 
 def free_bytes(device: torch.device) -> float:

@@ -255,7 +255,7 @@ def decide(
         why_not = f"by rows alone it has to fall by {LEAST_BY_ROWS:g}" if before - after < LEAST_BY_ROWS else ""
     else:
         now_ms, step_ms = prices.step_ms(now, seen), prices.step_ms(wanted, seen)
-        gain_ms, moves_ms = now_ms - step_ms, prices.moves_ms(now, wanted, seen)
+        gain_ms, moves_ms = now_ms - step_ms, prices.moves_ms(now, wanted, seen.node_of_rank)
         is_worth = gain_ms > prices.costs.relative_residual * now_ms
         steps = max(1, math.ceil(moves_ms / gain_ms)) if is_worth else 0
         what = f"{what}, {_ms(now_ms)} -> {_ms(step_ms)} ms a step, {_ms(moves_ms, 10)} ms to move"
