@@ -19,7 +19,7 @@ import numpy as np
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Prices, Seen
 
-AS_GOOD = 100
+AS_GOOD, NODES_AS_GOOD = 100, 50
 """The fullest rank may have more than the least that was found by one part in so many, if fewer experts move for it. So
 may the node that gets most rows of others."""
 LEAST_BY_ROWS = 0.1
@@ -103,10 +103,10 @@ class _Rows:
         return found
 
 
-def _nearly_least(ways: list[np.ndarray], of: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
-    """Return those of some ways in which the most of anybody is as low as in any, but for one part of ``AS_GOOD``."""
+def _nearly_least(ways: list[np.ndarray], of: Callable[[np.ndarray], np.ndarray], as_good: int) -> list[np.ndarray]:
+    """Return those of some ways in which the most of anybody is as low as in any, but for one part in so many."""
     most = [int(of(each).max()) for each in ways]
-    return [each for each, own in zip(ways, most, strict=True) if own <= min(most) + min(most) // AS_GOOD]
+    return [each for each, own in zip(ways, most, strict=True) if own <= min(most) + min(most) // as_good]
 
 
 def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
@@ -135,7 +135,8 @@ def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacem
     while following is not None:
         way.append(following)
         following = rows.evened(following)
-    rank_E = _nearly_least(_nearly_least(way, rows.of_ranks), rows.into_nodes)[0]
+    way = _nearly_least(way, rows.of_ranks, AS_GOOD)
+    rank_E = _nearly_least(way, rows.into_nodes, NODES_AS_GOOD)[0]
     wanted = ExpertPlacement(tuple(np.argsort(rank_E, kind="stable")), now.num_experts, now.num_ranks)
     for first, second in now.swaps_to(wanted):
         now = now.swapped(first, second)
