@@ -131,10 +131,9 @@ def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacem
     rows = _Rows(seen)
     if not rows.total or not allowed.homes:
         return now
-    way, following = [], now.rank_of_expert
-    while following is not None:
+    way = [now.rank_of_expert]
+    while (following := rows.evened(way[-1])) is not None:
         way.append(following)
-        following = rows.evened(following)
     way = _nearly_least(way, rows.of_ranks, AS_GOOD)
     rank_E = _nearly_least(way, rows.into_nodes, NODES_AS_GOOD)[0]
     wanted = ExpertPlacement(tuple(np.argsort(rank_E, kind="stable")), now.num_experts, now.num_ranks)
