@@ -156,7 +156,6 @@ def record_placed(rank: int, world_size: int, steps: list[Step]) -> list[Program
         placement.go_to({label: now.swapped(1, now.num_local) for label, now in placement.now.items()})
         watch = engine.fsmoe.placement_watch
         watch.wanted = {label: now.swapped(0, now.num_local) for label, now in placement.now.items()}
-        watch._pending = {label: placement.now[label].swaps_to(each) for label, each in watch.wanted.items()}
         watch._mover = placement.mover()
 
     return [_record(rank, each, move) for each in steps]

@@ -30,7 +30,7 @@ def resumed(rank: int, world_size: int, folder: str, stage: int) -> list[str]:
     engine = made(stage, world_size, BALANCED)
     trained(engine, rank, range(6), (0, 1, 2), world_size)
     watch = engine.fsmoe.placement_watch
-    if not watch._pending or all(each.is_at_start for each in engine.fsmoe.placement.now.values()):
+    if not watch.wanted or all(each.is_at_start for each in engine.fsmoe.placement.now.values()):
         said.append("the checkpoint is not between two moves")
     before, where = everywhere(engine.fsmoe.placement), dict(engine.fsmoe.placement.now)
     engine.save_checkpoint(folder, tag="between")

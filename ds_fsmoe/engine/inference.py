@@ -16,7 +16,6 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.engine.cut_experts import adapters_of
@@ -29,6 +28,8 @@ from ds_fsmoe.layer.runtime import LayerRuntime, block_of
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.placement.placements import chooses_experts, obstacle_to_placement
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import PathProfiler
 
@@ -169,7 +170,7 @@ def _come_and_go(
         profiles = {}
     record.left |= left_by_any(found)
     coming = {label: Coming.of(module, options) for label, module in found.items() if label not in record.left}
-    sizes = _sizes_of(profiles, max((each.num_experts for each in coming.values()), default=1))
+    sizes = _sizes_of(profiles, max((each.placement.num_experts for each in coming.values()), default=1))
     record.weights, rooms = made_room(coming, record.weights)
     layers = {
         label: each.layer(rooms.pop(label), options, profiles.get(label) if estimate else None)
@@ -249,29 +250,23 @@ class Coming:
 
     module: FSMoEExperts | FSMoELayer
     form: ExpertForm
-    homes: tuple[tuple[int, ...], ...]
-    """The experts at home on each of G ranks."""
+    placement: ExpertPlacement
+    """Where experts are at home."""
     most: int
     """The most experts that a rank holds."""
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return sum(map(len, self.homes))
 
     @classmethod
     def of(cls, module: FSMoEExperts | FSMoELayer, options: Options) -> Coming:
         """Return what is known of a layer."""
         state: Any = module.fsmoe
         num_ranks, num_local = module.ep_size, module.num_local_experts
-        homes = tuple(tuple(range(rank * num_local, (rank + 1) * num_local)) for rank in range(num_ranks))
-        if state.placed is not None:
-            homes = tuple(map(tuple, state.placed.placement.by_rank.tolist()))
+        at_start = ExpertPlacement.at_start(num_ranks * num_local, num_ranks)
+        placement = at_start if state.placed is None else state.placed.placement
         is_stacked = isinstance(module, FSMoEExperts)
         form = form_of_module(module) if is_stacked else form_of_set(list(module.experts.deepspeed_experts), state.path)
         # As many as ranks_of_experts gives to one.
-        most = min(num_ranks * num_local, max(options.most_per_rank, 2 * num_local))
-        return cls(module, form, homes, most)
+        most = min(placement.num_experts, max(options.most_per_rank, 2 * num_local))
+        return cls(module, form, placement, most)
 
     def layer(self, room: Room, options: Options, profile: PathProfile | None) -> InferenceLayer:
         """Return the layer, with its weights in this memory. Collective over the ranks that share the experts."""
@@ -279,10 +274,10 @@ class Coming:
         for parameter in self.form.parameters:
             if isinstance(parameter, nn.Parameter):
                 wait_for(parameter)
-        block = block_of(state.groups)
+        block, homes = block_of(state.groups), tuple(map(tuple, self.placement.by_rank.tolist()))
         with gathered(self.form.parameters if room.stacks else ()):
-            held = held_experts(self.form, self.homes, block, room)
-        of_layer = state.label, self.homes, block, state.order.ops, held, state.path
+            held = held_experts(self.form, homes, block, room)
+        of_layer = state.label, homes, block, state.order.ops, held, state.path
         return InferenceLayer(*of_layer, options, profile, state.is_in_slots)
 
 
@@ -304,7 +299,8 @@ def made_room(layers: Mapping[str, Coming], weights: Where) -> tuple[Where, dict
             problem = ""
             try:
                 rooms = {
-                    label: Room.made(each.form, each.num_experts, each.most, where) for label, each in layers.items()
+                    label: Room.made(each.form, each.placement.num_experts, each.most, where)
+                    for label, each in layers.items()
                 }
             except (RuntimeError, MemoryError) as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -330,7 +326,7 @@ def _first_problem(own: str) -> str:
 def _lacking(layers: Mapping[str, Coming], where: Where) -> str:
     """Return which memory does not suffice on this rank, in words; empty: it does."""
     device = next((each.form.device for each in layers.values()), torch.device("cpu"))
-    of_layers = [Room.bytes_of(each.form, each.num_experts, each.most, where) for each in layers.values()]
+    of_layers = [Room.bytes_of(each.form, each.placement.num_experts, each.most, where) for each in layers.values()]
     on_host, on_device = (sum(each) for each in zip((0, 0), *of_layers, strict=True))
     if device.type == "cpu":
         on_host, on_device = on_host + on_device, 0
@@ -367,16 +363,10 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
     state = module.fsmoe
     if state.groups is None or state.pipeline is None:
         return "its groups were not made"
-    if module.ep_size == 1 or state.groups.block_group is None:
-        return "one rank has all of its experts"
-    if state.groups.esp_group is not None or state.groups.layout.tensor_parallel_experts:
-        return "its experts are sharded over ranks"
-    if state.duplicates is not None:
-        return "its tensor-parallel ranks have the same tokens"
+    if (reason := obstacle_to_placement(module)) is not None:
+        return reason
     if isinstance(module, FSMoEExperts):
         return "its experts have adapters" if next(adapters_of(module), None) is not None else None
-    if not chooses_experts(module):
-        return f"{type(module.gate).__name__} lets experts choose tokens"
     if (reason := module.why_called()) is not None:
         return reason
     if module.local_experts() is None:
@@ -384,11 +374,6 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
     if state.pipeline.collectives.exchange_rows is None:
         return "its all-to-all is for slots only"
     return None
-
-
-def chooses_experts(module: FSMoEExperts | FSMoELayer) -> bool:
-    """Return whether the tokens of a layer choose experts, and not the other way round."""
-    return isinstance(module, FSMoEExperts) or issubclass(kind_of(module.gate), Routing)
 
 
 def free_bytes(device: torch.device) -> float:

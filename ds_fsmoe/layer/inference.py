@@ -74,8 +74,6 @@ class Options:
     """The most experts of a rank, see :func:`~ds_fsmoe.planning.lina.expert_ranks.ranks_of_experts`."""
     second_phase: bool = True
     """Says whether estimates are compared with what gates decide."""
-    overlaps: bool = True
-    """Whether a sum may be under way beside the traffic of a layer."""
 
 
 @dataclass(eq=False)
@@ -206,7 +204,7 @@ class InferenceRun:
         layers: label -> those of them whose experts come and go.
         path_length: the layers of a path.
         most_experts: the most experts that a layer has.
-        overlaps: see :class:`Options`.
+        overlaps: whether a sum may be under way beside the traffic of a layer.
     """
 
     def __init__(

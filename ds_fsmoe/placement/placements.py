@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,16 @@ def obstacle_to_placement(layer: Any) -> str | None:
         return "one rank has all of its experts"
     if state.groups is None or state.groups.layout.tensor_parallel_experts or state.duplicates is not None:
         return "its tensor-parallel ranks share tokens or experts"
-    if state.running.block.esp_size > 1:
+    if state.groups.esp_group is not None:
         return "its experts are sharded (fsmoe.expert_tensor_parallel_size)"
-    if not isinstance(layer, FSMoEExperts) and not issubclass(kind_of(layer.gate), Routing):
+    if not chooses_experts(layer):
         return f"{type(layer.gate).__name__} lets experts choose tokens"
     return None
+
+
+def chooses_experts(layer: Any) -> bool:
+    """Return whether the tokens of a converted layer choose experts, and not the other way round."""
+    return isinstance(layer, FSMoEExperts) or issubclass(kind_of(layer.gate), Routing)
 
 
 class Placements:
@@ -152,7 +157,7 @@ class Placements:
             # The same on every rank.
             largest = max(mover.bytes_of_expert(label) for label, swaps in left.items() if swaps)
             while any(left.values()):
-                self.swap(mover, next_swaps(left, max(1, _MOST_BYTES // max(1, largest))))
+                self.swap(mover, next_swaps(left.items(), max(1, _MOST_BYTES // max(1, largest))))
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -255,18 +260,20 @@ class Placements:
             results.place(self._paths[label], own.tolist())
 
 
-def next_swaps(left: dict[str, list[tuple[int, int]]], most: int) -> list[tuple[str, int, int]]:
+def next_swaps(left: Iterable[tuple[str, list[tuple[int, int]]]], most: int) -> list[tuple[str, int, int]]:
     """Take the exchanges that are made at once from those that are left, and return them: each place at most once.
 
     Args:
-        left: label -> exchanges in their order; those taken are removed.
-        most: how many to take.
+        left: (label, exchanges in their order) of each layer; those taken are removed.
+        most: how many to take, at least one.
     """
     taken: list[tuple[str, int, int]] = []
-    for label, swaps in left.items():
+    for label, swaps in left:
         used: set[int] = set()
         while swaps and len(taken) < most and not used & set(swaps[0]):
             first, second = swaps.pop(0)
             used |= {first, second}
             taken.append((label, first, second))
+        if len(taken) == most:
+            break
     return taken

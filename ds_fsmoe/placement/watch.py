@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.config.blocks import PlacementBlock
-from ds_fsmoe.distributed.fail_together import device_of, on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
-from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import Gate, LayerCall
 from ds_fsmoe.placement.moving import Mover, PlacementError
@@ -34,9 +33,6 @@ SAMPLE = 256
 """The tokens of each rank by which it is counted how often tokens cross."""
 LASTING = 0.5
 """Of what the fullest rank is to have less, how much it must have had less in either of two stretches of steps."""
-
-_Left = tuple[int | None, dict[str, np.ndarray], dict[str, list[tuple[int, int]]], dict[str, ExpertPlacement]]
-"""(the step since which rows are counted, those of the stretch before, the exchanges left, the placements wanted)."""
 
 PriceOf = Callable[[str, int, np.ndarray], Prices | None]
 """(label, bytes of an expert with its states, rows of a call [G, E]) -> what a layer's steps and moves cost; ``None``:
@@ -81,32 +77,31 @@ class Loads:
             counts.zero_()
         self._num_calls = dict.fromkeys(self._num_calls, 0)
 
-    def shared_counts(self) -> dict[str, np.ndarray]:
-        """Return label -> [G, E], the rows of a call that each rank of an EP group has for each expert. Collective."""
-        parts = []
-        device = device_of(self._group)
+    def shared(self) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+        """Return label -> ([G, E] the rows of a call that each rank of an EP group has for each expert, for each of
+        these ranks the experts of some tokens of its last call). Collective."""
+        own: dict[str, tuple[int, Any, Any]] = {}
         for label, calls in self._num_calls.items():
-            counts = self._counts.get(label)
-            num_experts = self._placements.now[label].num_experts
-            own = torch.zeros(num_experts, dtype=torch.int64) if counts is None else counts
-            parts += [own.to(device), torch.tensor([calls], device=device)]
-        own = torch.cat(parts)
-        every = own.unsqueeze(0)
-        if world_size_now() > 1:
-            every = own.new_empty(dist.get_world_size(self._group), len(own))
-            with waiting("the loads of experts"):
-                dist.all_gather(list(every.unbind()), own, group=self._group)
-        table, found, at = every.cpu().numpy(), {}, 0
+            counts, chosen_KS = self._counts.get(label), self._last.get(label)
+            tokens = None if chosen_KS is None else chosen_KS[:, :SAMPLE].t().to(torch.int32).cpu().numpy()
+            own[label] = calls, 0 if counts is None else counts.cpu().numpy(), tokens
+        self._last = {}
+        every, found = on_every_rank(own, self._group), {}
         for label in self._num_calls:
             now = self._placements.now[label]
-            stop = at + now.num_experts
-            index_of = self._ep_indices(label)
-            rows_GE = np.zeros((now.num_ranks, now.num_experts))
-            np.add.at(rows_GE, index_of, table[:, at:stop])
-            calls = np.zeros(now.num_ranks)
-            np.add.at(calls, index_of, table[:, stop])
-            found[label] = rows_GE / np.maximum(calls, 1)[:, None]
-            at = stop + 1
+            rows_GE, calls_G = np.zeros((now.num_ranks, now.num_experts)), np.zeros(now.num_ranks)
+            of_ranks: list[list[np.ndarray]] = [[] for _ in range(now.num_ranks)]
+            for index, told in zip(self._ep_indices(label), every, strict=True):
+                calls, counts_E, tokens = told[label]
+                calls_G[index] += calls
+                rows_GE[index] += counts_E
+                of_ranks[index] += [] if tokens is None else [tokens]
+            width = max((each.shape[1] for parts in of_ranks for each in parts), default=1)
+            tokens_G = tuple(
+                np.concatenate([np.empty((0, width), np.int32), *(_as_wide(each, width) for each in parts)])
+                for parts in of_ranks
+            )
+            found[label] = rows_GE / np.maximum(calls_G, 1)[:, None], tokens_G
         return found
 
     def _ep_indices(self, label: str) -> list[int]:
@@ -114,22 +109,6 @@ class Loads:
         layout = self._placements.layer(label).fsmoe.groups.layout
         ranks = range(world_size_now()) if self._group is None else dist.get_process_group_ranks(self._group)
         return [layout.group_of("ep", rank).index(rank) for rank in ranks]
-
-    def shared_tokens(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """Return label -> for each rank of an EP group the experts of some tokens of its last call. Collective."""
-        own = {label: choices[:, :SAMPLE].t().to(torch.int32).cpu().numpy() for label, choices in self._last.items()}
-        self._last = {}
-        every, found = on_every_rank(own, self._group), {}
-        for label in self._num_calls:
-            of_ranks: list[list[np.ndarray]] = [[] for _ in range(self._placements.now[label].num_ranks)]
-            for index, told in zip(self._ep_indices(label), every, strict=True):
-                of_ranks[index] += [told[label]] if label in told else []
-            width = max((each.shape[1] for parts in of_ranks for each in parts), default=1)
-            found[label] = tuple(
-                np.concatenate([_as_wide(each, width) for each in parts]) if parts else np.empty((0, width), np.int32)
-                for parts in of_ranks
-            )
-        return found
 
     def as_data(self) -> dict[str, Any]:
         """Return the counts of this rank as plain data."""
@@ -205,7 +184,6 @@ class PlacementWatch:
         self.watch = self._loads.watch
         self._since: int | None = None
         self._rows_before: dict[str, np.ndarray] = {}
-        self._pending: dict[str, list[tuple[int, int]]] = {}
         self.wanted: dict[str, ExpertPlacement] = {}
         """Label -> placement that was decided and is not there yet."""
         self._mover: Mover | None = None
@@ -237,65 +215,42 @@ class PlacementWatch:
         self._loads.begin()
 
     def _decide(self, step: int) -> None:
-        rows_of, tokens_of = self._loads.shared_counts(), self._loads.shared_tokens()
-        before, self._rows_before = self._rows_before, rows_of
+        seen = self._loads.shared()
+        before, self._rows_before = self._rows_before, {label: rows_GE for label, (rows_GE, _) in seen.items()}
         if not before:
             # What holds for one stretch of steps may be over in the next.
             return
         if not self._bytes_of_expert:
             mover = self._placements.mover()
-            self._bytes_of_expert = {label: mover.bytes_of_expert(label) for label in rows_of}
-        decided: tuple[dict[str, Decision], list[Event]] = {}, []
+            self._bytes_of_expert = {label: mover.bytes_of_expert(label) for label in seen}
         ranks = 1 if world_size_now() == 1 else dist.get_world_size(self._group)
+        decided: dict[str, Decision] = {}
         with raise_on_all_ranks(self._group, "deciding where experts should be", PlacementError):
             # Each rank decides about some of the layers: in large groups that takes a while.
-            own = {label: rows_of[label] for label in list(rows_of)[rank_now(self._group) :: ranks]}
-            decided = self._decisions(step, before, own, tokens_of)
-        of_ranks = on_every_rank(decided, self._group)
-        decisions = dict(sorted((label, each) for of_rank, _ in of_ranks for label, each in of_rank.items()))
-        events = sorted((each for _, of_rank in of_ranks for each in of_rank), key=lambda each: each.layer)
+            for label in list(seen)[rank_now(self._group) :: ranks]:
+                decided[label] = self._decision(label, (before[label], seen[label][0]), seen[label][1])
+        for of_rank in on_every_rank(decided, self._group):
+            decided |= of_rank
+        events = []
+        for label, each in sorted(decided.items()):
+            rows_E = np.mean((before[label], seen[label][0]), axis=0).sum(axis=0)
+            num_swaps = len(self._placements.now[label].swaps_to(each.placement))
+            facts = each.before, each.after, num_swaps, each.gain_ms_per_step, each.why
+            events.append(Event(step, label, tuple(rows_E.round(2).tolist()), *facts))
         for tell in self.on_event:
             tell(events)
-        self.wanted = {label: each.placement for label, each in decisions.items()}
-        self._pending = {
-            label: self._placements.now[label].swaps_to(placement) for label, placement in self.wanted.items()
-        }
+        self.wanted = {each.layer: decided[each.layer].placement for each in events if each.num_swaps}
         self._mover = self._placements.mover() if self.wanted else None
-        log_on_rank_0(in_one_line(step, decisions, events))
+        pays = max((decided[label].pays_after_steps or 0 for label in self.wanted), default=0)
+        log_on_rank_0(in_one_line(step, events, pays))
 
-    def _decisions(
-        self,
-        step: int,
-        before: Mapping[str, np.ndarray],
-        rows_of: Mapping[str, np.ndarray],
-        tokens_of: Mapping[str, tuple[np.ndarray, ...]],
-    ) -> tuple[dict[str, Decision], list[Event]]:
-        decisions: dict[str, Decision] = {}
-        events = []
-        for label, lately_GE in rows_of.items():
-            now = self._placements.now[label]
-            nodes = self._node_of_rank(label)
-            rows_GE = (before[label] + lately_GE) / 2
-            seen = Seen(rows_GE, nodes, tokens_of[label])
-            prices = self._prices(label, rows_GE)
-            found = decide(now, seen, self._policy, prices, self._block.pays_within, label)
-            found = if_it_lasts(now, found, (before[label], lately_GE), label)
-            swaps = now.swaps_to(found.placement)
-            if found.placement != now:
-                decisions[label] = found
-            events.append(
-                Event(
-                    step,
-                    label,
-                    tuple(rows_GE.sum(0).round(2).tolist()),
-                    found.before,
-                    found.after,
-                    len(swaps),
-                    found.gain_ms_per_step,
-                    found.why,
-                )
-            )
-        return decisions, events
+    def _decision(self, label: str, stretches: Sequence[np.ndarray], tokens: tuple[np.ndarray, ...]) -> Decision:
+        """Decide about one layer by the rows of two stretches of steps."""
+        now, rows_GE = self._placements.now[label], np.mean(stretches, axis=0)
+        seen = Seen(rows_GE, self._node_of_rank(label), tokens)
+        prices = self._prices(label, rows_GE)
+        found = decide(now, seen, self._policy, prices, self._block.pays_within, label)
+        return if_it_lasts(now, found, stretches, label)
 
     def _prices(self, label: str, rows_GE: np.ndarray) -> Prices | None:
         return None if self._price_of is None else self._price_of(label, self._bytes_of_expert[label], rows_GE)
@@ -307,7 +262,9 @@ class PlacementWatch:
     def _go_on(self) -> None:
         """Make the exchanges of one step."""
         assert self._mover is not None
-        swaps = next_swaps(self._pending, self._block.moves_per_step)
+        now = self._placements.now
+        left = ((label, now[label].swaps_to(placement)) for label, placement in self.wanted.items())
+        swaps = next_swaps(left, self._block.moves_per_step)
         if swaps:
             predicted_ms = self._predicted_ms(swaps)
             num_bytes, took_ms = self._placements.swap(self._mover, swaps)
@@ -316,32 +273,28 @@ class PlacementWatch:
                 f"placement: {len(swaps)} exchange(s) of experts, {num_bytes / 1e6:.1f} MB from the rank with most to "
                 f"send, in {took_ms:.1f} ms{expected}"
             )
-        for label in [each for each, left in self._pending.items() if not left]:
-            del self.wanted[label], self._pending[label]
+        self.wanted = {label: placement for label, placement in self.wanted.items() if now[label].num_moved(placement)}
         if not self.wanted:
             self._mover, self._since, self._rows_before = None, None, {}
 
     def _predicted_ms(self, swaps: Sequence[tuple[str, int, int]]) -> float | None:
         """Return what exchanges are predicted to take; ``None`` where nothing was measured."""
+        after: dict[str, ExpertPlacement] = {}
+        for label, first, second in swaps:
+            after[label] = after.get(label, self._placements.now[label]).swapped(first, second)
         total_ms = 0.0
-        for label in dict.fromkeys(each for each, _, _ in swaps):
-            now = self._placements.now[label]
+        for label, placement in after.items():
             if label not in self._bytes_of_expert:  # another job has decided
                 return None
-            prices = self._prices(label, np.ones((now.num_ranks, now.num_experts)))
+            prices = self._prices(label, np.ones((placement.num_ranks, placement.num_experts)))
             if prices is None:
                 return None
-            of_layer = [(first, second) for each, first, second in swaps if each == label]
-            after = now
-            for each in of_layer:
-                after = after.swapped(*each)
-            seen = Seen(np.ones((now.num_ranks, now.num_experts)), self._node_of_rank(label))
-            total_ms += prices.moves_ms(now, after, seen)
+            total_ms += prices.moves_ms(self._placements.now[label], placement, self._node_of_rank(label))
         return total_ms
 
     def forget(self) -> None:
         """Take back what was decided and is not done yet, and count anew: a checkpoint is there instead."""
-        self._pending, self.wanted, self._rows_before = {}, {}, {}
+        self.wanted, self._rows_before = {}, {}
         self._mover, self._since, self._bytes_of_expert = None, None, {}
 
     def as_data(self) -> dict[str, Any]:
@@ -349,7 +302,6 @@ class PlacementWatch:
         return self._loads.as_data() | {
             "since": self._since,
             "before": {label: rows_GE.tolist() for label, rows_GE in self._rows_before.items()},
-            "pending": {label: [list(each) for each in swaps] for label, swaps in self._pending.items()},
             "wanted": {label: each.as_dict() for label, each in self.wanted.items()},
         }
 
@@ -368,35 +320,33 @@ class PlacementWatch:
         if _COUNTS not in found:
             return
         self._loads.go_on_with(found)
-        self._since, self._rows_before, self._pending, self.wanted = _left_in(found, self._placements)
+        self._since, self._rows_before, self.wanted = _left_in(found, self._placements)
         self._mover = self._placements.mover() if self.wanted else None
 
 
-def _left_in(found: Mapping[str, Any], placements: Placements) -> _Left:
-    """Return what a job has left to be done by the one that resumes it.
+def _left_in(
+    found: Mapping[str, Any], placements: Placements
+) -> tuple[int | None, dict[str, np.ndarray], dict[str, ExpertPlacement]]:
+    """Return what a job has left to be done by the one that resumes it: the step since which rows are counted, those of
+    the stretch before, and the placements that were decided and are not there yet.
 
     Raises:
         KeyError, TypeError, ValueError: it is not that, or is of other layers.
     """
-    since, pending, wanted = found["since"], found["pending"], found["wanted"]
-    if set(pending) != set(wanted) or not set(wanted) <= set(placements.now):
-        raise ValueError("what is left of a placement does not fit what was decided")
+    since, wanted = found["since"], found["wanted"]
+    shapes = {label: (each.num_ranks, each.num_experts) for label, each in placements.now.items()}
     if not (since is None or type(since) is int):
         raise ValueError(f"counted since step {since!r}")
     before = {label: np.array(each, dtype=float) for label, each in found["before"].items()}
-    if before:
-        shapes = {label: (each.num_ranks, each.num_experts) for label, each in placements.now.items()}
-        if {label: each.shape for label, each in before.items()} != shapes:
-            raise ValueError("rows of earlier steps are not of these layers")
+    if before and {label: each.shape for label, each in before.items()} != shapes:
+        raise ValueError("rows of earlier steps are not of these layers")
     placed = {label: ExpertPlacement.from_dict(each) for label, each in wanted.items()}
-    swaps = {label: [(int(a), int(b)) for a, b in each] for label, each in pending.items()}
+    if any(shapes.get(label) != (each.num_ranks, each.num_experts) for label, each in placed.items()):
+        raise ValueError("what was decided and is left to be done is not of these layers")
     if any(len(wanted[label]["expert_of_place"]) != each.num_experts for label, each in placed.items()):
-        # Ranks had places for replicas, so places have other numbers here: it is decided anew.
-        return since, before, {}, {}
-    for label, each in swaps.items():
-        if any(not 0 <= place < placements.now[label].num_experts for pair in each for place in pair):
-            raise ValueError(f"exchanges of places that {label} does not have")
-    return since, before, swaps, placed
+        # Ranks had places for replicas, which took part of the rows: it is decided anew.
+        placed = {}
+    return since, before, placed
 
 
 def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.ndarray], label: str) -> Decision:
@@ -415,29 +365,27 @@ def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.nd
     return found.stays(now, f"{told}{falls[-1]:.2f} are")
 
 
-def in_one_line(step: int, decisions: Mapping[str, Decision], events: Sequence[Event]) -> str:
+def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> str:
     """Return what was decided at a step about all layers, in one line for the log.
 
     Args:
         step: the number of the next optimizer step.
-        decisions: label -> decision, of the layers that change.
         events: those of all layers.
+        pays_after_steps: the steps after which every change has paid; 0: not known.
     """
-    worst = max(events, key=lambda each: each.balance)
-    if not decisions:
+    moved = [each for each in events if each.num_swaps]
+    worst = max(moved or events, key=lambda each: each.balance)
+    if not moved:
         return (
             f"placement at step {step}: nothing moves; the fullest rank has {worst.balance:.2f} times the mean "
             f"({worst.layer}): {worst.why}"
         )
-    of_moved = [each for each in events if each.layer in decisions]
-    swaps = sum(each.num_swaps for each in of_moved)
-    gain_ms = sum(each.gain_ms or 0.0 for each in of_moved)
-    pays = max(each.pays_after_steps or 0 for each in decisions.values())
-    first = max(of_moved, key=lambda each: each.balance)
-    gain = f", {gain_ms:.1f} ms a step less, pays after {pays} step(s)" if gain_ms else ""
+    swaps = sum(each.num_swaps for each in moved)
+    gain_ms = sum(each.gain_ms or 0.0 for each in moved)
+    gain = f", {gain_ms:.1f} ms a step less, pays after {pays_after_steps} step(s)" if gain_ms else ""
     return (
-        f"placement at step {step}: {swaps} exchange(s) of experts in {len(decisions)} layer(s){gain}; {first.layer}: "
-        f"the fullest rank {first.balance:.2f} -> {first.expected_balance:.2f} times the mean"
+        f"placement at step {step}: {swaps} exchange(s) of experts in {len(moved)} layer(s){gain}; {worst.layer}: "
+        f"the fullest rank {worst.balance:.2f} -> {worst.expected_balance:.2f} times the mean"
     )
 
 

@@ -157,21 +157,26 @@ class ExpertPlacement:
                 f"a placement of {wanted.num_experts} experts on {wanted.num_ranks} ranks: must be of "
                 f"{self.num_experts} on {self.num_ranks}"
             )
-        rank_of_expert, now, swaps = wanted.rank_of_expert, self, []
+        rank_of, places = wanted.rank_of_expert.tolist(), list(self.expert_of_place)
+        swaps: list[tuple[int, int]] = []
+
+        def exchange(first: int, second: int) -> None:
+            swaps.append((first, second))
+            places[first], places[second] = places[second], places[first]
+
         for place in range(self.num_experts):
+            own = self.rank_of_place(place)
             # Bring here what is wanted on this rank, from a place whose rank does not want it; exchange directly where
             # both are put right at once.
-            while (rank := rank_of_expert[now.expert_of_place[place]]) != now.rank_of_place(place):
-                here = range(rank * now.num_local, (rank + 1) * now.num_local)
-                wrong = [each for each in here if rank_of_expert[now.expert_of_place[each]] != rank]
-                back = [each for each in wrong if rank_of_expert[now.expert_of_place[each]] == now.rank_of_place(place)]
-                swaps.append((place, (back or wrong)[0]))
-                now = now.swapped(*swaps[-1])
+            while (rank := rank_of[places[place]]) != own:
+                here = range(rank * self.num_local, (rank + 1) * self.num_local)
+                wrong = [each for each in here if rank_of[places[each]] != rank]
+                back = [each for each in wrong if rank_of[places[each]] == own]
+                exchange(place, (back or wrong)[0])
         for place in range(self.num_experts) if exactly else ():
-            other = now.home_of_expert[wanted.expert_of_place[place]]
+            other = places.index(wanted.expert_of_place[place])
             if other != place:
-                swaps.append((place, other))
-                now = now.swapped(place, other)
+                exchange(place, other)
         return swaps
 
     def as_dict(self) -> dict[str, Any]:

@@ -82,6 +82,8 @@ BALANCED = Pressure()
 _COMPUTE = (EXPERT, GATHER, REDUCE)
 _BETWEEN = (A2A_IN, A2A_OUT)
 _INSIDE = (A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT)
+_Traffic = tuple[np.ndarray, np.ndarray]
+"""([n, n] what each node sends to each, [G, G] what each rank sends to each of its node)."""
 
 
 def pressure_of(placement: ExpertPlacement, seen: Seen) -> Pressure:
@@ -90,11 +92,12 @@ def pressure_of(placement: ExpertPlacement, seen: Seen) -> Pressure:
     A factor is 1 where balanced routing has no such rows either, as between nodes where there is one, or where there
     are no rows at all.
     """
-    rows_GG = placement.rows_between(seen.rows_GE)
-    even_GG = np.full_like(rows_GG, rows_GG.sum() / rows_GG.size)
-    ours, even = (_fullest_ports(each, seen.node_of_rank) for each in (rows_GG, even_GG))
-    inter, intra = (ours[name] / even[name] if even[name] > 0 else 1.0 for name in ("node", "inside"))
-    return Pressure(placement.over_mean(seen.rows_GE), inter, intra)
+    rows_GG, is_in_nG = placement.rows_between(seen.rows_GE), _ranks_of_nodes(seen.node_of_rank)
+    ours, even = (
+        (is_in_nG @ each_GG @ is_in_nG.T, each_GG * (is_in_nG.T @ is_in_nG))
+        for each_GG in (rows_GG, np.full_like(rows_GG, rows_GG.mean()))
+    )
+    return _pressure(placement, seen, ours, even)
 
 
 def once_per_node_pressure(placement: ExpertPlacement, seen: Seen, planned: Crossings) -> Pressure:
@@ -107,52 +110,49 @@ def once_per_node_pressure(placement: ExpertPlacement, seen: Seen, planned: Cros
         seen: what was measured, with tokens; nodes have equally many ranks.
         planned: the crossings of a choice that the sizes of tasks were made with, own node and rank included.
     """
-    node_G = np.unique(np.asarray(seen.node_of_rank), return_inverse=True)[1]
-    num_ranks, num_nodes = placement.num_ranks, int(node_G.max()) + 1
-    place_G = np.array([int((node_G[:rank] == node_G[rank]).sum()) for rank in range(num_ranks)])
+    is_in_nG = _ranks_of_nodes(seen.node_of_rank)
+    num_nodes, num_ranks = is_in_nG.shape
+    place_G = (is_in_nG.cumsum(axis=1) * is_in_nG).sum(axis=0)
     to_nodes_Gn, to_ranks_GG = np.zeros((num_ranks, num_nodes)), np.zeros((num_ranks, num_ranks))
     for rank, experts_SK in enumerate(seen.tokens):
         is_choice = (experts_SK >= 0) & (experts_SK < placement.num_experts)
         if not is_choice.any():
             continue
         ranks = placement.rank_of_expert[np.where(is_choice, experts_SK, 0)]
-        is_on = np.zeros((len(experts_SK), num_ranks + 1), dtype=bool)
-        np.put_along_axis(is_on, np.where(is_choice, ranks, num_ranks), True, axis=1)
+        is_on = np.zeros((len(experts_SK), num_ranks + 1))
+        np.put_along_axis(is_on, np.where(is_choice, ranks, num_ranks), 1.0, axis=1)
         is_on = is_on[:, :num_ranks]
         # What was seen stands for all rows of the rank.
         share = seen.rows_GE[rank].sum() / is_choice.sum()
-        to_ranks_GG[rank] = share * is_on.sum(0)
-        for node in range(num_nodes):
-            to_nodes_Gn[rank, node] = share * is_on[:, node_G == node].any(1).sum()
-    total = seen.rows_GE.sum()
-    if not total:
-        return BALANCED
-    leaves = [to_nodes_Gn[node_G == node][:, np.arange(num_nodes) != node].sum() for node in range(num_nodes)]
-    enters = [to_nodes_Gn[node_G != node, node].sum() for node in range(num_nodes)]
-    inter = max(*leaves, *enters) / (total * planned.nodes * (num_nodes - 1) / num_nodes**2)
+        to_ranks_GG[rank] = share * is_on.sum(axis=0)
+        to_nodes_Gn[rank] = share * (is_on @ is_in_nG.T > 0).sum(axis=0)
     # A token comes to its relay in a node, the rank of its own place, which copies it to the others there.
-    arrives = (to_ranks_GG * (place_G[:, None] != place_G)).sum(0)
-    passes_on = [
-        to_ranks_GG[place_G == place][:, (node_G == node) & (place_G != place)].sum()
-        for node in range(num_nodes)
-        for place in range(int(place_G.max()) + 1)
-    ]
-    per_node = num_ranks // num_nodes
-    even = total * planned.ranks * (per_node - 1) / per_node / num_ranks
-    intra = max(*arrives, *passes_on) / even if even else 1.0
+    by_relay_GG, is_near_GG = (place_G[:, None] == place_G) @ to_ranks_GG, is_in_nG.T @ is_in_nG
+    ours = is_in_nG @ to_nodes_Gn, by_relay_GG * is_near_GG
+    total = seen.rows_GE.sum()
+    even_nn = np.full((num_nodes, num_nodes), total * planned.nodes / num_nodes**2)
+    even_GG = is_near_GG * (total * planned.ranks * num_nodes / num_ranks**2)
+    return _pressure(placement, seen, ours, (even_nn, even_GG))
+
+
+def _ranks_of_nodes(node_of_rank: Sequence[int]) -> np.ndarray:
+    """Return [n, G]: 1 where a rank is in a node, else 0."""
+    return (np.unique(node_of_rank)[:, None] == np.asarray(node_of_rank)).astype(float)
+
+
+def _fullest_port(sent_XX: np.ndarray) -> float:
+    """Return the most that one of some ranks or nodes has to send to the others, or gets from them."""
+    to_others_XX = np.where(np.eye(len(sent_XX), dtype=bool), 0.0, sent_XX)
+    return float(max(to_others_XX.sum(axis=axis).max() for axis in (0, 1)))
+
+
+def _pressure(placement: ExpertPlacement, seen: Seen, ours: _Traffic, even: _Traffic) -> Pressure:
+    """Return the pressure of traffic beside that of balanced routing."""
+    inter, intra = (
+        _fullest_port(own) / fullest if (fullest := _fullest_port(other)) > 0 else 1.0
+        for own, other in zip(ours, even, strict=True)
+    )
     return Pressure(placement.over_mean(seen.rows_GE), inter, intra)
-
-
-def _fullest_ports(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> dict[str, float]:
-    """Return the most that one port has to carry in one direction: of a rank, of a rank inside its node, of a node."""
-    node_G = np.asarray(node_of_rank)
-    is_near_GG = node_G[:, None] == node_G
-    to_others_GG = np.where(np.eye(len(node_G), dtype=bool), 0.0, sent_GG)
-    inside_GG, between_GG = np.where(is_near_GG, to_others_GG, 0.0), np.where(is_near_GG, 0.0, to_others_GG)
-    of_rank, of_inside = (max(each.sum(axis=1).max(), each.sum(axis=0).max()) for each in (to_others_GG, inside_GG))
-    number_G = np.unique(node_G, return_inverse=True)[1]
-    of_node = max(np.bincount(number_G, weights=between_GG.sum(axis=axis)).max() for axis in (0, 1))
-    return {"rank": float(of_rank), "inside": float(of_inside), "node": float(of_node)}
 
 
 def under(run: Schedule, pressure: Pressure, groups: Groups) -> Schedule:
@@ -184,10 +184,13 @@ def as_alltoall_bytes(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> float
         sent_GG: [G, G], the bytes that each rank sends to each.
         node_of_rank: the node of each rank.
     """
-    num_ranks = len(node_of_rank)
-    ours = _fullest_ports(np.asarray(sent_GG, dtype=float), node_of_rank)
-    even = _fullest_ports(np.full((num_ranks, num_ranks), 1 / num_ranks), node_of_rank)
-    return max(ours[name] / even[name] if even[name] > 0 else 0.0 for name in ("rank", "node"))
+    num_ranks, is_in_nG = len(node_of_rank), _ranks_of_nodes(node_of_rank)
+    sent_GG, even_GG = np.asarray(sent_GG, dtype=float), np.full((num_ranks, num_ranks), 1 / num_ranks)
+    ours, even = (
+        [_fullest_port(each) for each in (of_ranks_GG, is_in_nG @ of_ranks_GG @ is_in_nG.T)]
+        for of_ranks_GG in (sent_GG, even_GG)
+    )
+    return max(own / other if other > 0 else 0.0 for own, other in zip(ours, even, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,10 +236,10 @@ class Prices:
             pressure = pressure_of(placement, seen)
         return self.micro_batches * self.layer_ms(pressure)
 
-    def moves_ms(self, now: ExpertPlacement, wanted: ExpertPlacement, seen: Seen) -> float:
+    def moves_ms(self, now: ExpertPlacement, wanted: ExpertPlacement, node_of_rank: Sequence[int]) -> float:
         """Return the time that it takes to bring all experts to where another placement has them, as one exchange: each
         goes to its rank directly."""
         moved_GG = np.zeros((now.num_ranks, now.num_ranks))
         np.add.at(moved_GG, (now.rank_of_expert, wanted.rank_of_expert), self.moved_bytes)
-        size_bytes = as_alltoall_bytes(moved_GG, seen.node_of_rank)
+        size_bytes = as_alltoall_bytes(moved_GG, node_of_rank)
         return self.costs.forward[A2A_IN].ms(size_bytes) if size_bytes else 0.0

@@ -19,12 +19,13 @@ import numpy as np
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Prices, Seen
 
-AS_GOOD = 100
-"""The fullest rank may have more than the best that was found by one part in so many, if fewer experts move for it."""
+AS_GOOD, NODES_AS_GOOD = 100, 50
+"""The fullest rank may have more than the least that was found by one part in so many, if fewer experts move for it. So
+may the node that gets most rows of others."""
 LEAST_BY_ROWS = 0.1
 """Of the mean, how much the rows of the fullest rank must fall by where nothing is known of times."""
 _WHOLE = 2**30
-_EVEN = 1000
+_EVEN = 200
 """Of the mean load, the part in which two fullest ranks count as equally full."""
 
 
@@ -53,7 +54,7 @@ class _Rows:
     def __init__(self, seen: Seen) -> None:
         total = math.fsum(seen.rows_GE.reshape(-1).tolist())
         rows_GE = np.rint(seen.rows_GE * (_WHOLE / total if total > 0 else 0.0)).astype(np.int64)
-        node_G = np.asarray(seen.node_of_rank)
+        self.node_G = node_G = np.unique(seen.node_of_rank, return_inverse=True)[1]
         self.of_expert_E = rows_GE.sum(axis=0)
         self.crossing_EG = rows_GE.T @ (node_G[:, None] != node_G)
         """[E, G]: the rows of each expert that cross nodes, were it on this rank."""
@@ -65,79 +66,55 @@ class _Rows:
         np.add.at(found, rank_E, self.of_expert_E)
         return found
 
-    def greedy(self) -> np.ndarray:
-        """Return [E]: each expert's rank, the hottest first on the least loaded rank that has a place left."""
-        num_experts = len(self.of_expert_E)
-        rank_E, load_G = np.zeros(num_experts, dtype=np.int64), np.zeros(self.num_ranks, dtype=np.int64)
-        left_G = np.full(self.num_ranks, num_experts // self.num_ranks)
-        for expert in np.argsort(-self.of_expert_E, kind="stable").tolist():
-            rank = rank_E[expert] = int(np.where(left_G > 0, load_G, np.iinfo(np.int64).max).argmin())
-            load_G[rank] += self.of_expert_E[expert]
-            left_G[rank] -= 1
-        return rank_E
+    def into_nodes(self, rank_E: np.ndarray) -> np.ndarray:
+        """Return [n]: the rows that come to each node from others, where experts are on these ranks."""
+        found = np.zeros(self.node_G.max() + 1, dtype=np.int64)
+        np.add.at(found, self.node_G[rank_E], self.crossing_EG[np.arange(len(rank_E)), rank_E])
+        return found
 
-    def named(self, rank_E: np.ndarray, now_E: np.ndarray) -> np.ndarray:
-        """Return the ranks of experts under other names, by which most stay, and of these ways fewest rows cross."""
-        from scipy.optimize import linear_sum_assignment  # loading it takes a second
+    def evened(self, rank_E: np.ndarray) -> np.ndarray | None:
+        """Return the ranks after one exchange of an expert of the fullest rank, or ``None``: no exchange makes it less.
 
-        stay_GG, crossing_GG = np.zeros((2, self.num_ranks, self.num_ranks))
-        np.add.at(stay_GG, (rank_E, now_E), 1)
-        np.add.at(crossing_GG, rank_E, self.crossing_EG)
-        # All rows that could cross are less than one expert that stays; both are whole numbers that a float holds.
-        return linear_sum_assignment(stay_GG * (self.total + 1) - crossing_GG, maximize=True)[1][rank_E]
-
-    def exchanged(self, rank_E: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> np.ndarray:
-        """Return the ranks after the exchange of two experts that leaves least on the fuller one of their two ranks.
-
-        Of those that are as good it is the one with which fewer rows cross nodes, then the first.
+        It is the exchange that leaves least on the fuller one of the two ranks. Of those that are as good it is the one
+        after which nodes get fewest rows from others, the fullest ones above all, then the first.
 
         Args:
             rank_E: the rank of each expert.
-            first_N: experts; each may be exchanged with the one at the same index of ``second_N``.
-            second_N: experts on other ranks.
         """
-        load_G, a_N, b_N = self.of_ranks(rank_E), rank_E[first_N], rank_E[second_N]
-        leaves_N = self.of_expert_E[first_N] - self.of_expert_E[second_N]
-        fuller_N = np.maximum(load_G[a_N] - leaves_N, load_G[b_N] + leaves_N)
-        crossing = self.crossing_EG
-        crossing_N = crossing[first_N, b_N] - crossing[first_N, a_N] + crossing[second_N, a_N] - crossing[second_N, b_N]
+        load_G, into_n = self.of_ranks(rank_E), self.into_nodes(rank_E)
+        fullest = int(load_G.argmax())
+        here, there = np.flatnonzero(rank_E == fullest), np.flatnonzero(rank_E != fullest)
+        if not len(there):
+            return None
+        first_N, second_N = np.repeat(here, len(there)), np.tile(there, len(here))
+        to_N, leaves_N = rank_E[second_N], self.of_expert_E[first_N] - self.of_expert_E[second_N]
+        fuller_N = np.maximum(load_G[fullest] - leaves_N, load_G[to_N] + leaves_N)
+        node, node_N = self.node_G[fullest], self.node_G[to_N]
+        here_N = into_n[node] + self.crossing_EG[second_N, fullest] - self.crossing_EG[first_N, fullest]
+        there_N = into_n[node_N] + self.crossing_EG[first_N, to_N] - self.crossing_EG[second_N, to_N]
+        # Squares of so many units fit into 64 bits. Within a node nothing changes.
+        more_N = here_N**2 + there_N**2 - into_n[node] ** 2 - into_n[node_N] ** 2
         is_near_N = fuller_N <= fuller_N.min() + self.total // (self.num_ranks * _EVEN)
-        best = np.lexsort((fuller_N, crossing_N, ~is_near_N))[0]
+        best = np.lexsort((fuller_N, np.where(node_N == node, 0, more_N), ~is_near_N))[0]
+        if fuller_N[best] >= load_G[fullest]:
+            return None
         found = rank_E.copy()
-        found[[first_N[best], second_N[best]]] = b_N[best], a_N[best]
+        found[[first_N[best], second_N[best]]] = to_N[best], fullest
         return found
 
-    def lowered(self, rank_E: np.ndarray) -> np.ndarray:
-        """Return the ranks after exchanges of an expert of the fullest rank, as long as that gets less by one."""
-        while True:
-            load_G = self.of_ranks(rank_E)
-            here, there = (np.flatnonzero(each) for each in (rank_E == load_G.argmax(), rank_E != load_G.argmax()))
-            if not len(there):
-                return rank_E
-            found = self.exchanged(rank_E, np.repeat(here, len(there)), np.tile(there, len(here)))
-            # Squares of so many units fit into 64 bits.
-            if (self.of_ranks(found) ** 2).sum() >= (load_G**2).sum():
-                return rank_E
-            rank_E = found
 
-    def towards(self, rank_E: np.ndarray, wanted_E: np.ndarray, most: int) -> np.ndarray:
-        """Return the ranks on the way to others, as soon as no rank has more than so many rows.
-
-        Each exchange brings an expert to the rank where it is wanted.
-        """
-        while (load_G := self.of_ranks(rank_E)).max() > most and (wrong := np.flatnonzero(rank_E != wanted_E)).size:
-            pairs = wrong[np.argwhere(wanted_E[wrong][:, None] == rank_E[wrong])]
-            touches = (rank_E[pairs] == load_G.argmax()).any(axis=1)
-            rank_E = self.exchanged(rank_E, *(pairs[touches] if touches.any() else pairs).T)
-        return rank_E
+def _nearly_least(ways: list[np.ndarray], of: Callable[[np.ndarray], np.ndarray], as_good: int) -> list[np.ndarray]:
+    """Return those of some ways in which the most of anybody is as low as in any, but for one part in so many."""
+    most = [int(of(each).max()) for each in ways]
+    return [each for each, own in zip(ways, most, strict=True) if own <= min(most) + min(most) // as_good]
 
 
 def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
     """Return a placement in which the fullest rank has as few rows as was found, and to which few experts move.
 
-    Two ways are gone. One exchanges experts of the fullest rank as long as it gets less. The other places all experts
-    anew, the hottest first on the least loaded rank with a free place, and does the same from there. Of both, each only
-    as far as the fullest rank is still too full, the one is taken with which fewer experts move.
+    As an expert-parallel load balancer does, it keeps as many experts on each rank and looks at the fullest first. But
+    it begins where experts are: those of the fullest rank are exchanged as long as it gets less by one. Experts go only
+    as far on this way as the fullest rank, or the node that gets most rows of others, is still too full.
 
     Args:
         now: the placement now.
@@ -151,15 +128,15 @@ def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacem
         raise ValueError(
             f"rows {list(seen.rows_GE.shape)}: must be of {now.num_ranks} rank(s) and {now.num_experts} experts"
         )
-    rows, now_E = _Rows(seen), now.rank_of_expert
+    rows = _Rows(seen)
     if not rows.total or not allowed.homes:
         return now
-    found = [rows.lowered(now_E), rows.lowered(rows.named(rows.greedy(), now_E))]
-    peaks = [int(rows.of_ranks(each).max()) for each in found]
-    most = min(peaks) + min(peaks) // AS_GOOD
-    ways = [rows.towards(now_E, each, most) for each, peak in zip(found, peaks, strict=True) if peak <= most]
-    best_E = min(ways, key=lambda each: int((each != now_E).sum()))
-    wanted = ExpertPlacement(tuple(np.argsort(best_E, kind="stable")), now.num_experts, now.num_ranks)
+    way = [now.rank_of_expert]
+    while (following := rows.evened(way[-1])) is not None:
+        way.append(following)
+    way = _nearly_least(way, rows.of_ranks, AS_GOOD)
+    rank_E = _nearly_least(way, rows.into_nodes, NODES_AS_GOOD)[0]
+    wanted = ExpertPlacement(tuple(np.argsort(rank_E, kind="stable")), now.num_experts, now.num_ranks)
     for first, second in now.swaps_to(wanted):
         now = now.swapped(first, second)
     return now
@@ -255,7 +232,7 @@ def decide(
         why_not = f"by rows alone it has to fall by {LEAST_BY_ROWS:g}" if before - after < LEAST_BY_ROWS else ""
     else:
         now_ms, step_ms = prices.step_ms(now, seen), prices.step_ms(wanted, seen)
-        gain_ms, moves_ms = now_ms - step_ms, prices.moves_ms(now, wanted, seen)
+        gain_ms, moves_ms = now_ms - step_ms, prices.moves_ms(now, wanted, seen.node_of_rank)
         is_worth = gain_ms > prices.costs.relative_residual * now_ms
         steps = max(1, math.ceil(moves_ms / gain_ms)) if is_worth else 0
         what = f"{what}, {_ms(now_ms)} -> {_ms(step_ms)} ms a step, {_ms(moves_ms, 10)} ms to move"

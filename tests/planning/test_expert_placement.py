@@ -90,6 +90,18 @@ def test_exchanges_lead_to_the_wanted_homes_and_no_longer_than_needed(rng: rando
             assert reached.home_of_expert[expert] == now.home_of_expert[expert]
 
 
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_halfway_the_same_exchanges_are_left(rng: random.Random) -> None:
+    num_ranks, num_local = rng.randint(1, 6), rng.randint(1, 5)
+    now, wanted = (drawn_placement(rng, num_ranks, num_local) for _ in range(2))
+    for exactly in (False, True):
+        reached, swaps = now, now.swaps_to(wanted, exactly)
+        for at, swap in enumerate(swaps):
+            assert reached.swaps_to(wanted, exactly) == swaps[at:]
+            reached = reached.swapped(*swap)
+
+
 def test_exchanges_to_a_placement_of_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="a placement of 4 experts on 2 ranks: must be of 4 on 4"):
         ExpertPlacement.at_start(4, 4).swaps_to(ExpertPlacement.at_start(4, 2))

@@ -68,7 +68,7 @@ def moves_ms(
     """What moves take by the cost of an all-to-all."""
     plan = LayerPlan(BlockPlan(), BlockPlan(), "flat")
     prices = Prices(SHAPE, Groups(len(nodes), 1), plan, LayerCosts.written({A2A_IN: cost}), moved_bytes)
-    return prices.moves_ms(now, after, Seen(np.zeros((now.num_ranks, now.num_experts)), nodes))
+    return prices.moves_ms(now, after, nodes)
 
 
 def shape_for(alltoall: AllToAll) -> CallShape:
@@ -241,7 +241,7 @@ def test_prices_add_up_a_step() -> None:
     for each in (now, now.swapped(0, 3)):
         assert prices.step_ms(each, seen) == pytest.approx(3 * prices.layer_ms(pressure_of(each, seen)))
         expected_ms = moves_ms(now, each, 700.0, COSTS.forward[A2A_IN], seen.node_of_rank)
-        assert prices.moves_ms(now, each, seen) == pytest.approx(expected_ms)
+        assert prices.moves_ms(now, each, seen.node_of_rank) == pytest.approx(expected_ms)
     assert prices.step_ms(now, seen) != pytest.approx(prices.step_ms(now.swapped(0, 3), seen))
 
 

@@ -52,7 +52,7 @@ def test_a_move_that_pays_is_made_and_says_after_how_many_steps() -> None:
     assert found.before == pytest.approx(fullest(NOW, HOT_RANK) / mean)
     assert found.after == pytest.approx(fullest(found.placement, HOT_RANK) / mean)
     now_ms, after_ms = (PRICES.step_ms(each, HOT_RANK) for each in (NOW, found.placement))
-    moves_ms = PRICES.moves_ms(NOW, found.placement, HOT_RANK)
+    moves_ms = PRICES.moves_ms(NOW, found.placement, HOT_RANK.node_of_rank)
     assert found.gain_ms_per_step == pytest.approx(now_ms - after_ms)
     assert found.moves_ms == pytest.approx(moves_ms)
     assert found.pays_after_steps == math.ceil(moves_ms / (now_ms - after_ms)) > 1

@@ -20,7 +20,7 @@ import numpy as np
 from ds_fsmoe.files.runs import CLUSTER, MEASURED, Run, read_run, trace_folder
 from ds_fsmoe.files.traces import rank_file, read_trace
 from ds_fsmoe.files.whole_files import check_folders
-from ds_fsmoe.offline.plan.placement import moved_bytes, on_ranks, pays_words, place, read_loads
+from ds_fsmoe.offline.plan.placement import moved_bytes, on_ranks, place, print_layers, read_loads
 from ds_fsmoe.offline.plan.traced_costs import (
     TracedJob,
     TracedTask,
@@ -283,19 +283,15 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
             f"\nrouting in {folder}: places change nothing where experts have as many slots each, or lie on every rank"
         )
         return None
-    rows, data, gain_ms = [], [], 0.0
+    data = []
     for index, (layer, rows_RE) in enumerate(read_loads(Path(folder), kind.shape.num_experts).items()):
         label = job.labels[min(index, len(job.labels) - 1)]
         of_kind = job.kind_of(label)
         rows_GE = on_ranks(rows_RE, of_kind.groups.ep)
-        row = place(layer, rows_GE, _prices(found, of_kind, label, rows_GE))
-        gain_ms += row["now_ms"] - row["placed_ms"]
-        data.append(row)
-        numbers = (f"{row[each]:.2f}" for each in ("fullest_now", "fullest_placed", "now_ms", "placed_ms"))
-        rows.append((layer, *numbers, pays_words(row)))
+        data.append(place(layer, rows_GE, _prices(found, of_kind, label, rows_GE)))
     print(f"\nexperts placed by the routing in {folder}")
-    print_table(("layer", "fullest now", "placed", "layer ms now", "placed", "pays"), rows)
-    step_ms = found.times.step_ms - gain_ms
+    print_layers(data)
+    step_ms = found.times.step_ms - sum(each["now_ms"] - each["placed_ms"] for each in data)
     gain = found.times.step_ms / step_ms
     print(f"  a step: {step_ms:.1f} ms placed, {gain:.2f}x over what ran")
     return {"layers": data, "step_ms": step_ms, "gain": gain}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +69,7 @@ def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
     groups, prices = result.job.groups, _prices(result)
     found = [place(layer, on_ranks(rows_RE, groups.ep), prices) for layer, rows_RE in loads.items()]
     print(f"\nexperts placed by {path}: balanced, on {groups.ep} ranks")
-    heads = ("layer", "fullest now", "placed", "experts move", "layer ms now", "placed", "move ms", "pays")
-    rows = [
-        (
-            each["layer"],
-            f"{each['fullest_now']:.2f}",
-            f"{each['fullest_placed']:.2f}",
-            each["experts_move"],
-            f"{each['now_ms']:.3f}",
-            f"{each['placed_ms']:.3f}",
-            f"{each['moves_ms'] or 0:.2f}",
-            pays_words(each),
-        )
-        for each in found
-    ]
-    print_table(heads, rows)
-    print("  fullest: the rows of the fullest rank over the mean; layer ms: dispatch, experts, combine, both phases")
+    print_layers(found)
     even_ms = prices.layer_ms(BALANCED)
     balanced_ms = result.step_ms(result.preset_name)
     # The layers of the file stand for those of the model, whose number may be another.
@@ -125,10 +110,26 @@ def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
     }
 
 
-def pays_words(placed: Mapping[str, Any]) -> str:
-    """Say after how many steps a move has paid."""
-    after = placed["pays_after_steps"]
-    return "stays" if after is None else f"after {after} step{'s' * (after != 1)}"
+def print_layers(found: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of what :func:`place` has said of each layer."""
+    heads = ("layer", "fullest now", "placed", "experts move", "layer ms now", "placed", "move ms", "pays")
+    rows = []
+    for each in found:
+        after = each["pays_after_steps"]
+        rows.append(
+            (
+                each["layer"],
+                f"{each['fullest_now']:.2f}",
+                f"{each['fullest_placed']:.2f}",
+                each["experts_move"],
+                f"{each['now_ms']:.3f}",
+                f"{each['placed_ms']:.3f}",
+                f"{each['moves_ms'] or 0:.2f}",
+                "stays" if after is None else f"after {after} step{'s' * (after != 1)}",
+            )
+        )
+    print_table(heads, rows)
+    print("  fullest: the rows of the fullest rank over the mean; layer ms: dispatch, experts, combine, both phases")
 
 
 def moved_bytes(weights: int, dtype_bytes: int) -> int:
