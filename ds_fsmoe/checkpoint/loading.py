@@ -353,8 +353,7 @@ class Reading:
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
         """Return what the file of an expert would hold, had this job saved it."""
         path = self._stock_paths[layer]
-        inner = self._engine.fsmoe.layers[path].deepspeed_moe
-        parameters = list(inner.experts.deepspeed_experts[0].state_dict())
+        parameters = list(self._engine.fsmoe.layers[path].experts.deepspeed_experts[0].state_dict())
         unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
         if strict and unexpected:
             raise CheckpointError(f"{self._place}: experts of {path} have {', '.join(unexpected)} there, and not here")
@@ -378,10 +377,10 @@ class Reading:
         """Return the model's name for an expert's parameter, and which shard of it this rank has."""
         esp = self._engine.fsmoe.block.esp_size
         layer = self._engine.fsmoe.layers[expert.layer]
-        meant, shard = Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp).meant(expert.number)
+        meant, shard = Numbering(layer.total_experts, layer.ep_size, esp).meant(expert.number)
         name = str(ExpertName(expert.layer, meant, expert.parameter))
         if esp == 1:
             return name, None
         if expert.layer not in self._cuts:
-            self._cuts[expert.layer] = cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0])
+            self._cuts[expert.layer] = cuts_of(layer.experts.deepspeed_experts[0])
         return name, of_one_expert(self._cuts[expert.layer].get(expert.parameter, "whole"), shard, esp)

@@ -87,7 +87,7 @@ def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
     @cache
     def first(path: str) -> int:
         layer = engine.fsmoe.layers[path]
-        return stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+        return stock_groups._get_expert_parallel_rank(layer.ep_group_name) * layer.num_local_experts
 
     for name, parameter in engine.module.named_parameters():
         expert, part = expert_name(name), part_of(parameter)

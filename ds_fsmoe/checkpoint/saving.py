@@ -198,9 +198,9 @@ class Saving:
         layers = [
             LayerSizes(
                 name,
-                layer.num_experts,
-                layer.deepspeed_moe.ep_size,
-                cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0]),
+                layer.total_experts,
+                layer.ep_size,
+                cuts_of(layer.experts.deepspeed_experts[0]),
                 stage_of(self._engine),
             )
             for name, layer in stock_layers(self._engine).items()

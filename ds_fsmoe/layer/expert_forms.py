@@ -57,23 +57,24 @@ class ExpertForm:
         return self.parameters[self.names.index(name)].dtype
 
 
+def with_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module of experts that shares with another its functions, norm and flags, and has these weights."""
+    made = copy.copy(module)
+    given = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
+    made._parameters = {**module._parameters, **given}
+    if hasattr(module, "num_experts"):
+        made.num_experts = len(next(iter(weights.values())))
+    return made
+
+
 def form_of_module(module: FSMoEExperts) -> ExpertForm:
     """Return the form of the experts of Hugging Face's models: one module, in evaluation."""
     contract = module.fsmoe.contract
     assert contract is not None
 
     def called(stacks: Mapping[str, torch.Tensor]) -> CalledExperts:
-        state = module.fsmoe
-        stand_in = copy.copy(module)
-        # It has the module's own functions, norm and flags, and other weights.
-        stand_in._parameters = {
-            **module._parameters,
-            **{name: nn.Parameter(each, requires_grad=False) for name, each in stacks.items()},
-        }
-        num_experts = len(next(iter(stacks.values())))
-        if hasattr(stand_in, "num_experts"):
-            stand_in.num_experts = num_experts
-        own = state.own_forward
+        state, num_experts = module.fsmoe, len(next(iter(stacks.values())))
+        stand_in, own = with_weights(module, stacks), state.own_forward
         own_forward = None if own is None else own.__func__.__get__(stand_in)  # type: ignore[attr-defined]
         experts = StackedExperts(stand_in, contract, own_forward, state.path)
         return lambda which, rows, x_RM: experts.call_rows(False, sizes_of_some(rows, which, num_experts), x_RM)

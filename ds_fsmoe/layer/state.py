@@ -486,6 +486,11 @@ class ConvertedLayer(OpaqueModule):
         """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
 
+    @property
+    def total_experts(self) -> int:
+        """The number of experts of all ranks."""
+        return self.num_local_experts * self.ep_size
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the layer, alone or with the model around, unless it has an engine and a script asks.
 
