@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_fsmoe.checkpoint_files.names import from_huggingface, to_huggingface
+from ds_fsmoe.checkpoint_files.numbering import from_huggingface, to_huggingface
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main

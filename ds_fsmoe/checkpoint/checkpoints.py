@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_fsmoe.checkpoint.expert_files import sizes_of_parts
 from ds_fsmoe.checkpoint.layout import (
     Comparison,
     check_model,
@@ -36,7 +35,7 @@ from ds_fsmoe.checkpoint.optimizer_states import (
 )
 from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, read_rank_state, set_random_states
 from ds_fsmoe.checkpoint.ranks import Ranks
-from ds_fsmoe.checkpoint.saving import Saving, state_file, states_file, warn_of_what_is_lost
+from ds_fsmoe.checkpoint.saving import Saving, sizes_of_parts, state_file, states_file, warn_of_what_is_lost
 from ds_fsmoe.checkpoint_files import guards, tags
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files.manifest import Manifest, PartSizes

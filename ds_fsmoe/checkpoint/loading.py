@@ -22,18 +22,23 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
-from ds_fsmoe.checkpoint.expert_files import shapes_of, with_parts
 from ds_fsmoe.checkpoint.layout import stage_of, stock_layers
 from ds_fsmoe.checkpoint.optimizer_states import live_groups, piece_of
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files import guards
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, parts_in, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, part_of, parts_file, parts_in, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
-from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS
-from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name, main_file
-from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, Index, read_index
+from ds_fsmoe.checkpoint_files.numbering import (
+    AUTO_EP_LAYERS,
+    Cut,
+    ExpertName,
+    Numbering,
+    expert_file,
+    expert_name,
+    main_file,
+)
+from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, Copies, Index, Source, read_index
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
@@ -384,3 +389,27 @@ class Reading:
         if expert.layer not in self._cuts:
             self._cuts[expert.layer] = cuts_of(layer.experts.deepspeed_experts[0])
         return name, of_one_expert(self._cuts[expert.layer].get(expert.parameter, "whole"), shard, esp)
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return name -> whole shape of every parameter and buffer that is saved, but those of experts with own files."""
+    found = {}
+    for name, each in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(each) and expert_name(name) is None:
+            part, shape = part_of(each), tuple(getattr(each, "ds_shape", each.shape))
+            found[name] = shape if part is None else part.whole_shape(shape)
+    return found
+
+
+def with_parts(state: dict[str, Any], parts: Mapping[str, torch.Tensor], frozen: set[str]) -> dict[str, Any]:
+    """Return what DeepSpeed expects in the file of weights of a stage below 3, with this rank's experts.
+
+    Args:
+        state: what the file holds.
+        parts: name -> this rank's part.
+        frozen: the names of what is not trained.
+    """
+    found = state | {"module": state["module"] | dict(parts)}
+    if state.get(FROZEN) is not None:
+        found[FROZEN] = state[FROZEN] | {name: each for name, each in parts.items() if name in frozen}
+    return found

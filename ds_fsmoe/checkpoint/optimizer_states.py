@@ -28,8 +28,19 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_of, whole_name
 from ds_fsmoe.checkpoint_files.numbering import EXPERTS, ExpertName, expert_name
-from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, WEIGHTS, Group, Index, Keys, Piece
-from ds_fsmoe.checkpoint_files.sources import Copies, Source
+from ds_fsmoe.checkpoint_files.pieces import (
+    FLAT,
+    FROZEN,
+    MASTER,
+    OPTIMIZER,
+    WEIGHTS,
+    Copies,
+    Group,
+    Index,
+    Keys,
+    Piece,
+    Source,
+)
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 Sources = Callable[[str, str, int, int], Iterable[Source]]

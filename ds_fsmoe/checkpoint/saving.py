@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a checkpoint: all ranks write it into a folder of its own and describe it; then one of them publishes it."""
+"""Saves a checkpoint: all ranks write it into a folder of its own and describe it; then one of them publishes it.
+
+Experts of Hugging Face models, which are spread over ranks, have one file for each part of them. At ZeRO 3 there are no
+such files, since the pieces of all parameters are in the files of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,16 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, without_parts
 from ds_fsmoe.checkpoint.layout import described, has_known_stages, sizes_of, stage_of, stock_layers
 from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of, random_states
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
+from ds_fsmoe.checkpoint_files.expert_parts import part_name, parts_file, parts_in
+from ds_fsmoe.checkpoint_files.guards import guarded
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
-from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
+from ds_fsmoe.checkpoint_files.manifest import STAGE_3, FileSum, LayerSizes, Manifest, PartSizes, Sizes
 from ds_fsmoe.checkpoint_files.numbering import StageOfLayers, main_file
 from ds_fsmoe.checkpoint_files.pieces import FROZEN, merged
 from ds_fsmoe.checkpoint_files.publishing import Publication
@@ -268,3 +273,77 @@ def _arrays_not_read(path: str, value: Any, depth: int = 5) -> Iterator[str]:
     elif depth and isinstance(value, (Mapping, list, tuple)):
         for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _arrays_not_read(f"{path}[{name!r}]", each, depth - 1)
+
+
+# ---- Writes the experts of Hugging Face models, which are spread over ranks: one file for each part of them
+
+
+_SHAPES, _FROZEN_SHAPES = "param_shapes", "frozen_param_shapes"
+_TOPS = {"module", "optimizer", "optimizer_state_dict"}
+"""The keys by one of which files of weights and of the optimizer's states are known."""
+
+
+def sizes_of_parts(engine: Any) -> dict[str, PartSizes]:
+    """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
+    return {name: PartSizes.of(part, stage_of(engine)) for name, _, part in parts_in(engine.module)}
+
+
+def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
+    """Write this rank's experts, on one rank of those that have the same.
+
+    Args:
+        engine: our engine.
+        place: the folder of the tag.
+        exclude_frozen: whether to leave out what is not trained.
+    """
+    parts = list(parts_in(engine.module))
+    if not parts or engine.zero_optimization_partition_weights():
+        return
+    _, first, of_all = parts[0]
+    rank = stock_groups._get_expert_data_parallel_rank(first.group_name)
+    if not engine.checkpoint_engine.is_data_parallel_writer(rank):
+        return
+    state = {
+        part_name(name, part.number): parameter.detach().to("cpu", copy=True)
+        for name, parameter, part in parts
+        if parameter.requires_grad or not exclude_frozen
+    }
+    engine.checkpoint_engine.save(guarded(state), str(place / parts_file(of_all.number, stage_of(engine))))
+
+
+def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return what DeepSpeed writes for all ranks, without what is of one rank alone.
+
+    Args:
+        state: what would be in the file of weights of a stage below 3.
+        names: the parameters that are spread over ranks.
+    """
+    kept = {
+        each: {name: value for name, value in state[each].items() if name not in names}
+        for each in ("module", FROZEN, _FROZEN_SHAPES)
+        if isinstance(state.get(each), dict)
+    }
+    return state | kept
+
+
+def misleads_others(engine: Any) -> bool:
+    """Return whether DeepSpeed's own readers would take parts of experts for whole ones, or find some nowhere."""
+    is_below_3 = engine.zero_optimization_stage() < STAGE_3
+    return any(
+        part.num_parts > 1 or (is_below_3 and not parameter.requires_grad)
+        for _, parameter, part in parts_in(engine.module)
+    )
+
+
+def for_others(state: dict[str, Any], is_misleading: bool) -> dict[str, Any]:
+    """Return what DeepSpeed writes into a file so that its own readers read it rightly, or not at all."""
+    if not _TOPS & state.keys():  # one layer of a pipeline, or one expert of DeepSpeed's
+        return state
+    # Where a model has experts, DeepSpeed makes tuples of these shapes, and its reader of ZeRO 3 asks them for numel().
+    groups, frozen = state.get(_SHAPES), state.get(_FROZEN_SHAPES)
+    shapes = {
+        _SHAPES: groups and [{name: torch.Size(each) for name, each in group.items()} for group in groups],
+        _FROZEN_SHAPES: frozen and {name: torch.Size(each) for name, each in frozen.items()},
+    }
+    state = state | {name: each for name, each in shapes.items() if each}
+    return guarded(state) if is_misleading else state

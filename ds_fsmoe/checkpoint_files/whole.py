@@ -22,19 +22,32 @@ from ds_fsmoe.checkpoint_files.expert_parts import (
     whole_name,
 )
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS, AutoEPExperts, names_of_auto_ep
 from ds_fsmoe.checkpoint_files.numbering import (
+    AUTO_EP_LAYERS,
+    AutoEPExperts,
     ExpertFile,
     ExpertName,
     Numbering,
     expert_file,
     expert_name,
     main_file,
+    names_of_auto_ep,
     stage_of_file,
 )
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index, stock_index
+from ds_fsmoe.checkpoint_files.pieces import (
+    MASTER,
+    WEIGHTS,
+    Index,
+    Keys,
+    OpenFiles,
+    SavedPieces,
+    Source,
+    elements_of_part,
+    joined,
+    read_index,
+    stock_index,
+)
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.untrusted import problem_of
 

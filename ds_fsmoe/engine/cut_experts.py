@@ -24,8 +24,8 @@ from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, gathered, is_shared_out, run_compiled
 from ds_fsmoe.distributed.topology import layout, world_size_now
-from ds_fsmoe.layer.expert_forms import with_weights
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, loaded_part
+from ds_fsmoe.layer.held_experts import with_weights
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0

@@ -23,8 +23,15 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checks.expert_results import ExpertResults
-from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
-from ds_fsmoe.checks.surroundings import accelerate_warnings, launcher_warnings, speed_warnings
+from ds_fsmoe.checks.preflight import (
+    accelerate_warnings,
+    check_experts,
+    check_nodes,
+    check_tensor_parallel,
+    launcher_warnings,
+    speed_warnings,
+    untested,
+)
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed import nccl

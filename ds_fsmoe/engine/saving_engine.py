@@ -18,8 +18,8 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from torch import nn
 
 from ds_fsmoe.checkpoint.checkpoints import Checkpoints
-from ds_fsmoe.checkpoint.expert_files import write_parts
 from ds_fsmoe.checkpoint.ranks import replaced
+from ds_fsmoe.checkpoint.saving import write_parts
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.guards import write_script

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ds_fsmoe import registry
-from ds_fsmoe.config.reading import ConfigError
-from ds_fsmoe.config.together import STAY
+from ds_fsmoe.config.reading import STAY, ConfigError
 from ds_fsmoe.distributed.agreement import DisagreementError, in_words
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now

@@ -23,13 +23,13 @@ from ds_fsmoe.engine.way_back import forget_graph
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.halves.splitter import Splitter
+from ds_fsmoe.layer.expert_checks import Uncut
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.experts_state import GivenRouter
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.layer.stock_layer import FSMoEGate
-from ds_fsmoe.layer.unchunked import Uncut
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
