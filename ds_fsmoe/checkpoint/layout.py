@@ -146,13 +146,13 @@ class Comparison:
         self.has_parts_anywhere = any(parts for *_, parts in of_ranks)
 
     def is_relaid(self, differences: Sequence[str]) -> bool:
-        """Return whether this rank's files of weights would differ, had this job saved them.
+        """Return whether what DeepSpeed is to read of this rank's weights is made of several files: where files have
+        pieces or parts, and these are cut otherwise or only of experts.
 
         Args:
             differences: all that differs, in words.
         """
-        parts = bool(self._parts)
-        return parts if self._manifest is None else bool(differences) and (parts or self._is_in_pieces())
+        return bool(differences) if self._is_in_pieces() else bool(self._parts)
 
     def is_compared(self) -> bool:
         """Return whether to compare parameters with the model's before any is changed: pieces and parts of one model

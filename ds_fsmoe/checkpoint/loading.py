@@ -26,7 +26,7 @@ from ds_fsmoe.checkpoint.layout import stage_of, stock_layers
 from ds_fsmoe.checkpoint.optimizer_states import live_groups, piece_of
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files import guards
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, part_of, parts_file, parts_in, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, part_of, parts_in, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
 from ds_fsmoe.checkpoint_files.numbering import (
     AUTO_EP_LAYERS,
@@ -204,10 +204,6 @@ class Reading:
         return Whole(self._place, self._trusted, stage_of(self._engine), lambda *_: self.index)
 
     @cached_property
-    def _stock_paths(self) -> list[str]:
-        return list(stock_layers(self._engine))
-
-    @cached_property
     def _parts(self) -> dict[str, ExpertPart]:
         return {name: part for name, _, part in parts_in(self._engine.module)} if self._has_parts else {}
 
@@ -221,8 +217,8 @@ class Reading:
             recut: whether experts are cut into another number of shards than they were.
             strict: whether every saved parameter of an expert has to exist here.
             sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
-            relaid: whether weights lie otherwise in the files than this job's would: experts spread over other ranks,
-                or ZeRO 3 on one side.
+            relaid: whether the file of weights is made of others: of those of ranks with the experts of Hugging Face
+                models, or of another layout with ZeRO 3 on one side.
             moved: whether states of the optimizer are to be loaded from another layout; without them its files need not
                 be there.
             rounds: whether weights may get their values from the optimizer's copies after these are filled.
@@ -265,9 +261,6 @@ class Reading:
                 found["module"] |= {name: self.whole.exact(name) for name in found["module"]}
             elif sharper and (layer := self._layer_in(path.name)) is not None:
                 found |= {name: self.whole.exact(f"{layer}.{name}") for name in found}
-            if path.name == main and self._parts:
-                frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
-                found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
         with ExitStack() as stack:
@@ -290,16 +283,6 @@ class Reading:
         """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
         stages = () if self._manifest is None else self._manifest.stages
         return next((each.files[file] for each in stages if file in each.files), None)
-
-    def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's experts, where they are spread over ranks as they were."""
-        if self._manifest is None:
-            return {}
-        number = next(iter(self._parts.values())).number
-        path = self._place / parts_file(number, stage_of(self._engine))
-        self._check_named(path)
-        found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
-        return {whole_name(name): each for name, each in found.items()}
 
     def _check_named(self, path: Path) -> None:
         """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
@@ -357,7 +340,7 @@ class Reading:
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
         """Return what the file of an expert would hold, had this job saved it."""
-        path = self._stock_paths[layer]
+        path = list(stock_layers(self._engine))[layer]
         parameters = list(self._engine.fsmoe.layers[path].experts.deepspeed_experts[0].state_dict())
         unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
         if strict and unexpected:
@@ -398,18 +381,4 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
         if torch.is_tensor(each) and expert_name(name) is None:
             part, shape = part_of(each), tuple(getattr(each, "ds_shape", each.shape))
             found[name] = shape if part is None else part.whole_shape(shape)
-    return found
-
-
-def with_parts(state: dict[str, Any], parts: Mapping[str, torch.Tensor], frozen: set[str]) -> dict[str, Any]:
-    """Return what DeepSpeed expects in the file of weights of a stage below 3, with this rank's experts.
-
-    Args:
-        state: what the file holds.
-        parts: name -> this rank's part.
-        frozen: the names of what is not trained.
-    """
-    found = state | {"module": state["module"] | dict(parts)}
-    if state.get(FROZEN) is not None:
-        found[FROZEN] = state[FROZEN] | {name: each for name, each in parts.items() if name in frozen}
     return found

@@ -283,11 +283,6 @@ _TOPS = {"module", "optimizer", "optimizer_state_dict"}
 """The keys by one of which files of weights and of the optimizer's states are known."""
 
 
-def sizes_of_parts(engine: Any) -> dict[str, PartSizes]:
-    """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
-    return {name: PartSizes.of(part, stage_of(engine)) for name, _, part in parts_in(engine.module)}
-
-
 def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
     """Write this rank's experts, on one rank of those that have the same.
 

@@ -465,11 +465,6 @@ def class_of_ours(ours: type[nn.Module], own_class: type[nn.Module]) -> type[nn.
 # the model gets its engine: they are small beside the experts.
 
 
-def adapt_all_experts() -> None:
-    """Let PEFT count all experts where only some are, from now on, whether it is imported already or later."""
-    _finder.begin()
-
-
 def _change(module: ModuleType) -> None:
     wrapper = getattr(module, "ParamWrapper", None)
     theirs = getattr(wrapper, "_get_in_out_features", None)
@@ -488,4 +483,5 @@ def _change(module: ModuleType) -> None:
     wrapper._get_in_out_features = sizes
 
 
-_finder = Finder("peft.tuners.lora.layer", _change)
+PEFT_COUNTS_ALL = Finder("peft.tuners.lora.layer", _change)
+"""Lets PEFT count all experts where only some are, from when it begins, whether PEFT is imported already or later."""

@@ -38,7 +38,7 @@ from ds_fsmoe.engine.convert_experts import (
     find_experts,
     num_experts_of,
 )
-from ds_fsmoe.engine.cut_experts import adapt_all_experts, share_out_over_replicas, tag_as_experts, type_of_run
+from ds_fsmoe.engine.cut_experts import PEFT_COUNTS_ALL, share_out_over_replicas, tag_as_experts, type_of_run
 from ds_fsmoe.layer.experts_layer import leave_alone
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -173,7 +173,7 @@ class Build:
         if self._ep_size > 1:
             for name, part in self.parts.items():
                 leave_alone(model.get_submodule(name), loaded=part)
-            adapt_all_experts()
+            PEFT_COUNTS_ALL.begin()
             log_on_rank_0(f"{type(model).__name__} has this rank's experts only, of ep_size = {self._ep_size} rank(s)")
 
     def read(
