@@ -19,8 +19,7 @@ from torch import nn
 
 from ds_fsmoe.checkpoint.checkpoints import Checkpoints
 from ds_fsmoe.checkpoint.ranks import replaced
-from ds_fsmoe.checkpoint.saving import write_parts
-from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
+from ds_fsmoe.checkpoint.saving import whole_state_dict, write_parts
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.guards import write_script
 from ds_fsmoe.checkpoint_files.numbering import expert_name
