@@ -112,8 +112,8 @@ class Relaid:
 
     def _weights(self) -> dict[str, Any]:
         # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
-        left_out = ("module", FROZEN, AUTO_EP_LAYERS)
-        others = {name: each for name, each in self._main.items() if name not in left_out}
+        others = {name: None if name == AUTO_EP_LAYERS else each for name, each in self._main.items()}
+        others = {name: each for name, each in others.items() if name not in ("module", FROZEN)}
         sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
         # What was saved without MoE layers does not say so.
         others = {"num_experts": list(self._engine.num_experts)} | others | sizes

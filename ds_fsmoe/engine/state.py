@@ -134,8 +134,11 @@ class FSMoEState:
         self.uncut.begin(self.inner_layers)
         running = self.running
         if steps_whole and self.stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
-            layers = {path: each for path, each in self.layers.items() if isinstance(each, FSMoEExperts)}
-            alone = [path for path, each in layers.items() if each.ep_size * self.block.esp_size == 1]
+            alone = [
+                path
+                for path, each in self.layers.items()
+                if isinstance(each, FSMoEExperts) and each.ep_size * self.block.esp_size == 1
+            ]
             running.late_faults.begin_sharing(alone, running.device)
 
     def facts(self) -> dict[str, str]:

@@ -52,11 +52,6 @@ class FSMoEExperts(ConvertedLayer):
         return self.fsmoe.gate
 
     @property
-    def experts(self) -> nn.Module:
-        """The module with the experts' parameters: this one."""
-        return self
-
-    @property
     def ep_size(self) -> int:
         """The ranks over which the experts are spread."""
         return self.fsmoe.ep_size
@@ -202,20 +197,6 @@ def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
     return type(module).__bases__[1]
 
 
-def routing_of_choices(
-    index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int, chosen_KS: torch.Tensor | None = None
-) -> Routing:
-    """Return a router's choices as a decision of ours.
-
-    Args:
-        index_SK: [S, K] integers: experts, or E for none.
-        weights_SK: [S, K] float.
-        num_experts: E.
-        chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
-    """
-    return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
-
-
 def _route_as_chosen(
     index_SK: torch.Tensor,
     weights_SK: torch.Tensor,
@@ -225,8 +206,16 @@ def _route_as_chosen(
     used_token_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> Routing:
-    """Decide as the model's router did; the last three arguments, which every gate gets, change nothing."""
-    return routing_of_choices(index_SK, weights_SK, num_experts, chosen_KS)
+    """Decide as the model's router did; the last three arguments, which every gate gets, change nothing.
+
+    Args:
+        index_SK: [S, K] integers: experts, or E for none.
+        weights_SK: [S, K] float.
+        num_experts: E.
+        chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
+        x_SM, used_token_S, group: as every gate gets them.
+    """
+    return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
 
 
 # ---- Stands before PEFT's wrapper around a parameter of experts, which on each rank has the adapters of its
