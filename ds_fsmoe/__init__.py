@@ -20,7 +20,7 @@ from ds_fsmoe.door import watch_engines as _watch_engines
 from ds_fsmoe.versions import VERSION as __version__
 
 if TYPE_CHECKING:
-    from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
+    from ds_fsmoe.checkpoint.saving import whole_state_dict
     from ds_fsmoe.components.alltoall import AllToAllBase
     from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
     from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
@@ -118,7 +118,7 @@ _MODULE_OF_NAME = {
     "own_experts_of": "layer.expert_shard",
     "own_part": "layer.expert_shard",
     "whole_parameters": "engine.marked_experts",
-    "whole_state_dict": "checkpoint.whole_weights",
+    "whole_state_dict": "checkpoint.saving",
     "whole_weight": "engine.marked_experts",
 }
 

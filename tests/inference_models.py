@@ -109,7 +109,7 @@ def watched(engine: Any) -> Any:
     """Count paths in training from now on."""
     from ds_fsmoe.telemetry.paths import PathProfiler
 
-    profiler = PathProfiler({each.deepspeed_moe.label: each.num_experts for each in engine.fsmoe.layers.values()})
+    profiler = PathProfiler({each.label: each.total_experts for each in engine.fsmoe.layers.values()})
     engine.fsmoe.running.instruments.append(profiler.watch)
     return profiler
 

@@ -174,7 +174,7 @@ def count_lanes(engine: Any, memory: LiveMemory) -> None:
     def watched(call: Any) -> None:
         call.pipeline = call.pipeline.watched(memory.in_every_thread())
 
-    layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+    layers = [*engine.fsmoe.layers.values()]
     layers[0].fsmoe.running.instruments.append(watched)
 
 
@@ -207,7 +207,7 @@ def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -
         del parameters
 
         count_lanes(engine, memory)
-        layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+        layers = [*engine.fsmoe.layers.values()]
         for each in layers:
             each.register_forward_pre_hook(spread(case.load))
         for step in range(2):
@@ -241,7 +241,7 @@ def kept_by_a_block(case: Case) -> float:
             engine = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))[0]
             count_lanes(engine, memory)
             for each in engine.fsmoe.layers.values():
-                each.deepspeed_moe.register_forward_pre_hook(spread(case.load))
+                each.register_forward_pre_hook(spread(case.load))
             x = torch.randint(3, 900, (case.samples, case.length))
             for _ in range(4):  # what the first calls make stays: it is in no later call
                 for _ in range(2 * num_blocks):  # see peak_of

@@ -39,7 +39,7 @@ def small_model(family: str = "qwen3_moe") -> nn.Module:
 def skewed(engine: Any, x: torch.Tensor, hot: tuple[int, ...]) -> None:
     """Let the next forward choose these experts only, token by token in turn."""
     num_layers = engine.fsmoe.num_layers
-    some = next(iter(engine.fsmoe.layers.values())).deepspeed_moe
+    some = next(iter(engine.fsmoe.layers.values()))
     k = some.fsmoe.gate.k or 2
     tokens = np.arange(x.numel())
     chosen = np.stack([np.array(hot)[(tokens + at) % len(hot)] for at in range(k)], axis=1)

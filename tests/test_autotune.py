@@ -88,7 +88,7 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
             run.numbers += [loss.detach(), y_BLM.detach()]
     except RuntimeError as error:
         run.error = str(error)
-    pipelines = [layer.deepspeed_moe.pipeline for layer in engine.fsmoe.layers.values()]
+    pipelines = [layer.pipeline for layer in engine.fsmoe.layers.values()]
     run.degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
     run.blocks = [(each.forward.block, each.backward.block) for each in pipelines]
     if engine.fsmoe.autotune is not None:

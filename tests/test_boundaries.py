@@ -137,9 +137,10 @@ DEEPSPEED: dict[str, str] = {
     "gradients/updated_parameters.py": "takes the gather of updated parameters over from DeepSpeed's optimizers",
     "gradients/norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
     "checkpoint/ranks.py": "stands in for the barriers of DeepSpeed's saving",
-    "checkpoint/saving.py": "asks DeepSpeed's groups for the rank whose file holds the states of an optimizer",
-    "checkpoint/expert_files.py": "asks DeepSpeed's groups for the rank that writes experts",
-    "checkpoint/whole_weights.py": "asks DeepSpeed's groups for the ranks that share experts",
+    "checkpoint/saving.py": (
+        "asks DeepSpeed's groups for the ranks whose files hold the states of an optimizer, and experts; "
+        "asks DeepSpeed's groups for the ranks that share experts"
+    ),
     "engine/saving_engine.py": (
         "overrides what DeepSpeed's engine does about files; "
         "stands in for the methods by which DeepSpeed's optimizers give and take single states"

@@ -186,7 +186,7 @@ def test_nothing_is_lost_in_corners(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     was, now = (Whole(saved / name / "global_step2") for name in ("sgd", "sgd moved"))
     for name in was.names():
-        assert torch.equal(was.weights(name), now.state(name, MASTER)), name
+        assert torch.equal(was.weights(name), now.part(name, MASTER)), name
     # Both names of a tied parameter have the optimizer's digits.
     assert main(["convert", str(saved / "path"), str(tmp_path / "fp32"), "--to", "fp32"]) == 0
     from safetensors.torch import load_file
@@ -215,4 +215,4 @@ def test_another_order_of_the_ranks_is_another_layout(tmp_path: Path) -> None:
     was, now = (Whole(tmp_path / name / "tag") for name in "ab")
     for name in was.names():
         for item in (MASTER, "exp_avg", "exp_avg_sq"):
-            assert torch.equal(was.state(name, item), now.state(name, item)), (name, item)
+            assert torch.equal(was.part(name, item), now.part(name, item)), (name, item)

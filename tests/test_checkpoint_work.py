@@ -85,8 +85,9 @@ def test_a_walk_through_the_model_that_fails_on_one_rank_is_told_to_all(monkeypa
         raise OSError
 
     found = object.__new__(checkpoints.Checkpoints)
-    found._engine, found._ranks = SimpleNamespace(optimizer=None), SimpleNamespace(together=together)
-    monkeypatch.setattr(checkpoints, "sizes_of_parts", fail)
+    found._ranks = SimpleNamespace(together=together)
+    found._engine = SimpleNamespace(optimizer=None, module=None)
+    monkeypatch.setattr(checkpoints, "parts_in", fail)
     monkeypatch.setattr(checkpoints.Checkpoints, "check", lambda *_: ("stock", None))
     with pytest.raises(CheckpointError, match="reading"):
         found.load(Path("folder"), None, fail, {})

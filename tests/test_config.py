@@ -14,8 +14,7 @@ from ds_fsmoe import registry
 from ds_fsmoe.checks.preflight import check_deepspeed_blocks, check_experts, untested
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
-from ds_fsmoe.config.reading import ConfigError, read_block
-from ds_fsmoe.config.together import CHECKS, Asked
+from ds_fsmoe.config.reading import CHECKS, Asked, ConfigError, read_block
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.shapes import example_of, shape_in, words_for
 

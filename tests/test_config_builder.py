@@ -118,9 +118,9 @@ def test_building_a_block_loads_no_torch_where_no_part_is_named() -> None:
 
 
 def test_where_there_is_no_torch_names_of_parts_are_taken_as_they_are(monkeypatch) -> None:
-    from ds_fsmoe.config import together
+    from ds_fsmoe.config import reading
 
-    monkeypatch.setattr(together.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(reading.importlib.util, "find_spec", lambda name: None)
     assert Config(gate={"type": "of another machine", "sharpness": 2}, order="of another machine")["enabled"]
 
 

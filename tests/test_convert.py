@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_fsmoe.checkpoint_files.names import from_huggingface, to_huggingface
+from ds_fsmoe.checkpoint_files.numbering import from_huggingface, to_huggingface
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
@@ -83,7 +83,7 @@ def test_fp32_is_what_the_optimizer_has_whole_and_under_the_models_names(
         assert sorted(found) == sorted(whole.names())
         for parameter, values in found.items():
             assert values.dtype == torch.float32
-            assert torch.equal(values, whole.state(parameter, MASTER))
+            assert torch.equal(values, whole.part(parameter, MASTER))
     model = SmallModel(Case(expert="gpt"), 0)
     model.load_state_dict(load_file(tmp_path / "cut" / "model.safetensors"))
 
@@ -99,7 +99,7 @@ def test_large_models_come_in_parts_with_an_index(saved: tuple[Path, Any], tmp_p
     for file in files:
         for name, values in load_file(target / file).items():
             assert index["weight_map"][name] == file
-            assert torch.equal(values, whole.state(name, MASTER))
+            assert torch.equal(values, whole.part(name, MASTER))
             total += values.numel() * values.itemsize
     assert total == index["metadata"]["total_size"]
 

@@ -497,7 +497,7 @@ def take_over_and_give_back(rank: int, world_size: int, every: int) -> list[str]
             LOOPS["plain"](script)
             engine, model = script.engine, script.model
             layers = list(engine.fsmoe.layers.values())
-            has_windows = [layer.deepspeed_moe.pipeline.window is not None for layer in layers]
+            has_windows = [layer.pipeline.window is not None for layer in layers]
         wrong += [f"{run.name}: a window is missing, or too many"] if set(has_windows) != {mode != "off"} else []
         left = [name for name in vars(engine) if name in dir(type(engine)) and callable(getattr(engine, name))]
         optimizer = vars(engine).get("optimizer")
@@ -510,7 +510,7 @@ def take_over_and_give_back(rank: int, world_size: int, every: int) -> list[str]
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values()
             )
         ]
-        left += ["a window"] if any(layer.deepspeed_moe.pipeline.window is not None for layer in layers) else []
+        left += ["a window"] if any(layer.pipeline.window is not None for layer in layers) else []
         wrong += [f"{run.name}: {left} left behind"] if [each for each in left if each not in _OF_STOCK] else []
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     return wrong

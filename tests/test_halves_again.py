@@ -193,7 +193,7 @@ def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_versio
     # Before 5.23 the wrapper was around __call__ and not around forward.
     monkeypatch.setattr(Block, "forward", PlainBlock.forward)
     model = model_of([])
-    monkeypatch.setattr("ds_fsmoe.halves.blocks.version", {"transformers": "5.17.0"}.get)
+    monkeypatch.setattr("ds_fsmoe.halves.splitter.version", {"transformers": "5.17.0"}.get)
     said = "runs again alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
     assert said in split(model).why_not
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_fsmoe.execution.call import half_now
 from ds_fsmoe.execution.lanes import Lanes
-from ds_fsmoe.halves.arguments import CannotSplitError, Pending, halves_of
+from ds_fsmoe.halves.run import CannotSplitError, Pending, halves_of
 from ds_fsmoe.halves.splitter import Splitter
 from tests.lane_cases import Arithmetic, Log, device_for, in_time, lanes, random_schedule, serial_outcome
 

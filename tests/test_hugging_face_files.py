@@ -236,7 +236,7 @@ def test_convert_takes_the_folder_of_one_tag_and_the_config_names_the_data_type_
     assert {each.dtype for each in loaded.parameters()} == {getattr(torch, asked)}
     whole = Whole(source)
     for name, each in loaded.named_parameters():
-        assert torch.equal(each, whole.state(name, "fp32").to(each.dtype)), name
+        assert torch.equal(each, whole.part(name, "fp32").to(each.dtype)), name
 
 
 @sampled("layouts", [[TWO[each] for each in SAMPLE], TWO], kept=[0], ids=["a sample", "all"])

@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 
 from ds_fsmoe.checkpoint.loading import Relaid
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
-from ds_fsmoe.checkpoint_files.sources import Copies, Source
+from ds_fsmoe.checkpoint_files.pieces import Copies, Source
 from tests.hf_families import model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

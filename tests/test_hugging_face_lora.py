@@ -59,7 +59,7 @@ def gradients(rank: int, world_size: int, cases: list[Case], stage: int, degrees
         differs = list(differing_gradients(engine, reference))
         if not abs(loss - losses[rank].item()) <= TOLERANCE * losses[rank].item():
             differs.append(f"loss {loss} for {losses[rank].item()}")
-        if any(each.deepspeed_moe.fsmoe.own_forward is not None for each in engine.fsmoe.layers.values()):
+        if any(each.fsmoe.own_forward is not None for each in engine.fsmoe.layers.values()):
             differs.append("not all layers are written out")
         engine.step()
         norm = torch.stack([each.grad.norm() for each in trained(reference) if each.grad is not None]).norm().item()
@@ -333,7 +333,7 @@ def called(rank: int, world_size: int, stage: int) -> list[str]:
     torch.stack([reference(each) for each in xs]).mean().backward()
     engine.backward(engine(xs[rank]))
     said = list(differing_gradients(engine, reference))
-    ways = [each.deepspeed_moe.fsmoe.own_forward is None for each in engine.fsmoe.layers.values()]
+    ways = [each.fsmoe.own_forward is None for each in engine.fsmoe.layers.values()]
     engine.destroy()
     return said + ([] if ways == [False] else ["it was not called itself"])
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from ds_fsmoe.components.routing import BareRouting
 from ds_fsmoe.layer import inference as layer_inference
-from ds_fsmoe.layer.experts_layer import routing_of_choices
 from ds_fsmoe.layer.held_experts import Room, Where
 from ds_fsmoe.layer.inference import InferenceRun
 from ds_fsmoe.observing.instruments import LayerCall
@@ -236,7 +236,7 @@ def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_w
     same |= {"block": SimpleNamespace(group=None), "held": SimpleNamespace(may_be_early=False)}
     layers: dict[str, Any] = {label: Layer(label=label, **same) for label in ("L00", "L01", "L02", "L03")}
     run = InferenceRun(layers, layers, 2, 5)
-    choices = routing_of_choices(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 5)
+    choices = BareRouting.of(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3), 5)
     calls = {label: LayerCall(label, label, False, *[None] * 7) for label in layers}  # type: ignore[arg-type]
     run.watch(calls["L01"])
     run.routed("L01", choices)

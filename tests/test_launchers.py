@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from ds_fsmoe.checks.surroundings import accelerate_warnings, launcher_warnings
+from ds_fsmoe.checks.preflight import accelerate_warnings, launcher_warnings
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.scripts import ROOT, free_port

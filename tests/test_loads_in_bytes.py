@@ -202,7 +202,7 @@ def test_a_load_takes_from_files_what_a_rank_keeps_and_every_bit_arrives(pairs: 
         for name in was.names():
             for item in (MASTER, *MOMENTS):
                 if was.has_state(name, item) or item == MASTER:
-                    assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
+                    assert torch.equal(was.part(name, item), now.part(name, item)), (source, target, name, item)
 
 
 def calls(rank: int, world_size: int, layouts: list[Layout], folder: str) -> list[int]:

@@ -143,7 +143,7 @@ def peaks_of(
         engine = initialize(model=model, model_parameters=parameters, config=config)[0]
         del parameters
         if not stock:
-            layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+            layers = [*engine.fsmoe.layers.values()]
 
             def count_lanes(call: Any) -> None:
                 call.pipeline = call.pipeline.watched(memory.in_every_thread())

@@ -44,7 +44,7 @@ def adam(stage: int, dtype: str = "float32", accumulation: int = 1, **block: Any
 def placements_of(engine: Any) -> Placements:
     """The placements of an engine whose config asks for none."""
     layers = engine.fsmoe.inner_layers
-    paths = {layer.deepspeed_moe.label: path for path, layer in engine.fsmoe.layers.items()}
+    paths = {layer.label: path for path, layer in engine.fsmoe.layers.items()}
     engine.fsmoe.placement = Placements(engine, layers, paths)
     return engine.fsmoe.placement
 

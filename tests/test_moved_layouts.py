@@ -137,8 +137,8 @@ def test_weights_and_states_of_the_optimizer_arrive_to_the_bit(moved: tuple[Path
         assert len(list(now.names())) == 4 + 2 + 2 * 4 * 4
         for name in was.names():
             for item in (MASTER, *MOMENTS):
-                assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
-            expected = was.state(name, MASTER).to(now.weights(name).dtype)
+                assert torch.equal(was.part(name, item), now.part(name, item)), (source, target, name, item)
+            expected = was.part(name, MASTER).to(now.weights(name).dtype)
             assert torch.equal(now.weights(name), expected), (source, target, name)
         steps, steps_now = ({group.scalars["step"] for group in each.index.groups} for each in (was, now))
         # DeepSpeed's ZeRO counts one more: it makes a step with zeros when it begins.

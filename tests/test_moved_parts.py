@@ -13,8 +13,16 @@ import pytest
 import torch
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
-from ds_fsmoe.checkpoint_files.pieces import Group, Index, Piece
-from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
+from ds_fsmoe.checkpoint_files.pieces import (
+    Group,
+    Index,
+    OpenFiles,
+    Piece,
+    SavedPieces,
+    Source,
+    elements_of_part,
+    joined,
+)
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.taken_bytes import Taken
 

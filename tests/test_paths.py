@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.checkpoint.plan_state import read_paths
+from ds_fsmoe.components.routing import BareRouting
 from ds_fsmoe.engine import inference
-from ds_fsmoe.layer.experts_layer import routing_of_choices
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import EVERY, MOST_TOKENS, PathProfiler
@@ -30,8 +30,8 @@ def forward(profiler: PathProfiler, choices: dict[str, torch.Tensor], is_trainin
     """A forward in which layers choose this; label -> [S, K]."""
     for label, index_SK in choices.items():
         call: Any = LayerCall(label, label, is_training, *[None] * 7)  # type: ignore[arg-type]
-        call.gate = lambda index=index_SK, label=label: routing_of_choices(
-            index, torch.ones(index.shape), LAYERS[label]
+        call.gate = lambda index=index_SK, label=label: BareRouting.of(
+            index.t().long(), torch.ones(index.shape).t(), LAYERS[label]
         )
         profiler.watch(call)
         call.gate()

@@ -240,8 +240,8 @@ def test_weights_and_states_of_all_stages_arrive_to_the_bit(moved: tuple[Path, d
             assert len(list(now.names())) == of_experts + 2 * (4 + ("tied" in kinds))
             for name in was.names():
                 for item in (MASTER, *STATES[optimizer]):
-                    assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
-                expected = was.state(name, MASTER).to(now.weights(name).dtype)
+                    assert torch.equal(was.part(name, item), now.part(name, item)), (source, target, name, item)
+                expected = was.part(name, MASTER).to(now.weights(name).dtype)
                 assert torch.equal(now.weights(name), expected), (source, target, name)
 
 
@@ -350,7 +350,7 @@ def test_a_checkpoint_of_stages_is_converted(moved: tuple[Path, dict, dict], tmp
         written = {name: each.read() for name, each in read_tensors(tmp_path / f"fp32 {source}").items()}
         assert sorted(written) == sorted(whole.names())
         for name, each in written.items():
-            assert torch.equal(each, whole.state(name, MASTER)), name
+            assert torch.equal(each, whole.part(name, MASTER)), name
         list(export_stock(whole, tmp_path / f"stock {source}"))
         copied = {each.name: each.read_bytes() for each in (tmp_path / f"stock {source}" / "tag").iterdir()}
         assert copied == {each.name: each.read_bytes() for each in whole.place.glob("[!f]*")}

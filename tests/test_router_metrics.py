@@ -37,14 +37,14 @@ def train(rank: int, world_size: int, folder: str, metrics: str) -> dict[str, An
     said: dict[str, Any] = {"counts": [], "aux": [], "kept": []}
     kept: list[int] = []
     for layer in engine.fsmoe.layers.values():
-        route = layer.deepspeed_moe.route
+        route = layer.route
 
         def noting(*args: Any, route: Any = route) -> Any:
             routing = route(*args)
             kept.append(int((routing.slots_KS < routing.num_slots).sum()))
             return routing
 
-        layer.deepspeed_moe.route = noting
+        layer.route = noting
     for step in range(STEPS):
         said["counts"].append([torch.zeros(NUM_EXPERTS, dtype=torch.int64) for _ in range(2)])
         said["aux"].append([0.0, 0.0])
@@ -52,8 +52,8 @@ def train(rank: int, world_size: int, folder: str, metrics: str) -> dict[str, An
         for micro in range(ACCUMULATION):
             loss, _ = engine(*batch(10 * step + micro, rank, torch.float32))
             for index, layer in enumerate(engine.fsmoe.layers.values()):
-                said["counts"][-1][index] += layer.deepspeed_moe.exp_counts
-                said["aux"][-1][index] += float(layer.deepspeed_moe.l_aux) / ACCUMULATION
+                said["counts"][-1][index] += layer.exp_counts
+                said["aux"][-1][index] += float(layer.l_aux) / ACCUMULATION
             engine.backward(loss)
             engine.step()
         said["kept"].append([sum(kept[0::2]), sum(kept[1::2])])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.checks.surroundings import speed_warnings
+from ds_fsmoe.checks.preflight import speed_warnings
 from ds_fsmoe.config.blocks import FSMoEBlock
 
 TUNED = {"enabled": True, "autotune": {"enabled": True}}

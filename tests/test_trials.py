@@ -170,7 +170,7 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
         engine.step()
         losses.append(loss.item())
         if block is not None:
-            pipeline = next(iter(engine.fsmoe.layers.values())).deepspeed_moe.pipeline
+            pipeline = next(iter(engine.fsmoe.layers.values())).pipeline
             degrees.append((pipeline.forward.block.degree, pipeline.backward.block.degree))
             windows.append(foreseen_and_sent(engine.fsmoe.reduction))
             settled.append(engine.fsmoe.autotune.is_settled)

@@ -70,7 +70,7 @@ def trained(checks: Checks, size: tuple[Any, ...], block: Block, lora: bool) -> 
     found["forward_issued_ms"] = round(statistics.median(forwards[len(times) // 3 :]), 2)
     found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if checks.is_cuda else ""
     layers = [] if block is None else list(engine.fsmoe.layers.values())
-    found["ops"] = layers[0].deepspeed_moe.fsmoe.order.ops.name if layers else ""
+    found["ops"] = layers[0].fsmoe.order.ops.name if layers else ""
     engine.destroy()
     return found
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_fsmoe.checkpoint.expert_files import sizes_of_parts
 from ds_fsmoe.checkpoint.layout import (
     Comparison,
     check_model,
     check_packing,
     check_reach,
     sizes_of,
+    stage_of,
     tie,
     without_tying,
 )
@@ -39,6 +39,7 @@ from ds_fsmoe.checkpoint.ranks import Ranks
 from ds_fsmoe.checkpoint.saving import Saving, state_file, states_file, warn_of_what_is_lost
 from ds_fsmoe.checkpoint_files import guards, tags
 from ds_fsmoe.checkpoint_files import manifest as manifests
+from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.manifest import Manifest, PartSizes
 from ds_fsmoe.checkpoint_files.pieces import Index
 from ds_fsmoe.checkpoint_files.publishing import recover, state_of
@@ -66,7 +67,7 @@ class Checkpoints:
     @cached_property
     def _parts(self) -> dict[str, PartSizes]:
         """Return how each parameter that is spread over ranks is cut. Walks through the model, once."""
-        return sizes_of_parts(self._engine)
+        return {name: PartSizes.of(part, stage_of(self._engine)) for name, _, part in parts_in(self._engine.module)}
 
     def save(
         self, folder: str | Path, tag: str, write: Callable[[str], Any], save_latest: bool, client_state: Any

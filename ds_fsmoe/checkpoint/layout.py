@@ -20,7 +20,7 @@ from ds_fsmoe.checkpoint_files.manifest import STAGE_3, Manifest, PartSizes, Siz
 from ds_fsmoe.checkpoint_files.numbering import Numbering, StageOfLayers
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.fail_together import on_every_rank
-from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.layer.stock_layer import FSMoELayer
 
 _TIE = "_synchronize_tied_weights"
 """The method by which a ``PipelineModule`` shares its tied weights."""
@@ -40,10 +40,10 @@ def sizes_of(engine: Any) -> Sizes:
     )
 
 
-def stock_layers(engine: Any) -> dict[str, Any]:
-    """Return path -> every layer of ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have files."""
-    layers = engine.fsmoe.layers.items()
-    return {path: each for path, each in layers if not isinstance(each, HuggingFaceLayer)}
+def stock_layers(engine: Any) -> dict[str, FSMoELayer]:
+    """Return path -> every layer within a ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have
+    files."""
+    return {path: each for path, each in engine.fsmoe.layers.items() if isinstance(each, FSMoELayer)}
 
 
 def stage_of(engine: Any) -> int:
@@ -146,13 +146,13 @@ class Comparison:
         self.has_parts_anywhere = any(parts for *_, parts in of_ranks)
 
     def is_relaid(self, differences: Sequence[str]) -> bool:
-        """Return whether this rank's files of weights would differ, had this job saved them.
+        """Return whether what DeepSpeed is to read of this rank's weights is made of several files: where files have
+        pieces or parts, and these are cut otherwise or only of experts.
 
         Args:
             differences: all that differs, in words.
         """
-        parts = bool(self._parts)
-        return parts if self._manifest is None else bool(differences) and (parts or self._is_in_pieces())
+        return bool(differences) if self._is_in_pieces() else bool(self._parts)
 
     def is_compared(self) -> bool:
         """Return whether to compare parameters with the model's before any is changed: pieces and parts of one model
@@ -177,7 +177,7 @@ class Comparison:
             return [f"expert_tensor_parallel_size 1 -> {sizes.esp}"] if is_cut else [], is_cut, has_parts
         differences, layers = manifest.sizes.differences(sizes), stock_layers(self._engine).items()
         before = {each.path: Numbering(each.num_experts, each.ep, manifest.sizes.esp) for each in manifest.layers}
-        here = {name: Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, sizes.esp) for name, layer in layers}
+        here = {name: Numbering(layer.total_experts, layer.ep_size, sizes.esp) for name, layer in layers}
         was = {name: each.ep for name, each in (*before.items(), *manifest.parts.items())}
         now = {name: each.ep for name, each in (*here.items(), *self._parts.items())}
         both = was.keys() & now.keys()
@@ -197,7 +197,7 @@ def check_model(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str
         CheckpointError: it has others.
     """
     check_stages(engine, place, manifest)
-    now = {name: layer.num_experts for name, layer in stock_layers(engine).items()}
+    now = {name: layer.total_experts for name, layer in stock_layers(engine).items()}
     saved = {each.path: each.num_experts for each in manifest.layers if each.stage == stage_of(engine)}
     if saved != now and (manifest.stages or engine.fsmoe.running.pp_size == 1):
         raise CheckpointError(f"{place} has MoE layers (path: experts) {saved}, and the model has {now}")

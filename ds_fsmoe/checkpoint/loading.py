@@ -22,18 +22,23 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
-from ds_fsmoe.checkpoint.expert_files import shapes_of, with_parts
 from ds_fsmoe.checkpoint.layout import stage_of, stock_layers
 from ds_fsmoe.checkpoint.optimizer_states import live_groups, piece_of
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files import guards
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, parts_file, parts_in, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, part_of, parts_in, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
-from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS
-from ds_fsmoe.checkpoint_files.numbering import Cut, ExpertName, Numbering, expert_file, expert_name, main_file
-from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, Index, read_index
+from ds_fsmoe.checkpoint_files.numbering import (
+    AUTO_EP_LAYERS,
+    Cut,
+    ExpertName,
+    Numbering,
+    expert_file,
+    expert_name,
+    main_file,
+)
+from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, Copies, Index, Source, read_index
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import Copies, Source
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
@@ -107,8 +112,8 @@ class Relaid:
 
     def _weights(self) -> dict[str, Any]:
         # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
-        left_out = ("module", FROZEN, AUTO_EP_LAYERS)
-        others = {name: each for name, each in self._main.items() if name not in left_out}
+        others = {name: None if name == AUTO_EP_LAYERS else each for name, each in self._main.items()}
+        others = {name: each for name, each in others.items() if name not in ("module", FROZEN)}
         sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
         # What was saved without MoE layers does not say so.
         others = {"num_experts": list(self._engine.num_experts)} | others | sizes
@@ -199,10 +204,6 @@ class Reading:
         return Whole(self._place, self._trusted, stage_of(self._engine), lambda *_: self.index)
 
     @cached_property
-    def _stock_paths(self) -> list[str]:
-        return list(stock_layers(self._engine))
-
-    @cached_property
     def _parts(self) -> dict[str, ExpertPart]:
         return {name: part for name, _, part in parts_in(self._engine.module)} if self._has_parts else {}
 
@@ -216,8 +217,8 @@ class Reading:
             recut: whether experts are cut into another number of shards than they were.
             strict: whether every saved parameter of an expert has to exist here.
             sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
-            relaid: whether weights lie otherwise in the files than this job's would: experts spread over other ranks,
-                or ZeRO 3 on one side.
+            relaid: whether the file of weights is made of others: of those of ranks with the experts of Hugging Face
+                models, or of another layout with ZeRO 3 on one side.
             moved: whether states of the optimizer are to be loaded from another layout; without them its files need not
                 be there.
             rounds: whether weights may get their values from the optimizer's copies after these are filled.
@@ -260,9 +261,6 @@ class Reading:
                 found["module"] |= {name: self.whole.exact(name) for name in found["module"]}
             elif sharper and (layer := self._layer_in(path.name)) is not None:
                 found |= {name: self.whole.exact(f"{layer}.{name}") for name in found}
-            if path.name == main and self._parts:
-                frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
-                found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
         with ExitStack() as stack:
@@ -285,16 +283,6 @@ class Reading:
         """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
         stages = () if self._manifest is None else self._manifest.stages
         return next((each.files[file] for each in stages if file in each.files), None)
-
-    def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's experts, where they are spread over ranks as they were."""
-        if self._manifest is None:
-            return {}
-        number = next(iter(self._parts.values())).number
-        path = self._place / parts_file(number, stage_of(self._engine))
-        self._check_named(path)
-        found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
-        return {whole_name(name): each for name, each in found.items()}
 
     def _check_named(self, path: Path) -> None:
         """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
@@ -352,9 +340,8 @@ class Reading:
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
         """Return what the file of an expert would hold, had this job saved it."""
-        path = self._stock_paths[layer]
-        inner = self._engine.fsmoe.layers[path].deepspeed_moe
-        parameters = list(inner.experts.deepspeed_experts[0].state_dict())
+        path = list(stock_layers(self._engine))[layer]
+        parameters = list(self._engine.fsmoe.layers[path].experts.deepspeed_experts[0].state_dict())
         unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
         if strict and unexpected:
             raise CheckpointError(f"{self._place}: experts of {path} have {', '.join(unexpected)} there, and not here")
@@ -378,10 +365,20 @@ class Reading:
         """Return the model's name for an expert's parameter, and which shard of it this rank has."""
         esp = self._engine.fsmoe.block.esp_size
         layer = self._engine.fsmoe.layers[expert.layer]
-        meant, shard = Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp).meant(expert.number)
+        meant, shard = Numbering(layer.total_experts, layer.ep_size, esp).meant(expert.number)
         name = str(ExpertName(expert.layer, meant, expert.parameter))
         if esp == 1:
             return name, None
         if expert.layer not in self._cuts:
-            self._cuts[expert.layer] = cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0])
+            self._cuts[expert.layer] = cuts_of(layer.experts.deepspeed_experts[0])
         return name, of_one_expert(self._cuts[expert.layer].get(expert.parameter, "whole"), shard, esp)
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return name -> whole shape of every parameter and buffer that is saved, but those of experts with own files."""
+    found = {}
+    for name, each in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(each) and expert_name(name) is None:
+            part, shape = part_of(each), tuple(getattr(each, "ds_shape", each.shape))
+            found[name] = shape if part is None else part.whole_shape(shape)
+    return found

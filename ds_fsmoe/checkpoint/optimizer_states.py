@@ -28,8 +28,19 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_of, whole_name
 from ds_fsmoe.checkpoint_files.numbering import EXPERTS, ExpertName, expert_name
-from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, WEIGHTS, Group, Index, Keys, Piece
-from ds_fsmoe.checkpoint_files.sources import Copies, Source
+from ds_fsmoe.checkpoint_files.pieces import (
+    FLAT,
+    FROZEN,
+    MASTER,
+    OPTIMIZER,
+    WEIGHTS,
+    Copies,
+    Group,
+    Index,
+    Keys,
+    Piece,
+    Source,
+)
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 Sources = Callable[[str, str, int, int], Iterable[Source]]
@@ -87,7 +98,7 @@ def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
     @cache
     def first(path: str) -> int:
         layer = engine.fsmoe.layers[path]
-        return stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+        return stock_groups._get_expert_parallel_rank(layer.ep_group_name) * layer.num_local_experts
 
     for name, parameter in engine.module.named_parameters():
         expert, part = expert_name(name), part_of(parameter)

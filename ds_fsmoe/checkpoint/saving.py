@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a checkpoint: all ranks write it into a folder of its own and describe it; then one of them publishes it."""
+"""Saves a checkpoint: all ranks write it into a folder of its own and describe it; then one of them publishes it.
+Puts the whole weights of a model together on the first rank, too.
+
+Experts of Hugging Face models, which are spread over ranks, have one file for each part of them. At ZeRO 3 there are no
+such files, since the pieces of all parameters are in the files of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +23,27 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, without_parts
 from ds_fsmoe.checkpoint.layout import described, has_known_stages, sizes_of, stage_of, stock_layers
 from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of, random_states
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, part_of, parts_file, parts_in
+from ds_fsmoe.checkpoint_files.guards import guarded
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
-from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, PartSizes, Sizes
+from ds_fsmoe.checkpoint_files.manifest import STAGE_3, FileSum, LayerSizes, Manifest, PartSizes, Sizes
 from ds_fsmoe.checkpoint_files.numbering import StageOfLayers, main_file
 from ds_fsmoe.checkpoint_files.pieces import FROZEN, merged
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
-from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, on_first_rank
+from ds_fsmoe.distributed.fail_together import device_of, from_first_rank, on_every_rank, on_first_rank
+from ds_fsmoe.distributed.partitioned import gathered
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.files.whole_files import to_disk
+from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
 from ds_fsmoe.terminal.progress import followed
 
@@ -198,9 +208,9 @@ class Saving:
         layers = [
             LayerSizes(
                 name,
-                layer.num_experts,
-                layer.deepspeed_moe.ep_size,
-                cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0]),
+                layer.total_experts,
+                layer.ep_size,
+                cuts_of(layer.experts.deepspeed_experts[0]),
                 stage_of(self._engine),
             )
             for name, layer in stock_layers(self._engine).items()
@@ -268,3 +278,176 @@ def _arrays_not_read(path: str, value: Any, depth: int = 5) -> Iterator[str]:
     elif depth and isinstance(value, (Mapping, list, tuple)):
         for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _arrays_not_read(f"{path}[{name!r}]", each, depth - 1)
+
+
+# ---- Writes the experts of Hugging Face models, which are spread over ranks: one file for each part of them
+
+
+_SHAPES, _FROZEN_SHAPES = "param_shapes", "frozen_param_shapes"
+_TOPS = {"module", "optimizer", "optimizer_state_dict"}
+"""The keys by one of which files of weights and of the optimizer's states are known."""
+
+
+def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
+    """Write this rank's experts, on one rank of those that have the same.
+
+    Args:
+        engine: our engine.
+        place: the folder of the tag.
+        exclude_frozen: whether to leave out what is not trained.
+    """
+    parts = list(parts_in(engine.module))
+    if not parts or engine.zero_optimization_partition_weights():
+        return
+    _, first, of_all = parts[0]
+    rank = stock_groups._get_expert_data_parallel_rank(first.group_name)
+    if not engine.checkpoint_engine.is_data_parallel_writer(rank):
+        return
+    state = {
+        part_name(name, part.number): parameter.detach().to("cpu", copy=True)
+        for name, parameter, part in parts
+        if parameter.requires_grad or not exclude_frozen
+    }
+    engine.checkpoint_engine.save(guarded(state), str(place / parts_file(of_all.number, stage_of(engine))))
+
+
+def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return what DeepSpeed writes for all ranks, without what is of one rank alone.
+
+    Args:
+        state: what would be in the file of weights of a stage below 3.
+        names: the parameters that are spread over ranks.
+    """
+    kept = {
+        each: {name: value for name, value in state[each].items() if name not in names}
+        for each in ("module", FROZEN, _FROZEN_SHAPES)
+        if isinstance(state.get(each), dict)
+    }
+    return state | kept
+
+
+def misleads_others(engine: Any) -> bool:
+    """Return whether DeepSpeed's own readers would take parts of experts for whole ones, or find some nowhere."""
+    is_below_3 = engine.zero_optimization_stage() < STAGE_3
+    return any(
+        part.num_parts > 1 or (is_below_3 and not parameter.requires_grad)
+        for _, parameter, part in parts_in(engine.module)
+    )
+
+
+def for_others(state: dict[str, Any], is_misleading: bool) -> dict[str, Any]:
+    """Return what DeepSpeed writes into a file so that its own readers read it rightly, or not at all."""
+    if not _TOPS & state.keys():  # one layer of a pipeline, or one expert of DeepSpeed's
+        return state
+    # Where a model has experts, DeepSpeed makes tuples of these shapes, and its reader of ZeRO 3 asks them for numel().
+    groups, frozen = state.get(_SHAPES), state.get(_FROZEN_SHAPES)
+    shapes = {
+        _SHAPES: groups and [{name: torch.Size(each) for name, each in group.items()} for group in groups],
+        _FROZEN_SHAPES: frozen and {name: torch.Size(each) for name, each in frozen.items()},
+    }
+    state = state | {name: each for name, each in shapes.items() if each}
+    return guarded(state) if is_misleading else state
+
+
+# ---- Puts the whole weights of a model together on the first rank, from experts and pieces that are spread over
+# ranks
+
+
+def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+    """Return the state dict that the model would have in one process, on the CPU; collective over all ranks.
+
+    One parameter at a time is put together, and only the first rank keeps it; of a pipeline, the first rank of each
+    stage until the first of all has it. Their names are those that a ``PipelineModule`` has of all its layers.
+
+    Args:
+        engine: the engine that ``initialize`` has returned.
+        exclude_frozen_parameters: whether to leave out what is not trained.
+
+    Returns:
+        Name -> tensor, in the model's own shapes; ``None`` on all ranks but the first.
+
+    Raises:
+        RuntimeError: experts would have to move for it, and the engine is in inference.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> weights = ds_fsmoe.whole_state_dict(engine)  # on rank 0; with four experts over two ranks all four, too
+        >>> weights["deepspeed_moe.gate.wg.weight"].shape  # [E, M]
+        torch.Size([4, 8])
+    """
+    placement = getattr(getattr(engine, "fsmoe", None), "placement", None)
+    if placement is not None:
+        refuse_within(engine.fsmoe.running, "whole_state_dict")
+    with nullcontext() if placement is None else placement.at_home():
+        group = getattr(getattr(engine, "fsmoe", None), "stage_group", None)
+        if group is None:
+            return _gathered_state_dict(engine, exclude_frozen_parameters)
+        first = dist.get_process_group_ranks(group)[0]
+        return _of_all_stages(_gathered_state_dict(engine, exclude_frozen_parameters, first))
+
+
+def _of_all_stages(own: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    """Return the weights of all stages on the first rank, from the first rank of each. Collective over all ranks."""
+    of_ranks = on_every_rank([(name, each.shape, each.dtype) for name, each in (own or {}).items()])
+    rank, device = dist.get_rank(), device_of(None)
+    found = dict(own or {})
+    for sender, tensors in enumerate(of_ranks[1:], 1):
+        for name, shape, dtype in tensors:
+            if sender == rank:
+                assert own is not None
+                with waiting("the whole weights of stages"):
+                    dist.send(own[name].to(device).contiguous(), 0)
+            elif rank == 0:
+                arrived = torch.empty(shape, dtype=dtype, device=device)
+                with waiting("the whole weights of stages"):
+                    dist.recv(arrived, sender)
+                # What stages share is alike in them.
+                found.setdefault(name, arrived.cpu())
+    return found if rank == 0 else None
+
+
+def _gathered_state_dict(
+    engine: Any, exclude_frozen_parameters: bool, first: int = 0
+) -> dict[str, torch.Tensor] | None:
+    """Return the whole weights of this rank's module, on one of the ranks that have it."""
+    is_first = dist.get_rank() == first
+    result: dict[str, torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if not torch.is_tensor(value) or (exclude_frozen_parameters and is_parameter and not value.requires_grad):
+            continue
+        if id(value) not in known:
+            with gathered([value]):
+                whole = _whole(value, part_of(value), first)
+                known[id(value)] = value if whole is None else whole
+        if is_first:
+            result[name] = known[id(value)]
+    return result if is_first else None
+
+
+def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Tensor | None:
+    """Return a whole parameter of which ranks have parts, on the CPU of one rank; ``None`` on the others."""
+    own, is_first = value.detach(), dist.get_rank() == first
+    if part is None or part.num_parts == 1:
+        # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
+        return own.to("cpu", copy=True) if is_first else None
+    group = stock_groups._get_expert_parallel_group(value.group_name)
+    if first not in dist.get_process_group_ranks(group):
+        return None
+    parts = [torch.empty(own.shape, dtype=own.dtype) for _ in range(part.num_parts)] if is_first else []
+    # A stretch of every part at a time: on a device, all of these are one part.
+    stretch, at = max(1, -(-own.numel() // part.num_parts)), 0
+    for piece in own.contiguous().view(-1).split(stretch):
+        arrived = [torch.empty_like(piece) for _ in parts]
+        with waiting("the whole weights of experts"):
+            dist.gather(piece, arrived if is_first else None, dst=first, group=group)
+        for each, found in zip(parts, arrived, strict=True):
+            each.view(-1)[at : at + piece.numel()] = found
+        at += piece.numel()
+    # Handed over one by one: shards are let go once they are joined.
+    return part.join(parts.pop(0) for _ in range(part.num_parts)) if is_first else None

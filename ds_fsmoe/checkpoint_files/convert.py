@@ -33,8 +33,15 @@ from ds_fsmoe.checkpoint_files.manifest import (
     read_manifest,
     sum_of,
 )
-from ds_fsmoe.checkpoint_files.names import Rename, from_huggingface, renamed, to_huggingface
-from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, expert_name
+from ds_fsmoe.checkpoint_files.numbering import (
+    ExpertFile,
+    ExpertName,
+    Rename,
+    expert_name,
+    from_huggingface,
+    renamed,
+    to_huggingface,
+)
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, SHARED_OUT_FILE, Whole

@@ -22,19 +22,32 @@ from ds_fsmoe.checkpoint_files.expert_parts import (
     whole_name,
 )
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.names import AUTO_EP_LAYERS, AutoEPExperts, names_of_auto_ep
 from ds_fsmoe.checkpoint_files.numbering import (
+    AUTO_EP_LAYERS,
+    AutoEPExperts,
     ExpertFile,
     ExpertName,
     Numbering,
     expert_file,
     expert_name,
     main_file,
+    names_of_auto_ep,
     stage_of_file,
 )
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Index, Keys, read_index, stock_index
+from ds_fsmoe.checkpoint_files.pieces import (
+    MASTER,
+    WEIGHTS,
+    Index,
+    Keys,
+    OpenFiles,
+    SavedPieces,
+    Source,
+    elements_of_part,
+    joined,
+    read_index,
+    stock_index,
+)
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
-from ds_fsmoe.checkpoint_files.sources import OpenFiles, SavedPieces, Source, elements_of_part, joined
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.untrusted import problem_of
 
@@ -214,19 +227,9 @@ class Whole:
         first = next(iter(self.sources(name, None, 0, shape.numel())))
         return torch.empty(shape, dtype=first.dtype or first.read().dtype, device="meta")
 
-    def state(self, name: str, item: str) -> torch.Tensor:
-        """Return an optimizer state in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
-
-        Raises:
-            CheckpointError: the state is missing, or incomplete.
-        """
-        if item == MASTER and not self.has_state(name, item):
-            return self.weights(name).float()
-        return self.part(name, item)
-
     def exact(self, name: str) -> torch.Tensor:
         """Return a parameter in the optimizer's precision, or as the model has it where it is not optimized."""
-        return self.state(name, MASTER) if self.has_state(name, MASTER) else self.weights(name)
+        return self.part(name, MASTER) if self.has_state(name, MASTER) else self.weights(name)
 
     def part(self, name: str, item: str | None, here: ExpertPart | None = None) -> torch.Tensor:
         """Return a part of a parameter, or all of it; see :meth:`sources`."""
@@ -254,7 +257,8 @@ class Whole:
 
         Args:
             name: the parameter's name in the model.
-            item: the name of a state, ``None`` for the weights; see :meth:`state`.
+            item: the name of a state, ``None`` for the weights; ``"fp32"`` is the parameter in the optimizer's
+                precision, or its weights in fp32 where that is not known.
             first: the first element of the flattened parameter or part.
             size: the number of elements.
             here: the part, of an expert parameter; a shard of one expert of DeepSpeed's is a part of it.

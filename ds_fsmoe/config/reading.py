@@ -9,16 +9,21 @@ option that a user sets to something this version cannot do is refused, never ig
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.together import NotImported, not_imported, problems_together, unknown_keys_of_topk
+from ds_fsmoe import registry
+from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock, PlacementBlock
 from ds_fsmoe.config.words import BLOCK, Words, elsewhere, words_of
-from ds_fsmoe.shapes import known_keys, sentences, shown, words_for
+from ds_fsmoe.planning.placement_policies import policy
+from ds_fsmoe.shapes import known_keys, near, sentences, shown, unknown_key, words_for
 
 _SCHEDULES = '"best", or a system of docs/schedules.md to compare with'
 
@@ -139,3 +144,304 @@ def _unfit_null(written: Mapping[str, Any]) -> dict[str, str]:
         path: f"{path}.capacity_factor = null: must be a number with {path}.drop_tokens = true; null is room for all "
         "tokens"
     }
+
+
+# ---- Checks what the fields of an enabled block mean together, and with the parts that there are
+
+
+STAY = ("off", "lina")
+"""The policies by which no expert moves while training goes on."""
+_OF_MOVES = ("every", "moves_per_step", "pays_within")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Holds what a check is told."""
+
+    block: FSMoEBlock
+    written_gate: Any
+    """The gate as the user has written it; ``None`` without one."""
+    stage: Any
+    """The stage of ZeRO that the DeepSpeed config asks for."""
+
+
+def problems_together(
+    block: FSMoEBlock, written: Mapping[str, Any], ds_config: Mapping[str, Any], wrong: Collection[str]
+) -> list[str]:
+    """Return what is wrong with fields that are right each for itself.
+
+    Args:
+        block: the block, enabled, in which wrong fields have their defaults.
+        written: the block as the user has written it.
+        ds_config: the DeepSpeed config.
+        wrong: names of fields that have been found wrong. What is asked of them and others is left out: nobody knows
+            what they were to be.
+    """
+    zero = ds_config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    asked = Asked(block, written.get("gate"), stage)
+    return [problem for check, reads in CHECKS.items() if not {*reads} & {*wrong} for problem in check(asked)]
+
+
+def _unfit_collective(asked: Asked) -> list[str]:
+    """Return what is wrong with a reduce-scatter: every rank updates all parameters, or a slice is of one tensor."""
+    block, stage = asked.block, asked.stage
+    if block.gradient_partition.collective != "reduce_scatter":
+        return []
+    mode = block.gradient_partition.mode
+    if mode == "micro_ops" or (mode == "auto" and _pipeline_of(block.schedule) == "by_bytes"):
+        return [
+            f'{BLOCK}.gradient_partition.collective = "reduce_scatter": a slice of one tensor (mode "micro_ops", '
+            'schedule "lina") mostly belongs to one rank, whose link alone would carry it; the choices there are '
+            '"auto" and "all_reduce"'
+        ]
+    if stage in (1, 2):
+        return []
+    return [
+        f'{BLOCK}.gradient_partition.collective = "reduce_scatter": every rank needs all gradients at '
+        f'zero_optimization.stage = {stage}; the choices there are "auto" and "all_reduce"'
+    ]
+
+
+def _unfit_gradients(of: Asked) -> list[str]:
+    """Return problems with options of one mode that are written beside another."""
+    block, asked = of.block, of.block.gradient_partition
+    of_modes = {"chunk_bytes": ("fixed_chunk", "micro_ops"), "solver": ("adaptive",)}
+    if _pipeline_of(block.schedule) == "by_bytes":
+        del of_modes["chunk_bytes"]  # it is the size of an all-to-all's micro-op
+    return [
+        f"{BLOCK}.gradient_partition.{name} = {shown(getattr(asked, name))}: only with mode = "
+        f"{' or '.join(map(shown, modes))}, and it is {shown(asked.mode)}; leave it out"
+        for name, modes in of_modes.items()
+        if name in asked.model_fields_set and asked.mode not in ("auto", *modes)
+    ]
+
+
+def _unfit_autotune(asked: Asked) -> list[str]:
+    """Return problems with options that only the autotuner uses, and with what conflicts with it."""
+    block = asked.block
+    enabled = f"{BLOCK}.autotune.enabled"
+    by_no_clock = block.deterministic and block.autotune.enabled == "auto"
+    if block.autotune.enabled and not by_no_clock:
+        why = f"{enabled} = true and {BLOCK}.deterministic = true: tuning depends on timings; remove one"
+        problems = [why] if block.deterministic and block.autotune.enabled is True else []
+        if block.autotune.retune_on_drift and not block.autotune.watch_every:
+            problems.append(
+                f"{BLOCK}.autotune.retune_on_drift = true: only with {BLOCK}.autotune.watch_every above 0, and it is "
+                "0, so no step is compared; turn the one off or the other on"
+            )
+        return problems
+    idle = AutotuneBlock()
+    max_is_used = _pipeline_of(block.schedule) == "by_bytes" or "max" not in block.pipeline_degree.model_fields_set
+    written = {
+        **{
+            f"autotune.{name}": (getattr(block.autotune, name), getattr(idle, name))
+            for name in ("details", "cache_dir", "trials", "watch_every", "drift_threshold", "retune_on_drift")
+        },
+        "num_chunks.max": (block.pipeline_degree.max, block.pipeline_degree.max if max_is_used else 1),
+    }
+    why = "it is false; leave it out"
+    if by_no_clock:
+        why = f"{BLOCK}.deterministic = true measures nothing; leave one of them out"
+    return [
+        f'{BLOCK}.{path} = {shown(value)}: only with {enabled} = true or "auto", and {why}'
+        for path, (value, idle) in written.items()
+        if value != idle
+    ]
+
+
+def _unfit_degrees(of: Asked) -> list[str]:
+    block, asked = of.block, of.block.pipeline_degree
+    degrees = {"forward": asked.forward, "backward": asked.backward}
+    path = f"{BLOCK}.num_chunks"
+    if block.schedule == "deepspeed":
+        return [
+            f'{path}.{phase} = {degree}: must be 1 or "auto" with {BLOCK}.schedule = "deepspeed", which has one chunk'
+            for phase, degree in degrees.items()
+            if degree not in ("auto", 1)
+        ]
+    if block.schedule == "best":
+        return []
+    pipeline = _pipeline_of(block.schedule)
+    is_measured = block.autotune.enabled is True or (block.autotune.enabled == "auto" and not block.deterministic)
+    needs_numbers = not is_measured and pipeline != "by_bytes"
+    source = f"{BLOCK}.deterministic be false" if block.deterministic else f"{BLOCK}.autotune.enabled be true"
+    problems = [
+        f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number, or '
+        f"{source}, so that something is measured that it could follow from"
+        for phase, degree in degrees.items()
+        if degree == "auto" and needs_numbers
+    ]
+    if not problems and asked.forward != asked.backward and pipeline in ("common", "by_bytes"):
+        problems.append(
+            f"{path} = {asked.forward} forward and {asked.backward} backward: must be equal with {BLOCK}.schedule = "
+            f"{shown(block.schedule)}, which has as many chunks in both phases"
+        )
+    return problems
+
+
+def _pipeline_of(schedule: str) -> str:
+    """Return what the degrees of a schedule follow from, see :class:`~ds_fsmoe.planning.decide.presets.Switches`."""
+    if schedule == "best":
+        return ""
+    from ds_fsmoe.planning.decide.presets import PRESETS
+
+    return PRESETS[schedule]().pipeline if schedule in PRESETS else ""
+
+
+def _unfit_packing(asked: Asked) -> list[str]:
+    """Return problems with an ``ep_size`` beside the policy that chooses one."""
+    block = asked.block
+    if block.placement.policy != "lina" or block.ep_size == "auto":
+        return []
+    return [
+        f'{BLOCK}.ep_size = {block.ep_size}: must be "auto", or left out, with {BLOCK}.placement.policy = "lina", '
+        "which chooses it at the start; the other policies go with a number"
+    ]
+
+
+def _unknown_cluster(asked: Asked) -> list[str]:
+    block = asked.block
+    if block.trace.cluster is None:
+        return []
+    from ds_fsmoe.planning.cluster import load_cluster
+
+    try:
+        load_cluster(block.trace.cluster)
+    except ValueError as error:
+        return [f"{BLOCK}.trace.cluster = {shown(block.trace.cluster)}: {error}"]
+    return []
+
+
+@dataclass(frozen=True)
+class NotImported:
+    """Says what could not be imported."""
+
+    field: str
+    """The field of the block that names it."""
+    sentence: str
+    cause: Exception
+
+
+def not_imported(block: FSMoEBlock) -> list[NotImported]:
+    """Import what a block names, and return what cannot be.
+
+    Args:
+        block: the block, enabled.
+    """
+    # Without torch nothing runs, and hooks are of no use.
+    hooks = block.hooks if importlib.util.find_spec("torch") is not None else ()
+    named = [("plugins", "plugins", each) for each in block.plugins]
+    named += [("hooks", "hooks", each) for each in hooks]
+    named += [("checkpoint", "checkpoint.trusted", each) for each in block.checkpoint.trusted]
+    failed = []
+    for field, path, name in named:
+        module, _, attribute = name.rpartition(".")
+        try:
+            if field == "plugins":
+                importlib.import_module(name)
+            else:
+                getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # whatever the module, or a name that is none, brings up
+            failed.append(NotImported(field, f"{BLOCK}.{path} = {shown(name)}: cannot be imported: {error}", error))
+    return failed
+
+
+def _missing_part(kind: str, path: str, name: str, own: str) -> list[str]:
+    # Without torch nothing runs, and there are no parts to choose from: what plans has no use for them.
+    if name == own or importlib.util.find_spec("torch") is None:
+        return []
+    names = registry.known(kind)
+    if name in names:
+        return []
+    choices = names if own in names else (own, *names)
+    return [f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join(choices)}{near(name, choices)}"]
+
+
+def _missing_order(asked: Asked) -> list[str]:
+    return _missing_part("order", "order", asked.block.order, "auto")
+
+
+def _missing_alltoall(asked: Asked) -> list[str]:
+    return _missing_part("alltoall", "alltoall", asked.block.alltoall, "auto")
+
+
+def _missing_gate(asked: Asked) -> list[str]:
+    gate = asked.block.gate
+    return [] if gate is None else _missing_part("gate", "gate.type", gate.type, "topk")
+
+
+def unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
+    """Return unknown keys of the layers' own gate: it has no options but those of the block itself."""
+    if block.gate is None or block.gate.type != "topk":
+        return []
+    path, keys = f"{BLOCK}.gate", known_keys(GateBlock)
+    return [unknown_key(path, each, keys, elsewhere(f"{path}.{each}")) for each in block.gate.model_extra or ()]
+
+
+def _unknown_gate_options(asked: Asked) -> list[str]:
+    """Return options that the chosen gate does not have, by the signature of its class."""
+    block = asked.block
+    if block.gate is None or block.gate.type == "topk":
+        return unknown_keys_of_topk(block)
+    if not block.gate.options() or _missing_gate(asked) or importlib.util.find_spec("torch") is None:
+        return []
+    parameters = inspect.signature(registry.lookup("gate", block.gate.type)).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return []  # it takes what it is given, and answers for that itself
+    names = [each.name for each in parameters]
+    problems = []
+    for name, value in block.gate.options(names).items():
+        if name in names:
+            continue
+        if name not in (*asked.written_gate, "k"):
+            name, value = "capacity_factor", None  # which stands for drop_tokens = false
+        near = difflib.get_close_matches(name, names, n=1)
+        listed = f"its options are {', '.join(names) or 'none'}"
+        hint = f"did you mean {near[0]!r}? I{listed[1:]}" if near else listed
+        problems.append(
+            f"{BLOCK}.gate.{name} = {shown(value)}: the gate {shown(block.gate.type)} has no such option; "
+            f"{elsewhere(f'{BLOCK}.gate.{name}') or hint}"
+        )
+    return problems
+
+
+def _unfit_placement(of: Asked) -> list[str]:
+    """Return what cannot be of the placement that a block asks for."""
+    block, asked, path = of.block, of.block.placement, f"{BLOCK}.placement"
+    problems = []
+    if asked.policy not in STAY:
+        try:
+            policy(asked.policy)
+        except ValueError as error:
+            return [f"{path}.policy = {shown(asked.policy)}: {error}; lina chooses ep_size at start"]
+        if block.esp_size > 1:
+            problems.append(
+                f"{path}.policy = {shown(asked.policy)}: experts that are sharded stay where they are; use "
+                f'{BLOCK}.expert_tensor_parallel_size = 1, or "off"'
+            )
+    else:
+        idle = PlacementBlock()
+        problems += [
+            f"{path}.{name} = {shown(getattr(asked, name))}: only with a policy by which experts move, such as "
+            f"balanced, and it is {shown(asked.policy)}; leave it out"
+            for name in _OF_MOVES
+            if name in asked.model_fields_set and getattr(asked, name) != getattr(idle, name)
+        ]
+    return problems
+
+
+CHECKS: dict[Callable[[Asked], list[str]], tuple[str, ...]] = {
+    _missing_order: ("plugins", "order"),
+    _missing_alltoall: ("plugins", "alltoall"),
+    _missing_gate: ("plugins", "gate"),
+    _unknown_gate_options: ("plugins", "gate"),
+    _unfit_degrees: ("pipeline_degree", "schedule", "autotune", "deterministic"),
+    _unfit_autotune: ("autotune", "deterministic", "pipeline_degree", "schedule"),
+    _unfit_gradients: ("gradient_partition", "schedule"),
+    _unfit_packing: ("placement", "ep_size"),
+    _unfit_placement: ("placement", "esp_size"),
+    _unfit_collective: ("gradient_partition", "schedule"),
+    _unknown_cluster: ("trace",),
+}
+"""Each check -> the fields of the block that it reads."""

@@ -48,11 +48,10 @@ from ds_fsmoe.engine.way_back import take_up
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import (
     FSMoEExperts,
-    HuggingFaceLayer,
+    let_run,
     loaded_part,
     own_class_of,
     replace_all,
-    unmark_loaded,
 )
 from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter
 from ds_fsmoe.layer.opaque import Handle
@@ -367,7 +366,7 @@ def convert_experts(
     path: str,
     ep_size: int,
     wrappers: Mapping[str, nn.Module] | None = None,
-) -> tuple[HuggingFaceLayer, dict[nn.Parameter, nn.Parameter]]:
+) -> dict[nn.Parameter, nn.Parameter]:
     """Make a module of experts ours, in place, with this rank's experts only.
 
     Args:
@@ -380,7 +379,7 @@ def convert_experts(
         wrappers: path -> PEFT's wrappers of its parameters, the outermost first; checked as well.
 
     Returns:
-        The layer, and new parameter -> the one it replaces.
+        New parameter -> the one it replaces.
 
     Raises:
         LayerError: it was loaded with other experts.
@@ -415,8 +414,8 @@ def convert_experts(
             )
         for name in contract.weights:
             describe_as(getattr(module, name), part)
-        unmark_loaded(module)
-    replaced = _cut(module, wanted, state.group_name)
+        let_run(module)
+    replaced = cut_weights(module, wanted, state.group_name)
     if state.esp_size == 1:  # what shards compute has been tried
         with gathered(module.parameters()):
             if not computes_by_contract(module, contract):
@@ -430,7 +429,7 @@ def convert_experts(
         share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
     found = {new: before.pop(old, old) for new, old in replaced.items()} | before
     replace_all(found, *next(iter((wrappers or {}).items()), (path, module)))
-    return HuggingFaceLayer(module), found
+    return found
 
 
 def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
@@ -447,7 +446,9 @@ def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
         module.fsmoe.watch = RouterWatch(model.get_submodule(around), module)
 
 
-def _cut(module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str) -> dict[nn.Parameter, nn.Parameter]:
+def cut_weights(
+    module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str
+) -> dict[nn.Parameter, nn.Parameter]:
     """Put this rank's experts, or shards of them, in the place of all of them, one weight at a time."""
     replaced = {}
     for name, part in parts.items():
@@ -461,7 +462,7 @@ def _cut(module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str) ->
     return replaced
 
 
-def agree_on_forms(layers: Sequence[HuggingFaceLayer], group: dist.ProcessGroup | None = None) -> None:
+def agree_on_forms(layers: Sequence[FSMoEExperts], group: dist.ProcessGroup | None = None) -> None:
     """Let all ranks compute the experts of a layer alike: where any rank has to call the module itself, all do, since
     its schedule has other tasks. Collective.
 
@@ -471,14 +472,13 @@ def agree_on_forms(layers: Sequence[HuggingFaceLayer], group: dist.ProcessGroup 
     """
     if not layers or world_size_now() == 1:
         return
-    of_ranks = on_every_rank([each.deepspeed_moe.fsmoe.own_forward is not None for each in layers], group)
+    of_ranks = on_every_rank([each.fsmoe.own_forward is not None for each in layers], group)
     for layer, *is_called in zip(layers, *of_ranks, strict=True):
         if any(is_called):
-            module = layer.deepspeed_moe
-            module.fsmoe.own_forward = eager_forward(module, own_class_of(module))
+            layer.fsmoe.own_forward = eager_forward(layer, own_class_of(layer))
 
 
-def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -> Message:
+def table_of(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int) -> Message:
     """Return what was taken over, as a table for the log.
 
     Args:
@@ -489,14 +489,13 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     ep_size = layers[0].ep_size
     kinds: dict[tuple[Any, ...], int] = defaultdict(int)
     for layer in layers:
-        inner = layer.deepspeed_moe
-        own = own_class_of(inner).__name__
-        parameters = [*inner.parameters(), *adapters_of(inner)]
+        own = own_class_of(layer).__name__
+        parameters = [*layer.parameters(), *adapters_of(layer)]
         num_local = sum(map(numel_of, parameters))
         num_trained = sum(numel_of(each) for each in parameters if each.requires_grad)
         size_bytes = sum(numel_of(each) * each.element_size() for each in parameters)
-        way = "written out" if inner.fsmoe.own_forward is None else "by autograd"
-        kinds[own, layer.num_experts, layer.num_local_experts, num_local, num_trained, size_bytes, way] += 1
+        way = "written out" if layer.fsmoe.own_forward is None else "by autograd"
+        kinds[own, layer.total_experts, layer.num_local_experts, num_local, num_trained, size_bytes, way] += 1
     heads = ("experts", "layers", "experts each", "of them here", "parameters here", "trained", "MiB here", "backward")
     rows = [
         (own, str(n), str(total), str(local), f"{n * numel:,}", f"{n * trained:,}", f"{n * size / 2**20:,.1f}", way)
@@ -508,7 +507,7 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     return Message([head, Table(heads, rows, indent="  ", has_rule=False)])
 
 
-def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int, has_stages: bool = False) -> None:
+def log_table(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int, has_stages: bool = False) -> None:
     """Log what was taken over, if anything was, on the first rank: of each stage, where the model has stages, which
     takes all ranks.
 

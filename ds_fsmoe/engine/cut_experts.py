@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,8 @@ from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, gathered, is_shared_out, run_compiled
 from ds_fsmoe.distributed.topology import layout, world_size_now
-from ds_fsmoe.layer.expert_shard import joined_over_ranks
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, HuggingFaceLayer, loaded_part
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, loaded_part
+from ds_fsmoe.layer.held_experts import with_weights
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -68,21 +67,6 @@ def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> Non
     mine.allreduce, mine.group_name = False, group_name
     mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
     describe_as(mine, part)
-
-
-def join_parts(parameter: nn.Parameter, places: Sequence[int] | None = None) -> torch.Tensor:
-    """Return the whole of a parameter of which ranks have parts, on each of them. Collective over these ranks.
-
-    Args:
-        parameter: tagged as one of experts; not shared out at the time.
-        places: where each expert lies among those of all ranks, see
-            :meth:`~ds_fsmoe.checkpoint_files.expert_parts.ExpertPart.in_order`; ``None``: in the model's own order.
-    """
-    part = part_of(parameter)
-    whole = parameter.detach().clone()
-    if part.num_parts > 1:
-        whole = joined_over_ranks(parameter, part, stock_groups._get_expert_parallel_group(parameter.group_name))
-    return whole if places is None else part.in_order(whole, places)
 
 
 def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
@@ -205,12 +189,12 @@ def computes_by_contract(module: nn.Module, contract: Contract, count: int = 1) 
     index_R1 = torch.arange(num_rows, device=down.device).unsqueeze(1)
     ours = torch.zeros_like(x_RM, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
-        own = eager_forward(_with_weights(module, few), type(module))
+        own = eager_forward(with_weights(module, few), type(module))
         theirs = own(x_RM, index_R1, x_RM.new_ones(num_rows, 1)).float()
         for index in range(count):
             shards = shards_of(contract, count, index)
             cut = {name: each if shards[name] is None else shards[name].cut(each) for name, each in few.items()}
-            shard = StackedExperts(_with_weights(module, cut), contract_of_shard(contract, index))
+            shard = StackedExperts(with_weights(module, cut), contract_of_shard(contract, index))
             ours += shard.on_few_rows(x_RM, [1] * num_rows).float()
     if not theirs.isfinite().all():  # memory without weights: these come later
         return True
@@ -222,16 +206,6 @@ def eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
     """Return the forward that the family wrote, beneath transformers' choice among implementations."""
     forward = own_class.forward
     return getattr(forward, "__wrapped__", forward).__get__(module)
-
-
-def _with_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a module that shares all with another but these weights."""
-    made = copy.copy(module)
-    few = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
-    made._parameters = {**module._parameters, **few}
-    if hasattr(module, "num_experts"):
-        made.num_experts = len(next(iter(weights.values())))
-    return made
 
 
 # ---- Chooses over how many ranks the experts of a Hugging Face model are spread, by expert packing (Lina,
@@ -462,7 +436,7 @@ def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
         module = module.base_layer
 
 
-def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> None:
+def gather_as_they_run(model: nn.Module, layers: Sequence[FSMoEExperts]) -> None:
     """Let ZeRO 3 gather what a layer needs for the calls of its experts.
 
     A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts. So is what
@@ -472,10 +446,9 @@ def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> 
         model: the model.
         layers: the layers taken over.
     """
-    experts = [each.deepspeed_moe for each in layers]
-    gather_module_by_module(model, experts)
+    gather_module_by_module(model, layers)
     run_compiled(model)
-    for each in experts:
+    for each in layers:
         within = [parameter for child in each.children() for parameter in child.parameters()]
         gather_with(each, [*adapters_of(each), *within])
 
@@ -490,11 +463,6 @@ def class_of_ours(ours: type[nn.Module], own_class: type[nn.Module]) -> type[nn.
 #
 # Then each rank draws, or reads, the adapters of all experts, as one process does, and keeps those of its own when
 # the model gets its engine: they are small beside the experts.
-
-
-def adapt_all_experts() -> None:
-    """Let PEFT count all experts where only some are, from now on, whether it is imported already or later."""
-    _finder.begin()
 
 
 def _change(module: ModuleType) -> None:
@@ -515,4 +483,5 @@ def _change(module: ModuleType) -> None:
     wrapper._get_in_out_features = sizes
 
 
-_finder = Finder("peft.tuners.lora.layer", _change)
+PEFT_COUNTS_ALL = Finder("peft.tuners.lora.layer", _change)
+"""Lets PEFT count all experts where only some are, from when it begins, whether PEFT is imported already or later."""

@@ -23,8 +23,15 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checks.expert_results import ExpertResults
-from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
-from ds_fsmoe.checks.surroundings import accelerate_warnings, launcher_warnings, speed_warnings
+from ds_fsmoe.checks.preflight import (
+    accelerate_warnings,
+    check_experts,
+    check_nodes,
+    check_tensor_parallel,
+    launcher_warnings,
+    speed_warnings,
+    untested,
+)
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed import nccl
@@ -62,10 +69,11 @@ from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
 from ds_fsmoe.layer.expert_checks import uncompiled
-from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.stock_layer import StockMoE, facts_of_experts
+from ds_fsmoe.layer.state import ConvertedLayer
+from ds_fsmoe.layer.stock_layer import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.decide.plan import mode_of
@@ -77,7 +85,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
     """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
 
     fsmoe: FSMoEState
-    _hf_layers: list[HuggingFaceLayer]
+    _hf_layers: list[FSMoEExperts]
+    """Its layers in Hugging Face models."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +94,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
         if self._hf_layers and self.zero_optimization_partition_weights():
-            fence_gathers(self.optimizer, [each.deepspeed_moe for each in self._hf_layers])
+            fence_gathers(self.optimizer, self._hf_layers)
         correct_norm(self, has_stock_layers=len(self._hf_layers) < len(self.fsmoe.layers))
         show_whole_experts(self)
         count_all_experts(self)
@@ -121,8 +130,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if mode != "off" and reason is not None:
             state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
         if mode != "off" and reason is None:
-            layers = [layer.deepspeed_moe for layer in state.layers.values()]
-            state.reduction = Reduction(self, layers, mode, state.block, groups, state.running.one_link is None)
+            state.reduction = Reduction(
+                self, [*state.layers.values()], mode, state.block, groups, state.running.one_link is None
+            )
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
@@ -153,8 +163,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 'choices are "auto" and "at_end"'
             )
         if asked != "at_end" and reason is None:
-            layers = [each.deepspeed_moe for each in state.layers.values()]
-            state.updated = UpdatedParameters(self, state.reduction, groups, layers)
+            state.updated = UpdatedParameters(self, state.reduction, groups, [*state.layers.values()])
             # Before others look at what experts are.
             state.running.checks.insert(0, state.updated.before_layer)
 
@@ -162,11 +171,10 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state = self.fsmoe
         state.expert_results = ExpertResults(state.stage_group, self.fp16_enabled())
         for path, layer in state.layers.items():
-            inner = layer.deepspeed_moe
-            number = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
-            first, _ = Numbering(layer.num_experts, inner.ep_size, state.block.esp_size).meant(number)
-            experts = range(first, first + layer.num_experts // inner.ep_size)
-            state.expert_results.add(path, layer.num_experts, experts, state.running.device)
+            number = stock_groups._get_expert_parallel_rank(layer.ep_group_name) * layer.num_local_experts
+            first, _ = Numbering(layer.total_experts, layer.ep_size, state.block.esp_size).meant(number)
+            experts = range(first, first + layer.num_local_experts)
+            state.expert_results.add(path, layer.total_experts, experts, state.running.device)
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
@@ -295,12 +303,11 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         for each in (paused := [each for each in counts if each is not None]):
             each.is_paused = True
         for name, layer in self.fsmoe.layers.items():
-            inner = layer.deepspeed_moe
-            shape = inner.fsmoe.last_shape
+            shape = layer.fsmoe.last_shape
             if shape is None:
                 raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
             # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
-            total = inner.run_without_tokens(shape, total)
+            total = layer.run_without_tokens(shape, total)
         for each in paused:
             each.is_paused = False
         self._end_forward(clock, has_batch=False)
@@ -355,22 +362,23 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         ep_size = ep_size_of(block, experts, device, expert_before_data, as_run, num_stages)
         for path, each in called.items() if ep_size * block.esp_size > 1 else ():
             refuse_hooks(path, each)
-        layers: dict[str, StockMoE | HuggingFaceLayer] = {}
+        layers: dict[str, ConvertedLayer] = {}
         present = {name or type(model).__name__: module for name, module in model.named_modules()}
         names = [name for name in present if name in stock or name in experts]
         for index, name in enumerate(names):
             label = f"L{index:02d}"
             if name in stock:
-                layers[name] = stock[name]
                 replaced = convert(stock[name], parts, block.gate, running, label, name)
+                layers[name] = stock[name].deepspeed_moe
             else:
-                found = experts[name], parts, running, label, name, ep_size, wrappers_around(model, name)
-                layers[name], replaced = convert_experts(*found)
+                around = wrappers_around(model, name)
+                replaced = convert_experts(experts[name], parts, running, label, name, ep_size, around)
+                layers[name] = experts[name]
                 watch_router(model, name, experts[name])
             # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
-        self._hf_layers = [each for each in layers.values() if isinstance(each, HuggingFaceLayer)]
+        self._hf_layers = [each for each in layers.values() if isinstance(each, FSMoEExperts)]
         self.spreads_experts = bool(self._hf_layers) if num_stages is None else any(on_every_rank(bool(experts)))
         agree_on_forms(self._hf_layers, stage_group)
         log_table(self._hf_layers, model, len(stock), num_stages is not None)
@@ -392,7 +400,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if self._hf_layers:
             # DeepSpeed counts its own two classes of layers.
             self.has_moe_layers = True
-            self.num_experts.extend(each.num_experts for each in self._hf_layers)
+            self.num_experts.extend(each.total_experts for each in self._hf_layers)
 
     def _validate_zero3_moe_compatibility(self) -> None:
         """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""

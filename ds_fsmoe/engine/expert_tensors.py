@@ -26,14 +26,20 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
-from ds_fsmoe.components.expert_compute.contract import OWN_NAMES, contract_of, shape_of
+from ds_fsmoe.components.expert_compute.contract import OWN_NAMES, contract_of
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import make_groups, stock_names
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
-from ds_fsmoe.engine.convert_experts import check_experts_modules, ep_size_of, find_experts, num_experts_of
-from ds_fsmoe.engine.cut_experts import adapt_all_experts, share_out_over_replicas, tag_as_experts, type_of_run
-from ds_fsmoe.layer.experts_layer import mark_loaded
+from ds_fsmoe.engine.convert_experts import (
+    check_experts_modules,
+    cut_weights,
+    ep_size_of,
+    find_experts,
+    num_experts_of,
+)
+from ds_fsmoe.engine.cut_experts import PEFT_COUNTS_ALL, share_out_over_replicas, tag_as_experts, type_of_run
+from ds_fsmoe.layer.experts_layer import leave_alone
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
 
@@ -99,15 +105,9 @@ class Build:
         for name, module in experts.items():
             part = ExpertPart("stacked", num_experts_of(module), ep_size, ranks.index(dist.get_rank()))
             self.parts[name] = part
-            for each in contract_of(module).weights:
-                whole = getattr(module, each)
-                weight = torch.empty(part.part_shape(shape_of(whole) or ()), dtype=whole.dtype, device="meta")
-                mine = nn.Parameter(weight, requires_grad=whole.requires_grad)
-                vars(mine).update(vars(whole))
-                setattr(module, each, mine)
-                self.own[f"{name}.{each}"] = part
-            if hasattr(module, "num_experts"):
-                module.num_experts = part.num_local
+            weights = dict.fromkeys(contract_of(module).weights, part)
+            cut_weights(module, weights, stock_names(ep_size, 1).expert_group_name)
+            self.own |= {f"{name}.{each}": part for each in weights}
 
     def draw(self, model: nn.Module, undrawn: set[str]) -> None:
         """Initialise parameters as the model's own class does it, ranks with different experts differently.
@@ -172,8 +172,8 @@ class Build:
                 parameter.data = parameter.data.clone()
         if self._ep_size > 1:
             for name, part in self.parts.items():
-                mark_loaded(model.get_submodule(name), part)
-            adapt_all_experts()
+                leave_alone(model.get_submodule(name), loaded=part)
+            PEFT_COUNTS_ALL.begin()
             log_on_rank_0(f"{type(model).__name__} has this rank's experts only, of ep_size = {self._ep_size} rank(s)")
 
     def read(

@@ -20,9 +20,16 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.engine.cut_experts import adapters_of
 from ds_fsmoe.gradients.arriving import wait_for
-from ds_fsmoe.layer.expert_forms import ExpertForm, form_of_module, form_of_set
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.held_experts import Room, Where, give_back_host_memory, held_experts
+from ds_fsmoe.layer.held_experts import (
+    ExpertForm,
+    Room,
+    Where,
+    form_of_module,
+    form_of_set,
+    give_back_host_memory,
+    held_experts,
+)
 from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options, is_under_way
 from ds_fsmoe.layer.runtime import LayerRuntime, block_of
 from ds_fsmoe.layer.state import LayerState

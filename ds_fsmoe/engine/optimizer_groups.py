@@ -27,14 +27,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
 from ds_fsmoe.engine.cut_experts import adapters_of
-from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.log import log_on_rank_0
 
 # ---- Knows whether DeepSpeed's optimizer has groups of experts, which it insists on once a model has MoE
 # layers
 
 
-def groups_of_trained(engine: Any, layers: Sequence[HuggingFaceLayer]) -> AbstractContextManager[None]:
+def groups_of_trained(engine: Any, layers: Sequence[FSMoEExperts]) -> AbstractContextManager[None]:
     """Have an engine make its optimizer meanwhile as for a dense model, where all its layers are of Hugging Face and
     none of their experts or adapters trains: there is no parameter for a group of experts then.
 
@@ -42,8 +42,7 @@ def groups_of_trained(engine: Any, layers: Sequence[HuggingFaceLayer]) -> Abstra
         engine: the engine; afterwards it has MoE layers again, as saving has to know.
         layers: the layers taken over.
     """
-    inner = [each.deepspeed_moe for each in layers]
-    trains = any(each.requires_grad for layer in inner for each in (*layer.parameters(), *adapters_of(layer)))
+    trains = any(each.requires_grad for layer in layers for each in (*layer.parameters(), *adapters_of(layer)))
     if trains or len(layers) < len(engine.fsmoe.layers):
         return nullcontext()
     return replaced(engine, "has_moe_layers", False)

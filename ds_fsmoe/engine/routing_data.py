@@ -166,10 +166,10 @@ class RoutingData:
     def _facts(self) -> RankFacts:
         layers, node = [], 0
         for name, layer in self._state.layers.items():
-            groups = layer.deepspeed_moe.fsmoe.groups
+            groups = layer.fsmoe.groups
             ep_ranks = (0,) if groups is None else groups.ranks_of("ep")
             node = 0 if groups is None else groups.topology.node_of_rank[groups.rank]
-            layers.append(RoutedLayer(name, layer.num_experts, tuple(ep_ranks)))
+            layers.append(RoutedLayer(name, layer.total_experts, tuple(ep_ranks)))
         return RankFacts(rank_now(), world_size_now(), tuple(layers), node)
 
     def _read(self, path: Path) -> Recording:
@@ -203,7 +203,7 @@ class RoutingData:
                 f"it was recorded on {recording.world_size} rank(s), of which {', '.join(map(str, recording.ranks))} "
                 f"are there, and here are {world_size}"
             )
-        here = {name: each.num_experts for name, each in self._state.layers.items()}
+        here = {name: each.total_experts for name, each in self._state.layers.items()}
         there = {each.path: each.num_experts for each in recording.ranks[rank].layers}
         if here != there:
             wrong = [f"{name} has {there.get(name, 'no')} experts there and {here.get(name, 'no')} here"
@@ -270,13 +270,13 @@ class RoutingData:
         found = {}
         for numbers in by_k.values():
             stacked = np.stack([arrays[each] for each in numbers], axis=1)
-            num_experts = [_num_experts(layers[each][1]) for each in numbers]
+            num_experts = [layers[each][1].total_experts for each in numbers]
             given = choices_on_device(stacked, self._state.running.device, num_experts, is_own)
             found |= {layers[each][0]: one for each, one in zip(numbers, given, strict=True)}
         return {label: found[label] for label in self._layers}
 
     def _check(self, array: np.ndarray, layer: Any, is_own: bool) -> None:
-        path, num_experts, gate = layer.fsmoe.path, _num_experts(layer), layer.gate
+        path, num_experts, gate = layer.fsmoe.path, layer.total_experts, layer.gate
         # The choices of a token; ``None``: a Hugging Face model's router has not run yet.
         k = getattr(getattr(gate, "settings", gate), "k", None)
         if k is not None and array.shape[1] != k:
@@ -344,7 +344,3 @@ def _integers(value: Any) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise ReplayError(f"routing to be replayed has dtype {array.dtype}: must be integers [tokens, layers, k]")
     return array
-
-
-def _num_experts(layer: Any) -> int:
-    return layer.fsmoe.total_experts if isinstance(layer, FSMoEExperts) else layer.num_local_experts * layer.ep_size

@@ -18,10 +18,8 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from torch import nn
 
 from ds_fsmoe.checkpoint.checkpoints import Checkpoints
-from ds_fsmoe.checkpoint.expert_files import write_parts
-from ds_fsmoe.checkpoint.layout import stock_layers
 from ds_fsmoe.checkpoint.ranks import replaced
-from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
+from ds_fsmoe.checkpoint.saving import whole_state_dict, write_parts
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.guards import write_script
 from ds_fsmoe.checkpoint_files.numbering import expert_name
@@ -31,6 +29,7 @@ from ds_fsmoe.engine.marked_experts import check_whole, refuse_parts
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking, origin_of
 from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.layer.parts import refuse_copy
+from ds_fsmoe.layer.stock_layer import StockMoE
 
 _LOAD_OPTIONS = (
     "load_module_strict",
@@ -144,7 +143,7 @@ class SavingEngine(DeepSpeedEngine):
     ) -> None:
         """Save the experts of Hugging Face models beside those that DeepSpeed knows."""
         with ExitStack() as stack:
-            for layer in stock_layers(self).values():
+            for layer in (each for each in self.module.modules() if isinstance(each, StockMoE)):
                 stack.enter_context(replaced(layer, "state_dict", _only_experts(layer.state_dict)))
             super()._save_moe_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
         write_parts(self, Path(save_dir) / tag, exclude_frozen_parameters)

@@ -20,19 +20,18 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ds_fsmoe import registry
-from ds_fsmoe.config.reading import ConfigError
-from ds_fsmoe.config.together import STAY
+from ds_fsmoe.config.reading import STAY, ConfigError
 from ds_fsmoe.distributed.agreement import DisagreementError, in_words
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.halves.splitter import Splitter
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.replay import Taped
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.stock_layer import StockMoE
+from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.moving import PlacementError
 from ds_fsmoe.placement.placements import Placements, obstacle_to_placement
 from ds_fsmoe.placement.watch import PlacementWatch
@@ -136,9 +135,7 @@ def check_engine_stages(model: Any) -> None:
             )
 
 
-def make_groups_on_every_stage(
-    model: nn.Module, layers: Mapping[str, StockMoE | HuggingFaceLayer], running: LayerRuntime
-) -> None:
+def make_groups_on_every_stage(model: nn.Module, layers: Mapping[str, ConvertedLayer], running: LayerRuntime) -> None:
     """Let every stage make the groups of the layers of all stages, which is collective: a stage may have no MoE layer.
     Collective itself.
 
@@ -150,8 +147,7 @@ def make_groups_on_every_stage(
     Raises:
         LayerError: no stage has a layer, or stages have layers that are spread differently; on every rank.
     """
-    inner = [each.deepspeed_moe for each in layers.values()]
-    own = dict.fromkeys((each.ep_size, each.fsmoe.tensor_parallel) for each in inner)
+    own = dict.fromkeys((each.ep_size, each.fsmoe.tensor_parallel) for each in layers.values())
     of_stages = [each for each in on_every_rank(list(own)) if each]
     if not of_stages:
         raise LayerError(
@@ -194,8 +190,7 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
     if asked == "off" or (asked == "auto" and state.autotune is None):
         state.why_whole = "off" if asked == "off" else "nothing is tried here"
         return
-    layers = {path: each.deepspeed_moe for path, each in state.layers.items()}
-    stock = [path for path, each in layers.items() if not isinstance(each, FSMoEExperts)]
+    stock = [path for path, each in state.layers.items() if not isinstance(each, FSMoEExperts)]
     # The same on every rank.
     if in_stages:
         state.why_whole = "a pipeline of stages has halves of its own: its micro-batches"
@@ -203,7 +198,7 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
         state.why_whole = f"{stock[0]} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
     else:
         agree = functools.partial(_hold_on_all, state.stage_group, state.running.device)
-        state.splitter = Splitter(model, layers, state.block.split_blocks, agree, state.keeps_batches_whole)
+        state.splitter = Splitter(model, state.layers, state.block.split_blocks, agree, state.keeps_batches_whole)
         state.why_whole = state.splitter.why_not
     if state.why_whole and asked == "on":
         log_on_rank_0(f'fsmoe.split_batch = "on": batches stay whole: {state.why_whole}')
@@ -217,12 +212,8 @@ def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: S
         device: on which they communicate.
         facts: those of this rank.
     """
-    if world_size_now() == 1:
-        return facts
-    held = torch.tensor([int(each) for each in facts], device=device)
-    with waiting("whether batches are split in halves"):
-        dist.all_reduce(held, dist.ReduceOp.MIN, group=group)
-        return [bool(each) for each in held.tolist()]
+    failing = most_of([float(not each) for each in facts], device, group, "whether batches are split in halves")
+    return [not each for each in failing]
 
 
 # ---- Lets the experts of an engine move, where its config asks for it
@@ -253,7 +244,7 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
             f'fsmoe.placement.policy = "{block.policy}": not yet with a PipelineModule, whose experts stay where they '
             'are; the choice is "off", without a file'
         )
-    paths = {layer.deepspeed_moe.label: path for path, layer in state.layers.items()}
+    paths = {layer.label: path for path, layer in state.layers.items()}
     layers = state.inner_layers
     obstacles = {label: obstacle_to_placement(layer) for label, layer in layers.items()}
     movable = {label: layer for label, layer in layers.items() if obstacles[label] is None}

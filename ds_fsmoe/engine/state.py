@@ -23,12 +23,13 @@ from ds_fsmoe.engine.way_back import forget_graph
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.halves.splitter import Splitter
-from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.layer.expert_checks import Uncut
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.experts_state import GivenRouter
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
-from ds_fsmoe.layer.unchunked import Uncut
+from ds_fsmoe.layer.state import ConvertedLayer
+from ds_fsmoe.layer.stock_layer import FSMoEGate
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
@@ -50,7 +51,7 @@ class FSMoEState:
     def __init__(
         self,
         block: FSMoEBlock,
-        layers: dict[str, StockMoE | HuggingFaceLayer],
+        layers: dict[str, ConvertedLayer],
         parts: Parts,
         running: LayerRuntime,
         stage_group: dist.ProcessGroup | None = None,
@@ -62,10 +63,9 @@ class FSMoEState:
         self.stage_group = stage_group
         """The ranks that run the same layers; ``None``: all."""
         self.layers = layers
-        self.inner_layers: dict[str, FSMoELayer] = {
-            each.deepspeed_moe.label: each.deepspeed_moe for each in layers.values()
-        }
-        """The MoE layers of this rank, by label."""
+        """The MoE layers of this rank, by path."""
+        self.inner_layers = {each.label: each for each in layers.values()}
+        """The same by label."""
         self.parts = parts
         self.running = running
         self.reduction: Reduction | None = None
@@ -108,7 +108,7 @@ class FSMoEState:
         self.paths: PathProfiler | None = None
         """The profiler that counts which experts follow which, where that is asked for."""
         if block.placement.profile_paths:
-            self.paths = PathProfiler({each.deepspeed_moe.label: each.num_experts for each in layers.values()})
+            self.paths = PathProfiler({label: each.total_experts for label, each in self.inner_layers.items()})
             running.instruments.append(self.paths.watch)
         self.routing: RoutingData | None = None
         """The object that records and replays routing, once the engine is complete."""
@@ -134,8 +134,11 @@ class FSMoEState:
         self.uncut.begin(self.inner_layers)
         running = self.running
         if steps_whole and self.stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
-            layers = {path: each for path, each in self.layers.items() if isinstance(each, HuggingFaceLayer)}
-            alone = [path for path, each in layers.items() if each.deepspeed_moe.ep_size * self.block.esp_size == 1]
+            alone = [
+                path
+                for path, each in self.layers.items()
+                if isinstance(each, FSMoEExperts) and each.ep_size * self.block.esp_size == 1
+            ]
             running.late_faults.begin_sharing(alone, running.device)
 
     def facts(self) -> dict[str, str]:

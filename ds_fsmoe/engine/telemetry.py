@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,7 +28,7 @@ from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.files.hiding import config_of
 from ds_fsmoe.files.runs import check_run_folder
 from ds_fsmoe.files.whole_files import OF_RECORD, ONE_EACH, OwnedError, Ownership, create
-from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace
 from ds_fsmoe.observing.instruments import LayerCall
@@ -118,15 +119,11 @@ def watch_ours(engine: Any) -> None:
     state = engine.fsmoe
     count_grouped_products(engine)
     layers = {
-        each.deepspeed_moe.label: _layer(path, each) | {"gate": type(each.deepspeed_moe.gate).__name__}
-        for path, each in state.layers.items()
+        each.label: _layer(path, each) | {"gate": type(each.gate).__name__} for path, each in state.layers.items()
     }
     facts = {"schedule": state.block.schedule, "chosen": state.chosen(), "layers": layers}
     facts["why_untuned"] = state.why_untuned
-    first = next(iter(state.layers.values()), None)
-    # The experts of a Hugging Face model are all there is of a layer; tokens come to them.
-    takes_tokens = first.deepspeed_moe if isinstance(first, HuggingFaceLayer) else first
-    record = _record(engine, state.block, facts, takes_tokens)
+    record = _record(engine, state.block, facts, next(iter(state.layers.values()), None))
     if record is not None:
         # The record outlives an engine that nobody has ended, and writes its end.
         autotune = (lambda: None) if state.autotune is None else weakref.ref(state.autotune)
@@ -148,7 +145,11 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
     """
     claim_folders(block)
     modules = engine.module.named_modules()
-    found = [(path, each) for path, each in modules if isinstance(each, MoE) or follows_contract(each)]
+    found = [
+        (path, each.deepspeed_moe if isinstance(each, MoE) else each)
+        for path, each in modules
+        if isinstance(each, MoE) or follows_contract(each)
+    ]
     layers = {f"L{index:02d}": _layer(path, each) for index, (path, each) in enumerate(found)}
     first = found[0][1] if found else None
     watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers}, first)]
@@ -195,12 +196,12 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
     return record
 
 
-def _layer(path: str, layer: nn.Module | HuggingFaceLayer) -> dict[str, Any]:
-    if not isinstance(layer, (MoE, HuggingFaceLayer)):
+def _layer(path: str, layer: nn.Module) -> dict[str, Any]:
+    if not isinstance(layer, (MOELayer, FSMoEExperts)):
         # Transformers' own experts: each rank has them all, and what a token takes is not theirs to know.
         return {"path": path, "experts": num_experts_of(layer), "ep_size": 1, "k": None}
-    gate = layer.deepspeed_moe.gate
-    return {"path": path, "experts": layer.num_experts, "ep_size": layer.ep_size, "k": getattr(gate, "k", None)}
+    experts = layer.num_local_experts * layer.ep_size
+    return {"path": path, "experts": experts, "ep_size": layer.ep_size, "k": getattr(layer.gate, "k", None)}
 
 
 # ---- Reports what an engine of ours measured at the end of its steps: to DeepSpeed's monitors, and to the
@@ -228,7 +229,7 @@ class Telemetry:
         self.record: Record | None = None
         """The record of the run, if there is to be one."""
         self.routers: RouterMetrics | None = None
-        self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
+        self._layers = state.inner_layers
         self._decided: list[dict[str, Any]] = []
         self._hooks: list[RemovableHandle] = []
         self._shapes: dict[str, CallShape] = {}
@@ -245,7 +246,7 @@ class Telemetry:
         (listens,) = most_of([float(engine.monitor.enabled or block.record.dir is not None)], state.running.device)
         if not listens:
             return
-        sizes = {label: (each.num_experts, _num_copies(each)) for label, each in self._layers.items()}
+        sizes = {label: (each.total_experts, _num_copies(each)) for label, each in self._layers.items()}
         # Of the engine itself: what it does not have it looks for in the user's model.
         self.routers = RouterMetrics(sizes, state.running.device, vars(engine).get("stage_id"))
         state.running.instruments.append(self._watch)
@@ -279,8 +280,8 @@ class Telemetry:
                 record.measured(job_as_data(replace(result.job, kinds=kinds)), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
-            layers, mode = state.inner_layers, mode_of(state.block.schedule, state.block.gradient_partition.mode)
-            of_layers = self._shapes, layers, state.block, state.running.links, mode, micro_batches, choices
+            mode = mode_of(state.block.schedule, state.block.gradient_partition.mode)
+            of_layers = self._shapes, self._layers, state.block, state.running.links, mode, micro_batches, choices
             record.measured(called_as_data(*of_layers))
             self._recorded = self._shapes
 
@@ -290,9 +291,7 @@ class Telemetry:
 
     def _watch_own_routers(self) -> None:
         """Look at the routers that are the model's own where they give their logits; experts see their choices only."""
-        experts = {
-            label: each.deepspeed_moe for label, each in self._layers.items() if isinstance(each, HuggingFaceLayer)
-        }
+        experts = {label: each for label, each in self._layers.items() if isinstance(each, FSMoEExperts)}
         found = router_outputs(self._engine.module, experts) if experts else {}
         for label, output in found.items():
             self._hooks.append(self.routers.watch(output, experts[label], label))
@@ -303,7 +302,7 @@ class Telemetry:
             )
 
     def _gates(self) -> dict[str, Any]:
-        return {label: each.deepspeed_moe.gate for label, each in self._layers.items()}
+        return {label: each.gate for label, each in self._layers.items()}
 
     def _listen(self, next_step: int) -> None:
         # Steps are counted from 1 on in what people are shown.
@@ -370,16 +369,15 @@ class Telemetry:
             found["gradients/sent_again"] = reduction.reducer.sent_again
         if self._is_detailed:
             for label, layer in self._layers.items():
-                pipeline = layer.deepspeed_moe.pipeline
-                found[f"{label}/forward/num_chunks"] = pipeline.forward.block.degree
-                found[f"{label}/backward/num_chunks"] = pipeline.backward.block.degree
+                found[f"{label}/forward/num_chunks"] = layer.pipeline.forward.block.degree
+                found[f"{label}/backward/num_chunks"] = layer.pipeline.backward.block.degree
         return found
 
     def plans_changed(self) -> None:
         """Take note that layers are run by other plans from now on."""
         if self.record is None:
             return
-        pipelines = {label: each.deepspeed_moe.pipeline for label, each in self._layers.items()}
+        pipelines = {label: each.pipeline for label, each in self._layers.items()}
         # In the step that is under way something has been measured.
         now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
         self.record.plans(plans_as_data(pipelines, self._state.autotune) | now)
@@ -395,6 +393,6 @@ class Telemetry:
 
 def _num_copies(layer: Any) -> int:
     """Return the number of ranks that come to a layer with the same tokens."""
-    state = layer.deepspeed_moe.fsmoe
+    state = layer.fsmoe
     is_copied = state.mp_group is not None and state.tensor_parallel.same_tokens
     return state.mp_group.size() if is_copied else 1

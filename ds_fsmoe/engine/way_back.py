@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
@@ -17,8 +18,17 @@ from ds_fsmoe.components.expert_compute.contract import OWN_NAMES
 from ds_fsmoe.config.reading import BLOCK
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.engine.convert_layers import check_left, restore_stock
-from ds_fsmoe.engine.cut_experts import join_parts, wrappers_around
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, loaded_in, own_class_of, replace_all
+from ds_fsmoe.engine.cut_experts import wrappers_around
+from ds_fsmoe.layer.expert_shard import Origin
+from ds_fsmoe.layer.experts_layer import (
+    FSMoEExperts,
+    is_left,
+    leave_alone,
+    let_run,
+    loaded_in,
+    own_class_of,
+    replace_all,
+)
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
@@ -236,9 +246,6 @@ def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> N
 # its part. The next engine takes that as it is, where it is to have the same part.
 
 
-_LEFT = "fsmoe_left"
-"""The attribute of a module that an engine has left, and no other has taken up: (the hook by which it refuses to run,
-where each of its experts lies, if they have moved)."""
 _DEEPSPEEDS = (
     *("_dp_group", "_hp_mapping", "_index_in_param_group", "_z3_optimizer", "grad_accum", "is_external_param"),
     *("nvme_swapper", "param_idx_in_group"),
@@ -265,12 +272,7 @@ def leave_experts(module: FSMoEExperts) -> None:
         around = around.base_layer
     module.__class__ = own_class_of(module)
     del module.fsmoe
-    setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), state.places()))
-
-
-def is_left(module: nn.Module) -> bool:
-    """Return whether an engine has left a module, which no other one has taken up since."""
-    return hasattr(module, _LEFT)
+    leave_alone(module, places=state.places())
 
 
 def take_up(
@@ -289,8 +291,7 @@ def take_up(
     """
     if not is_left(module):
         return {}
-    handle, places = vars(module).pop(_LEFT)
-    handle.remove()
+    places = let_run(module)
     if places is None and wanted and all(part_of(getattr(module, name)) == part for name, part in wanted.items()):
         return {}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -304,8 +305,9 @@ def take_up(
             if hasattr(each, "num_experts"):
                 each.num_experts = part.num_experts
         if part.num_parts > 1 or places is not None:
+            origin = Origin(name, part, stock_groups._get_expert_parallel_group(left.group_name), lambda: places)
             with gathered([left]):
-                whole = nn.Parameter(join_parts(left, places), requires_grad=left.requires_grad)
+                whole = nn.Parameter(origin.whole(left), requires_grad=left.requires_grad)
             vars(whole).update(vars(left))
             strip(whole)
             setattr(holder, name, whole)
@@ -337,13 +339,6 @@ def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
         is_known = name in (*OURS, *_DEEPSPEEDS) or name.startswith("ds_")
         if name not in keeps and (is_known or owner.startswith(("deepspeed.", "ds_fsmoe."))):
             delattr(parameter, name)
-
-
-def _refuse(module: nn.Module, inputs: Any) -> None:
-    raise LayerError(
-        f"{type(module).__name__} has this rank's experts only and no engine any more: give the model to "
-        "ds_fsmoe.initialize, or call ds_fsmoe.make_whole(model) on every rank"
-    )
 
 
 # ---- Lets an engine go that a script drops without ending it, with its model, its threads and its files

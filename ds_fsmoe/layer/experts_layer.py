@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,11 +50,6 @@ class FSMoEExperts(ConvertedLayer):
     def gate(self) -> GivenRouter:
         """What stands for the model's router."""
         return self.fsmoe.gate
-
-    @property
-    def experts(self) -> nn.Module:
-        """The module with the experts' parameters: this one."""
-        return self
 
     @property
     def ep_size(self) -> int:
@@ -203,57 +197,6 @@ def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
     return type(module).__bases__[1]
 
 
-@dataclass(frozen=True)
-class HuggingFaceLayer:
-    """Shows a module of experts as others see a ``deepspeed.moe.layer.MoE``."""
-
-    deepspeed_moe: FSMoEExperts
-
-    enable_expert_tensor_parallelism = False
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts of all ranks."""
-        return self.deepspeed_moe.fsmoe.total_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        """The number of experts of this rank."""
-        return self.deepspeed_moe.num_local_experts
-
-    @property
-    def ep_size(self) -> int:
-        """The ranks over which the experts are spread."""
-        return self.deepspeed_moe.ep_size
-
-    @property
-    def expert_group_name(self) -> str:
-        """DeepSpeed's name of these ranks."""
-        return self.deepspeed_moe.ep_group_name
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of the experts."""
-        return self.deepspeed_moe.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters of the experts by name."""
-        return self.deepspeed_moe.named_parameters()
-
-
-def routing_of_choices(
-    index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int, chosen_KS: torch.Tensor | None = None
-) -> Routing:
-    """Return a router's choices as a decision of ours.
-
-    Args:
-        index_SK: [S, K] integers: experts, or E for none.
-        weights_SK: [S, K] float.
-        num_experts: E.
-        chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
-    """
-    return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
-
-
 def _route_as_chosen(
     index_SK: torch.Tensor,
     weights_SK: torch.Tensor,
@@ -263,8 +206,16 @@ def _route_as_chosen(
     used_token_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> Routing:
-    """Decide as the model's router did; the last three arguments, which every gate gets, change nothing."""
-    return routing_of_choices(index_SK, weights_SK, num_experts, chosen_KS)
+    """Decide as the model's router did; the last three arguments, which every gate gets, change nothing.
+
+    Args:
+        index_SK: [S, K] integers: experts, or E for none.
+        weights_SK: [S, K] float.
+        num_experts: E.
+        chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
+        x_SM, used_token_S, group: as every gate gets them.
+    """
+    return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
 
 
 # ---- Stands before PEFT's wrapper around a parameter of experts, which on each rank has the adapters of its
@@ -328,46 +279,61 @@ class FSMoEParamWrapper(OpaqueModule):
         return self.adapter(adapter_name).delta(contract.is_transposed).to(weight.device, weight.dtype)
 
 
-# ---- Marks modules of experts that were loaded with this rank's experts only and have no engine yet
+# ---- Marks modules that have this rank's experts only and no engine: loaded by parts, or left by an engine
 
 
-_PART, _HANDLE = "fsmoe_loaded_part", "fsmoe_loaded_handle"
+_LEFT = "fsmoe_left"
+"""The attribute of such a module: (the hook by which it refuses to run, the part that it was loaded with or ``None``,
+where each of its experts lies if an engine has moved them)."""
 
 
-def mark_loaded(module: nn.Module, part: ExpertPart) -> None:
-    """Let a module of experts know which part of all experts it has, and refuse to run until it has an engine."""
-    setattr(module, _PART, part)
-    setattr(module, _HANDLE, module.register_forward_pre_hook(_refuse))
+def leave_alone(module: nn.Module, loaded: ExpertPart | None = None, places: Sequence[int] | None = None) -> None:
+    """Let a module of experts refuse to run until it has an engine.
+
+    Args:
+        module: the module, whose parameters say which parts they are.
+        loaded: the part that it was loaded with; ``None``: an engine has left it.
+        places: where each of its experts lies among those of all ranks, if they have moved.
+    """
+    setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), loaded, places))
+
+
+def let_run(module: nn.Module) -> Sequence[int] | None:
+    """Let a marked module run, as it has an engine or all experts, and return where its experts lie if they moved."""
+    handle, _, places = vars(module).pop(_LEFT)
+    handle.remove()
+    return places
 
 
 def loaded_part(module: nn.Module) -> ExpertPart | None:
-    """Return the part that a module was loaded with, ``None`` for one that has all experts or an engine."""
-    return getattr(module, _PART, None)
+    """Return the part that a module was loaded with, ``None`` for one that has all experts or has had an engine."""
+    return getattr(module, _LEFT, (None, None))[1]
 
 
 def loaded_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertPart]]:
-    """Return (name, module, part) of every marked module of a model."""
+    """Return (name, module, part) of every module of a model that was loaded by parts."""
     for name, module in model.named_modules():
         if (part := loaded_part(module)) is not None:
             yield name, module, part
 
 
-def unmark_loaded(module: nn.Module) -> None:
-    """Let a marked module run: it has an engine."""
-    if loaded_part(module) is not None:
-        getattr(module, _HANDLE).remove()
-        delattr(module, _PART)
-        delattr(module, _HANDLE)
+def is_left(module: nn.Module) -> bool:
+    """Return whether an engine has left a module, which no other one has taken up since."""
+    return hasattr(module, _LEFT) and loaded_part(module) is None
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:
-    part = loaded_part(module)
-    if part is not None:
+    kind, part = type(module).__name__, loaded_part(module)
+    if part is None:
         raise LayerError(
-            f"{type(module).__name__} has {part.num_local} of {part.num_experts} experts, those of rank {part.ep_rank} "
-            f"of {part.ep_size}, and no engine: give the model to ds_fsmoe.initialize before it runs, or load it whole "
-            'within ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
+            f"{kind} has this rank's experts only and no engine any more: give the model to ds_fsmoe.initialize, or "
+            "call ds_fsmoe.make_whole(model) on every rank"
         )
+    raise LayerError(
+        f"{kind} has {part.num_local} of {part.num_experts} experts, those of rank {part.ep_rank} of {part.ep_size}, "
+        "and no engine: give the model to ds_fsmoe.initialize before it runs, or load it whole within "
+        'ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
+    )
 
 
 # ---- Makes the use of a parameter an error that a model had before its experts were spread, or put together

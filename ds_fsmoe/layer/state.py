@@ -246,7 +246,8 @@ class LayerState:
     plan: LayerPlan | None = None
     """The plan applied last; a layer that is run uncut has one chunk whatever it says."""
     why_uncut: str = ""
-    """The reason why the layer must not be cut, see :class:`~ds_fsmoe.layer.unchunked.Uncut`; empty where it may be."""
+    """The reason why the layer must not be cut, see :class:`~ds_fsmoe.layer.expert_checks.Uncut`; empty where it may
+    be."""
     groups: FSMoEGroups | None = None
     """The process groups of a layer in an engine."""
     duplicates: TensorParallelTokens | None = None
@@ -485,6 +486,11 @@ class ConvertedLayer(OpaqueModule):
     def pipeline(self) -> LayerPipeline | None:
         """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
+
+    @property
+    def total_experts(self) -> int:
+        """The number of experts of all ranks."""
+        return self.num_local_experts * self.ep_size
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the layer, alone or with the model around, unless it has an engine and a script asks.

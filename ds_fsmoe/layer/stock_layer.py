@@ -323,8 +323,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
     def through_operator(self, *args: Any) -> torch.Tensor:
         """Return what a call returns, in compiled code, and leave behind what it leaves."""
         second = args[1] if len(args) > 1 else None
-        num_experts = self.num_local_experts * self.ep_size
-        result, self.l_aux, self.exp_counts = self.call_operator(args[0], second, num_experts=num_experts)
+        result, self.l_aux, self.exp_counts = self.call_operator(args[0], second, num_experts=self.total_experts)
         return result
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.max_file_gb > 0:
         raise ValueError(f"--max-file-gb {args.max_file_gb:g}: must be more than 0")
     from ds_fsmoe.checkpoint_files import convert
-    from ds_fsmoe.checkpoint_files.names import read_rename
+    from ds_fsmoe.checkpoint_files.numbering import read_rename
     from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
     renames = [read_rename(each) for each in args.rename]
