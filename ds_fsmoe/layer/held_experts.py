@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
+from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.waits import waiting
@@ -227,7 +227,7 @@ class AllOnHost:
         """Have the experts of this table."""
         self._experts = table.experts_of_rank[self._rank]
 
-    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
         """Return one call of the experts of the last table."""
         return self._called(self._experts, rows, x_RM)
 
@@ -285,7 +285,7 @@ class Buffered:
                         buffer[row].copy_(weight, non_blocking=True)
         self._held = list(experts)
 
-    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
         """Return one call of the experts of the last table."""
         self._finish()
         if self._called is None:
