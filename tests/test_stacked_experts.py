@@ -278,3 +278,21 @@ def test_a_weight_that_changes_before_its_backward_is_refused() -> None:
         module.down_proj.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
         call.backward(0, 4, torch.ones_like(y_NecM))
+
+
+def test_a_forward_of_its_own_that_is_called_again_draws_the_same_numbers_and_none_besides() -> None:
+    torch.manual_seed(0)
+    module = Experts(FLAGS[0], 8, 12)
+
+    def own_forward(x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        return module(F.dropout(x_SM, 0.5), index_SK, weights_SK)
+
+    x_NecM, found = torch.randn(1, NUM_EXPERTS, 4, 8), []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        call = StackedExperts(module, contract_of(module), own_forward).call(True, recompute=recompute)
+        y_NecM = call.forward(0, 4, x_NecM)
+        drawn = torch.rand(3)
+        dx_NecM = call.backward(0, 4, torch.ones_like(y_NecM))
+        found.append([y_NecM, dx_NecM, *call.gradients(), drawn, torch.rand(3)])
+    assert all(map(torch.equal, *found))
