@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
-from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
+from ds_fsmoe.components.expert_compute.autograd_call import AutogradCall
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.expert_call import ExpertCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 
@@ -110,7 +111,7 @@ def is_written(layer: ExpertSet) -> bool:
 
 def calls_modules(call: ExpertCall) -> bool:
     """Whether autograd differentiates an expert of it."""
-    return any(isinstance(run.call, GraphCall) for run in call._runs)
+    return any(isinstance(run.call, AutogradCall) for run in call._runs)
 
 
 def assert_gradients(

@@ -108,15 +108,10 @@ class Copies:
     def __init__(self) -> None:
         self.parameters = (nn.Parameter(torch.zeros(1)),)
 
-    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> Copies:
+    def call(self, needs_backward: bool, rows: Any = None, x_RM: Any = None, **options: bool) -> Copies:
         return self
 
-    def call_rows(
-        self, needs_backward: bool, rows: Any, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> CopiesOfRows:
-        return CopiesOfRows()
-
-    def forward(self, start: int, stop: int, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, start: int, stop: int, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         return rows.clone()
 
     backward = forward
@@ -132,15 +127,6 @@ class Copies:
 
     def rows(self) -> list[torch.Tensor]:
         return []
-
-
-class CopiesOfRows(Copies):
-    """The same for rows."""
-
-    def forward(self, chunk: int, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return rows.clone()
-
-    backward = forward
 
 
 def sizes_of_rows(pipeline: LayerPipeline, num_experts: int) -> RowSizes:

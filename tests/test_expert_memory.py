@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.saved import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedTensors
 from tests.expert_cases import (
     EVERY,
     EVERY_WRITTEN,
@@ -146,7 +146,7 @@ def test_announcing_other_cuts_keeps_no_graph() -> None:
 
 
 def test_cuts_are_read_without_copying_where_they_can_be() -> None:
-    cuts = SavedActivations()
+    cuts = SavedTensors()
     parts = rows(2, 13, 5).split([6, 0, 7], dim=1)
     for (start, stop), part in zip(bounds([6, 0, 7]), parts, strict=True):
         cuts.put(start, stop, (part.contiguous(), None))
@@ -162,13 +162,13 @@ def test_cuts_are_read_without_copying_where_they_can_be() -> None:
         cuts.take(5, 14)
     with pytest.raises(ValueError, match=r"slots \[4, 7\) were given twice: \[0, 6\) came before"):
         cuts.put(4, 7, (None, None))
-    gap = SavedActivations()
-    gap.put(0, 3, (torch.zeros(2, 3),))
-    gap.put(5, 8, (torch.zeros(2, 3),))
+    gap = SavedTensors()
+    gap.put(0, 3, (torch.zeros(2, 3, 5),))
+    gap.put(5, 8, (torch.zeros(2, 3, 5),))
     with pytest.raises(ValueError, match=r"slots \[2, 7\): only \[0, 3\), \[5, 8\) came through"):
         gap.take(2, 7)
     with pytest.raises(ValueError, match="nothing has come through the forward yet"):
-        SavedActivations().take(0, 1)
+        SavedTensors().take(0, 1)
 
 
 # ---- parameters

@@ -294,15 +294,15 @@ def test_what_is_remembered_holds_no_memory_that_parameters_have_left() -> None:
     call = layer.call(True)
     forward(call, rows(2, 3, C, M), [13])
     (run,) = call._runs
-    assert run.call._stacks  # the weights as one, for as long as a run lasts
+    assert run.call.experts._stacks  # the weights as one, for as long as a run lasts
     kept = call.release()
-    assert not run.call._stacks
-    assert run.call._form_of_slots is None
+    assert not run.call.experts._stacks
+    assert run.call.experts._of_slots is None
     call.restore(kept)
     backward(call, rows(2, 3, C, M), [13])
     call.release()
-    assert not run.call._stacks
-    assert run.call._form_of_slots is None
+    assert not run.call.experts._stacks
+    assert run.call.experts._of_slots is None
 
 
 @pytest.mark.parametrize("first", [20, 50])
@@ -316,7 +316,7 @@ def test_the_first_cut_says_whether_all_go_at_once_and_any_others_are_read(first
         for sizes in ([20, 50, 30], [100], [10, 20, 60, 10], [5, 5, 10, 45, 15, 20]):
             call = ExpertSet(experts).call(True, same_cuts=False, recompute=recompute)
             torch.testing.assert_close(forward(call, x_NeCM, [first, 70 - first, 30]), y_NeCM, rtol=0, atol=1e-12)
-            assert len(call._runs[0].call.stores) == (1 if first == 20 else 3)
+            assert len(call._runs) == (1 if first == 20 else 3)
             call.restore(call.release())
             torch.testing.assert_close(backward(call, dy_NeCM, sizes), dx_NeCM, rtol=0, atol=1e-12)
             assert_gradients(call.gradients(), gradients, atol=1e-12)

@@ -10,9 +10,9 @@ import torch
 
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.expert_call import sizes_of_call
 from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
-from ds_fsmoe.components.expert_compute.row_call import sizes_of_call
-from ds_fsmoe.components.expert_compute.saved import SavedRows
+from ds_fsmoe.components.expert_compute.saved import SavedTensors
 from tests.expert_cases import make_experts, rows
 from tests.live_memory import LiveMemory
 
@@ -41,12 +41,12 @@ def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chun
         assert kind == "bottleneck" or lay_side_by_side(made)
         experts += made
     sizes = torch.tensor(SIZES)
-    call_rows = sizes_of_call(SIZES, sizes.cumsum(1).to(torch.int32))
+    sizes_of_chunks = sizes_of_call(SIZES, sizes.cumsum(1).to(torch.int32))
     x, dy = (rows(int(sizes.sum()), M, seed=seed, dtype=torch.float32) for seed in (1, 2))
-    call = ExpertSet(experts).call_rows(True, call_rows, x, recompute=way == "recomputed")
+    call = ExpertSet(experts).call(True, sizes_of_chunks, x, recompute=way == "recomputed")
     chunks = list(itertools.pairwise([0, *sizes.sum(1).cumsum(0).tolist()]))
-    y = torch.cat([call.forward(chunk, x[start:stop]) for chunk, (start, stop) in enumerate(chunks)])
-    dx = torch.cat([call.backward(chunk, dy[start:stop]) for chunk, (start, stop) in enumerate(chunks)])
+    y = torch.cat([call.forward(start, stop, x[start:stop]) for start, stop in chunks])
+    dx = torch.cat([call.backward(start, stop, dy[start:stop]) for start, stop in chunks])
     assert counts["products"] > 0, "nothing was computed together"
     # Of each row its expert: chunk by chunk, expert by expert.
     of_row = torch.arange(len(experts)).repeat(len(SIZES)).repeat_interleave(sizes.flatten())
@@ -65,14 +65,15 @@ def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chun
 
 @pytest.mark.parametrize("order", [None, torch.tensor([4, 0, 1, 3, 2])], ids=["same chunks", "other chunks"])
 def test_what_was_kept_goes_when_the_last_chunk_that_needs_it_has_read_it(order: torch.Tensor | None) -> None:
-    saved, left = SavedRows(order, (0, 3, 5)), []
+    saved, left = SavedTensors(order), []
+    cuts = (0, 3), (3, 5)
     with LiveMemory() as memory:
-        for chunk, size in enumerate((3, 2)):
-            saved.put(chunk, (torch.ones(size, M), None))
+        for start, stop in cuts:
+            saved.put(start, stop, (torch.ones(stop - start, M), None))
         saved.restore(iter(saved.release()))
-        for chunk in range(2):
+        for start, stop in cuts:
             left.append(memory.live)
-            saved.take(chunk)
+            saved.take(start, stop)
         left.append(memory.live)
     # Chunks of other rows need those of all.
     whole, second = 5 * M * 4, 2 * M * 4

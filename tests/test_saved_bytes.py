@@ -18,8 +18,9 @@ from torch import nn
 from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
 from ds_fsmoe.checks.first_forwards import SavedBytes, describe, saved_bytes
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
-from ds_fsmoe.components.expert_compute.saved import SavedActivations
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.expert_call import ExpertCall
+from ds_fsmoe.components.expert_compute.saved import SavedTensors
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import make_groups
@@ -258,9 +259,9 @@ def test_an_engine_says_once_before_the_first_backward_what_its_layers_keep(bloc
 # ---- what has come back from autograd goes when it has been read
 
 
-def pieces(*sizes: int) -> tuple[SavedActivations, list[weakref.ref]]:
+def pieces(*sizes: int) -> tuple[SavedTensors, list[weakref.ref]]:
     """Cuts that have given their tensors away and got them back, and where these are."""
-    cuts, start = SavedActivations(), 0
+    cuts, start = SavedTensors(), 0
     for size in sizes:
         cuts.put(start, start + size, (torch.randn(2, size, 3), None))
         start += size

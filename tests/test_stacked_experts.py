@@ -59,19 +59,15 @@ class Experts(nn.Module):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    of_experts: list[int]
-
-
-@dataclass(frozen=True)
 class Phase:
-    chunks: list[Chunk]
+    of_experts: list[list[int]]
+    places: list[int]
     ends: torch.Tensor
 
     @staticmethod
     def of(sizes: list[list[int]]) -> Phase:
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(1).to(torch.int32)
-        return Phase([Chunk(each) for each in sizes], ends)
+        return Phase(sizes, [*itertools.accumulate(map(sum, sizes), initial=0)], ends)
 
 
 @dataclass(frozen=True)
@@ -133,21 +129,20 @@ def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other
     order = torch.tensor([sent.index(each) for each in returned]) if other_cuts else None
     forward = Phase.of(FORWARD)
     rows = Rows(forward, Phase.of(BACKWARD) if other_cuts else forward, order)
-    call = experts.call_rows(True, rows, x_RM.detach(), recompute=way == "recomputed")
+    call = experts.call(True, rows, x_RM.detach(), same_cuts=not other_cuts, recompute=way == "recomputed")
     found_y, found_dx = torch.empty_like(x_RM), torch.empty_like(x_RM)
-    for chunk, numbers in enumerate(split(sent, FORWARD)):
-        found_y[numbers] = call.forward(chunk, x_RM.detach()[numbers])
+    for place, numbers in split(sent, rows.forward):
+        found_y[numbers] = call.forward(*place, x_RM.detach()[numbers])
     call.restore(call.release())
-    for chunk, numbers in enumerate(split(returned, BACKWARD if other_cuts else FORWARD)):
-        found_dx[numbers] = call.backward(chunk, dy_RM[numbers])
+    for place, numbers in split(returned, rows.backward):
+        found_dx[numbers] = call.backward(*place, dy_RM[numbers])
     torch.testing.assert_close(found_y, y_RM.detach(), rtol=1e-12, atol=1e-12)
     for ours, theirs in zip((found_dx, *call.gradients()), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def split(numbers: list[int], sizes: list[list[int]]) -> list[list[int]]:
-    bounds = [0, *itertools.accumulate(sum(each) for each in sizes)]
-    return [numbers[first:last] for first, last in itertools.pairwise(bounds)]
+def split(numbers: list[int], phase: Phase) -> list[tuple[tuple[int, int], list[int]]]:
+    return [((start, stop), numbers[start:stop]) for start, stop in itertools.pairwise(phase.places)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,11 +199,10 @@ def test_of_large_weights_only_the_first_chunk_writes_the_whole_gradient(
         torch.manual_seed(0)
         module = Experts(flags, 16, 24).to(dtype)
         rows = Rows(phase := Phase.of(sizes), phase, None)
-        call = StackedExperts(module, contract_of(module)).call_rows(True, rows, torch.empty(0, 16, dtype=dtype))
-        for chunk, of_experts in enumerate(sizes):
-            call.forward(chunk, torch.randn(sum(of_experts), 16).to(dtype))
-        for chunk, of_experts in enumerate(sizes):
-            call.backward(chunk, torch.randn(sum(of_experts), 16).to(dtype))
+        call = StackedExperts(module, contract_of(module)).call(True, rows, torch.empty(0, 16, dtype=dtype))
+        for way in (call.forward, call.backward):
+            for start, stop in itertools.pairwise(phase.places):
+                way(start, stop, torch.randn(stop - start, 16).to(dtype))
         results[limit] = call.gradients()
         whole = 2 * len(sizes) if is_grouped and limit else 2 if dtype == torch.float32 else 4
         assert len(written) == whole
@@ -284,3 +278,21 @@ def test_a_weight_that_changes_before_its_backward_is_refused() -> None:
         module.down_proj.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
         call.backward(0, 4, torch.ones_like(y_NecM))
+
+
+def test_a_forward_of_its_own_that_is_called_again_draws_the_same_numbers_and_none_besides() -> None:
+    torch.manual_seed(0)
+    module = Experts(FLAGS[0], 8, 12)
+
+    def own_forward(x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        return module(F.dropout(x_SM, 0.5), index_SK, weights_SK)
+
+    x_NecM, found = torch.randn(1, NUM_EXPERTS, 4, 8), []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        call = StackedExperts(module, contract_of(module), own_forward).call(True, recompute=recompute)
+        y_NecM = call.forward(0, 4, x_NecM)
+        drawn = torch.rand(3)
+        dx_NecM = call.backward(0, 4, torch.ones_like(y_NecM))
+        found.append([y_NecM, dx_NecM, *call.gradients(), drawn, torch.rand(3)])
+    assert all(map(torch.equal, *found))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.row_call import sizes_of_call
+from ds_fsmoe.components.expert_compute.expert_call import sizes_of_call
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.ops import Ops
@@ -206,10 +206,10 @@ class Computation:
         rows = sizes_of_call([[num_rows] * self._local_e], ends_e.unsqueeze(0))
         x_RM = self._randn(self._local_e * num_rows, width)
         if not is_backward:
-            return lambda: experts.call_rows(False, rows, x_RM).forward(0, x_RM)
-        call, dy_RM = experts.call_rows(True, rows, x_RM), self._randn(len(x_RM), width)
-        call.forward(0, x_RM)
-        return lambda: (call.backward(0, dy_RM), call.gradients())
+            return lambda: experts.call(False, rows, x_RM).forward(0, len(x_RM), x_RM)
+        call, dy_RM = experts.call(True, rows, x_RM), self._randn(len(x_RM), width)
+        call.forward(0, len(x_RM), x_RM)
+        return lambda: (call.backward(0, len(x_RM), dy_RM), call.gradients())
 
 
 def _works(block: BlockWork) -> list[Work]:

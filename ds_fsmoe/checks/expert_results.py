@@ -8,6 +8,7 @@ each optimizer step.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.pipeline import WholeExperts
@@ -149,28 +150,20 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
 
-    def call(self, *args: Any, **options: Any) -> ExpertCall:
+    def call(self, needs_backward: bool, rows: CallRows | None = None, *args: Any, **options: Any) -> ExpertCall:
         """Return an :class:`ExpertCall` that is checked when it goes forward."""
-        call = self._experts.call(*args, **options)
-        forward = call.forward
+        call = self._experts.call(needs_backward, rows, *args, **options)
+        forward, sizes = call.forward, {}
+        if rows is not None:
+            sizes = dict(zip(itertools.pairwise(rows.forward.places), rows.forward.of_experts, strict=True))
 
-        def watched(start: int, stop: int, x_NeCM: torch.Tensor) -> torch.Tensor:
-            y_NeCM = forward(start, stop, x_NeCM)
-            self._results.look(self._path, x_NeCM, y_NeCM)
-            return y_NeCM
-
-        call.forward = watched  # type: ignore[method-assign]
-        return call
-
-    def call_rows(self, needs_backward: bool, rows: CallRows, *args: Any, **options: Any) -> RowCall:
-        """Return a :class:`RowCall` that is checked when it goes forward."""
-        call = self._experts.call_rows(needs_backward, rows, *args, **options)
-        forward = call.forward
-
-        def watched(chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
-            y_RM = forward(chunk, x_RM)
-            self._results.look_at_rows(self._path, x_RM, y_RM, rows.forward.chunks[chunk].of_experts)
-            return y_RM
+        def watched(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+            y = forward(start, stop, x)
+            if rows is None:
+                self._results.look(self._path, x, y)
+            else:
+                self._results.look_at_rows(self._path, x, y, sizes[start, stop])
+            return y
 
         call.forward = watched  # type: ignore[method-assign]
         return call

@@ -67,12 +67,18 @@ def half_now() -> Half | None:
 class CallOfExperts(Protocol):
     """One call of this rank's experts; keeps what its backward needs."""
 
-    def forward(self, *place_and_rows: Any) -> torch.Tensor:
-        """Return the results of a chunk: ``(start, stop, x_NecM)``, cuts of the capacity, or ``(number, x_RM)``."""
+    def forward(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the results of a chunk, slots [N, e, stop - start, M] or rows [stop - start, M] of the phase."""
 
-    def backward(self, *place_and_gradients: Any) -> torch.Tensor:
-        """Return the gradients of the rows of a chunk, as :meth:`forward`; of rows also ``(number, dy_RM, weights_R,
-        gradients_R)``, with the memory for the weights' gradients."""
+    def backward(
+        self,
+        start: int,
+        stop: int,
+        dy: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the gradients of the rows of a chunk; of rows with weights also add to these weights' gradients."""
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 

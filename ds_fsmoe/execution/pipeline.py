@@ -46,10 +46,14 @@ class LayerExperts(Protocol):
 
     parameters: tuple[torch.nn.Parameter, ...]
 
-    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> CallOfExperts: ...
-
-    def call_rows(
-        self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
+    def call(
+        self,
+        needs_backward: bool,
+        rows: RowSizes | None = None,
+        x_RM: torch.Tensor | None = None,
+        *,
+        same_cuts: bool = True,
+        recompute: bool = False,
     ) -> CallOfExperts: ...
 
 
@@ -207,10 +211,8 @@ class LayerPipeline:
                 tell(sizes)
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, layout, experts, hook, needs_backward, weights_R)
-        if not isinstance(layout, SlotLayout):
-            call = experts.call_rows(needs_backward, layout.sizes, x_RM, recompute=self.recompute)
-        else:
-            call = experts.call(needs_backward, same_cuts=layout.same_cuts, recompute=self.recompute)
+        rows = None if isinstance(layout, SlotLayout) else layout.sizes
+        call = experts.call(needs_backward, rows, x_RM, same_cuts=layout.same_cuts, recompute=self.recompute)
         half = half_now() if self.forward.in_halves else None
         of_call = Call(self, layout, call, hook, half)
         if not needs_backward and half is None:

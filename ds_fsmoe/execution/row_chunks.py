@@ -116,8 +116,8 @@ class RowChunks(Chunks):
         return self._collectives.gather_rows(x_RM, self._sizes.chunks[chunk])
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
-        """Call ``body(chunk, rows)`` with the rows expert by expert."""
-        return self._as_they_came(chunk, body(chunk, self._by_expert(chunk, x_RM)))
+        """Call ``body(start, stop, rows)`` with the rows expert by expert."""
+        return self._as_they_came(chunk, body(*self._sizes.places[chunk : chunk + 2], self._by_expert(chunk, x_RM)))
 
     def whole(self, x_RM: torch.Tensor) -> torch.Tensor:
         """Return the rows at the experts as experts are called as one module, [1, e, c, M]: the shorter ones with
@@ -245,16 +245,17 @@ class NodeChunks(RowChunks):
         return carry(self._wire_in, copies_RM, lambda x: self._links.exchange_inside(x, sizes.spreads, sizes.gathered))
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
-        """Call ``body(chunk, rows)`` with a copy for each expert, expert by expert, and add up the results of a row; in
-        the backward ``body(chunk, rows, weights, gradients)`` with the memory for the weights' gradients."""
-        fan = self._sizes.to_experts
+        """Call ``body(start, stop, rows)`` with a copy for each expert, expert by expert, and add up the results of a
+        row; in the backward ``body(start, stop, rows, weights, gradients)`` with the memory for the weights'
+        gradients."""
+        fan, (start, stop) = self._sizes.to_experts, self._sizes.places[chunk : chunk + 2]
         copies_RM, copies_JN = x_RM.index_select(0, fan.rows(chunk)), fan.copies(chunk)
         if self._gradients_R is not None:
             own = fan.copies_of(chunk)
-            y_RM = body(chunk, copies_RM, self._weights_R[own], self._gradients_R[own])
+            y_RM = body(start, stop, copies_RM, self._weights_R[own], self._gradients_R[own])
             return self._add_up(y_RM, copies_JN, None)
-        first, stop = fan.first_row[chunk : chunk + 2]
-        return self._add_up(body(chunk, copies_RM), copies_JN, self._weights_JN[:, first:stop])
+        first, last = fan.first_row[chunk : chunk + 2]
+        return self._add_up(body(start, stop, copies_RM), copies_JN, self._weights_JN[:, first:last])
 
     def whole(self, x_RM: torch.Tensor) -> torch.Tensor:
         """See :meth:`RowChunks.whole`."""

@@ -262,7 +262,12 @@ class PhaseSizes:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """The first row of each chunk among those at the experts, and last their number."""
-        return (0, *itertools.accumulate(sum(each.of_experts) for each in self.chunks))
+        return (0, *itertools.accumulate(map(sum, self.of_experts)))
+
+    @property
+    def of_experts(self) -> list[list[int]]:
+        """Of each chunk the rows of each of e experts."""
+        return [each.of_experts for each in self.chunks]
 
     def order_of(self, chunk: int) -> torch.Tensor | None:
         """Return the part of :attr:`order` for a chunk."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.contract import shape_of
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, sizes_of_call
+from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall, sizes_of_call
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.partitioned import is_shared_out
@@ -233,7 +233,7 @@ class AllOnHost:
         """Have the experts of this table."""
         self._experts = table.experts_of_rank[self._rank]
 
-    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
         """Return one call of the experts of the last table."""
         return self._called(self._experts, rows, x_RM)
 
@@ -291,7 +291,7 @@ class Buffered:
                         buffer[row].copy_(weight, non_blocking=True)
         self._held = list(experts)
 
-    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
         """Return one call of the experts of the last table."""
         self._finish()
         if self._called is None:
@@ -411,7 +411,7 @@ _MOST_SETS = 64
 """The most sets of experts of a layer for which what was worked out is kept."""
 
 
-CalledExperts = Callable[[Sequence[int], CallRows, torch.Tensor], RowCall]
+CalledExperts = Callable[[Sequence[int], CallRows, torch.Tensor], ExpertCall]
 """Makes a call of some of W experts whose weights lie in one tensor of each kind. It takes their ascending numbers, the
 sizes of the rows, of which the first are those of these experts and all others are 0, and the rows."""
 
@@ -464,7 +464,7 @@ def form_of_module(module: FSMoEExperts) -> ExpertForm:
         stand_in, own = with_weights(module, stacks), state.own_forward
         own_forward = None if own is None else own.__func__.__get__(stand_in)  # type: ignore[attr-defined]
         experts = StackedExperts(stand_in, contract, own_forward, state.path)
-        return lambda which, rows, x_RM: experts.call_rows(False, sizes_of_some(rows, which, num_experts), x_RM)
+        return lambda which, rows, x_RM: experts.call(False, sizes_of_some(rows, which, num_experts), x_RM)
 
     weights = {name: getattr(module, name) for name in contract.weights}
     return ExpertForm(
@@ -496,13 +496,13 @@ def form_of_set(experts: Sequence[nn.Module], path: str) -> ExpertForm:
             modules.append(copy.deepcopy(experts[0], memo))
         sets: dict[tuple[int, ...], ExpertSet] = {}
 
-        def call_rows(which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+        def call_rows(which: Sequence[int], rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
             key = tuple(which)
             if key not in sets:
                 if len(sets) == _MOST_SETS:
                     del sets[next(iter(sets))]
                 sets[key] = ExpertSet([modules[each] for each in key], keep_expert_dim=True, path=path)
-            return sets[key].call_rows(False, sizes_of_some(rows, range(len(key)), len(key)), x_RM)
+            return sets[key].call(False, sizes_of_some(rows, range(len(key)), len(key)), x_RM)
 
         return call_rows
 
@@ -527,9 +527,9 @@ def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> Cal
         num_experts: W.
     """
     chunks: list[list[int]] = []
-    for chunk in rows.forward.chunks:
+    for of_experts in rows.forward.of_experts:
         sizes = [0] * num_experts
-        for expert, size in zip(which, chunk.of_experts, strict=False):
+        for expert, size in zip(which, of_experts, strict=False):
             sizes[expert] = size
         chunks.append(sizes)
     ends = torch.tensor(chunks).cumsum(1).to(torch.int32)

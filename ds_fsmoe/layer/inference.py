@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
+from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.collectives import FULL
@@ -146,10 +146,8 @@ class InferenceLayer:
             self.owner.routed(self.label, routing)
         return result
 
-    def call_rows(
-        self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> RowCall:
-        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`.
+    def call(self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, **options: bool) -> ExpertCall:
+        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`.
 
         Raises:
             RuntimeError: there is to be a backward.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One expert in one forward call of a layer, where autograd differentiates it."""
+"""Experts in one forward call of a layer, where autograd differentiates them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,8 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.linears import RowWeights
-from ds_fsmoe.components.expert_compute.saved import SavedActivations
+from ds_fsmoe.components.expert_compute.saved import SavedTensors
+
+if TYPE_CHECKING:
+    from ds_fsmoe.components.expert_compute.stacked_forms import OwnExperts
 
 # ---- What a call found around it and its repetition has to find again, and to leave as it was
 
@@ -107,12 +112,22 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
             each._buffers.update(buffers)
 
 
-# ---- One expert in one forward call of a layer, where autograd differentiates it
+# ---- Experts in one forward call of a layer, where autograd differentiates them
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     """Return what it is given: for hooks on what autograd keeps that do nothing."""
     return tensor
+
+
+def somebody_keeps_for_autograd() -> bool:
+    """Whether what is saved for the backward goes through hooks: kept graphs would hold what those want to drop."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+Aliases = Mapping[int, torch.Tensor]
+"""By the id of a parameter what stands in for it in a graph."""
 
 
 @dataclass(frozen=True)
@@ -121,21 +136,16 @@ class _Run:
 
     leaf: torch.Tensor
     """Stands for the rows in the graph. It is empty: the graph has what it needs of them."""
+    aliases: Aliases
     edge: GradientEdge | None
     """Where the gradient of the result goes in; ``None``: the result depends on nothing."""
     dtype: torch.dtype
     """The type that the result has."""
-    y_NcM: torch.Tensor | None
+    y: torch.Tensor | None
 
 
-def _somebody_keeps_for_autograd() -> bool:
-    """Whether what is saved for the backward goes through hooks: kept graphs would hold what those want to drop."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
-
-
-class GraphCall:
-    """Calls the module once for each cut, as ``module(...)``, so that hooks run.
+class AutogradCall:
+    """Calls a module once for each cut, as ``module(...)``, so that hooks run.
 
     Where graphs are kept a backward cut uses that of the forward's cut, and has to be one of them. Otherwise the module
     is called again on the rows of the cut, under the forward's random numbers: hooks run another time, as under
@@ -149,71 +159,65 @@ class GraphCall:
     memory.
 
     Args:
-        expert: any row-wise module; of a tuple only the first counts, as in stock.
+        called: what is called.
         sums: where weight gradients go.
+        order: see :class:`~ds_fsmoe.components.expert_compute.saved.SavedTensors`.
         needs_backward: whether to keep anything.
         keeps_graph: whether to keep graphs, or the rows alone.
-        keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
-        contiguous: make the module's rows contiguous first.
         keeps_results: whether the backward may be given weights of rows, of which results have gradients.
-        where: the beginning of messages about the module.
     """
+
+    is_grouped = False
+    makes_memory = False
+    """Whether results on slots are always in new memory."""
 
     def __init__(
         self,
-        expert: nn.Module,
+        called: OneExpert | OwnExperts,
         sums: GradientSums,
+        order: torch.Tensor | None = None,
         *,
         needs_backward: bool,
         keeps_graph: bool,
-        keep_expert_dim: bool,
-        contiguous: bool,
         keeps_results: bool = False,
-        where: str = "",
     ) -> None:
-        self._expert = expert
-        self._sums = sums
-        self._wanted = tuple(parameter for parameter in expert.parameters() if sums.wants(parameter))
-        # Hooks on a parameter are for the gradient that the layer returns, and run then. They would run here too if
-        # the graph led to the parameters themselves, so it leads to aliases of them.
-        self._aliases = {id(each): each.detach().requires_grad_() for each in self._wanted} if needs_backward else {}
-        self._named_aliases = {
-            name: self._aliases[id(each)]
-            for name, each in expert.named_parameters(remove_duplicate=False)
-            if id(each) in self._aliases
-        }
-        self._needs_backward = needs_backward
-        self._keeps_graph = keeps_graph and needs_backward and not _somebody_keeps_for_autograd()
-        self._keep_expert_dim = keep_expert_dim
-        self._contiguous = contiguous
-        self._keeps_results = keeps_results
-        self._where = where
-        self.cuts = SavedActivations()
+        self._called, self._sums, self.saved = called, sums, SavedTensors(order)
+        self.takes_rows = called.takes_rows
+        """Whether several experts get rows [R, M] also where they have slots, which are rows with equal counts."""
+        self._wanted = tuple(each for each in called.parameters if sums.wants(each)) if needs_backward else ()
+        self._needs_backward, self._keeps_graph, self._keeps_results = needs_backward, keeps_graph, keeps_results
+        self._aliases: Aliases = {}
         self._runs: dict[tuple[int, int], _Run] = {}
         self._random: dict[tuple[int, int], RandomState] = {}
 
-    @property
-    def stores(self) -> tuple[SavedActivations, ...]:
-        """Return the stores of what is kept for the backward besides graphs."""
-        return (self.cuts,)
+    def forget(self) -> None:
+        """Hold the memory of weights no longer: only graphs do."""
 
-    def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
-        """[N, c, M] to the same shape; may be memory of the rows or of what autograd has saved.
+    def forward(self, start: int, stop: int, x: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
+        """[N, c, M], or [R, M], to the same shape; may be memory of the rows or of what autograd has saved.
 
         Raises:
             ValueError: the module returns another shape.
         """
         if self._keeps_graph:
-            self._runs[start, stop], y_NcM = self._record(x_NcM)
-            return y_NcM
+            self._aliases = self._aliases or self._stand_ins()
+            self._runs[start, stop], y = self._record(x, groups, self._aliases)
+            return y
         if self._needs_backward:
-            self.cuts.put(start, stop, (x_NcM,))
-            self._random[start, stop] = RandomState.now(x_NcM.device)
+            self.saved.put(start, stop, (x,))
+            self._random[start, stop] = RandomState.now(x.device)
         with torch.no_grad():
-            return self._call(x_NcM)
+            return self._called.call(x, groups, None)
 
-    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
-        """[N, c, M] to the same shape, may be the same memory; adds to the weights' gradients."""
+    def backward(
+        self,
+        start: int,
+        stop: int,
+        dy: torch.Tensor,
+        groups: RowGroups | None = None,
+        weights: RowWeights | None = None,
+    ) -> torch.Tensor:
+        """The same shapes, may be the same memory; adds to the weights' gradients."""
         # Several chunks without rows are one cut.
         retains = self._keeps_graph and (start == stop or torch._C._autograd._get_current_graph_task_keep_graph())
         if self._keeps_graph:
@@ -225,39 +229,46 @@ class GraphCall:
                     "announced (same_cuts=False)"
                 )
         else:
-            run = self._record_again(start, stop)
-        if weights is not None:  # only rows have any: N is 1
-            assert run.y_NcM is not None
-            weights.add_products(dy_NcM[0], run.y_NcM[0])
-            dy_NcM = weights.apply(dy_NcM[0]).unsqueeze(0)
-        if run.edge is None:
-            return torch.zeros_like(dy_NcM, dtype=run.leaf.dtype)
+            run = self._record_again(start, stop, groups)
+        if weights is not None:  # only rows have any: of one expert N is 1
+            weights.add_products(dy.flatten(0, -2), run.y.flatten(0, -2))
+            dy = weights.apply(dy.flatten(0, -2)).view(dy.shape)
+        aliases = [run.aliases[id(each)] for each in self._wanted]
         # The parameters themselves as well: a module may hold one elsewhere than where modules look for it.
-        inputs = (run.leaf, *(self._aliases[id(each)] for each in self._wanted), *self._wanted)
-        of_result = (dy_NcM.to(run.dtype),)
-        dx_NcM, *gradients = torch.autograd.grad(
-            (run.edge,), inputs, of_result, retain_graph=retains, allow_unused=True, materialize_grads=False
-        )
-        for parameter, gradient in zip((*self._wanted, *self._wanted), gradients, strict=True):
+        themselves = () if self._called.has_all_gradients else self._wanted
+        inputs = run.leaf, *aliases, *themselves
+        found: Sequence[torch.Tensor | None] = (None,) * len(inputs)
+        if run.edge is not None:
+            of_result = (dy.to(run.dtype),)
+            found = torch.autograd.grad((run.edge,), inputs, of_result, retain_graph=retains, allow_unused=True)
+        dx, *gradients = found
+        for parameter, alias, gradient in zip((*self._wanted, *themselves), inputs[1:], gradients, strict=True):
             if gradient is not None:
                 self._sums.add(parameter, gradient)
-        return torch.zeros_like(dy_NcM, dtype=run.leaf.dtype) if dx_NcM is None else dx_NcM
+            elif self._called.has_all_gradients:
+                self._sums.add(parameter, torch.zeros_like(alias))
+        return torch.zeros_like(dy, dtype=run.leaf.dtype) if dx is None else dx
 
-    def _record(self, x_NcM: torch.Tensor) -> tuple[_Run, torch.Tensor]:
+    def _stand_ins(self) -> Aliases:
+        # Hooks on a parameter are for the gradient that the layer returns, and run then. They would run here too if
+        # the graph led to the parameters themselves, so it leads to aliases of them.
+        return {id(each): each.detach().requires_grad_() for each in self._wanted}
+
+    def _record(self, x: torch.Tensor, groups: RowGroups | None, aliases: Aliases) -> tuple[_Run, torch.Tensor]:
         """Return the recorded call and the result."""
         # Whoever drops or moves what autograd keeps (checkpointing, offloading) does so with the rows: this graph is
         # walked inside a backward, where checkpointing would run the whole forward once more for it.
         with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
-            leaf = x_NcM.detach().requires_grad_()
+            leaf = x.detach().requires_grad_()
             # Not the leaf itself: autocast remembers the casts of leaves, as if they were weights.
-            y_NcM = self._call(leaf.view_as(leaf))
-        edge = get_gradient_edge(y_NcM) if y_NcM.requires_grad else None
+            y = self._called.call(leaf.view_as(leaf), groups, aliases)
+        edge = get_gradient_edge(y) if y.requires_grad else None
         leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-        result = y_NcM.detach()
-        return _Run(leaf, edge, y_NcM.dtype, result if self._keeps_results else None), result
+        result = y.detach()
+        return _Run(leaf, aliases, edge, y.dtype, result if self._keeps_results else None), result
 
-    def _record_again(self, start: int, stop: int) -> _Run:
-        (x_NcM,) = self.cuts.take(start, stop)
+    def _record_again(self, start: int, stop: int, groups: RowGroups | None) -> _Run:
+        (x,) = self.saved.take(start, stop)
         state = self._random.get((start, stop))
         if state is None:  # another cut: the numbers of the forward's cut in which it begins
             state = next(
@@ -265,22 +276,48 @@ class GraphCall:
                 next(iter(self._random.values())),
             )
         # Statistics over rows have been counted once.
-        with state.replayed(), buffers_kept(self._expert):
-            return self._record(x_NcM)[0]
+        with state.replayed(), buffers_kept(self._called.module):
+            return self._record(x, groups, self._stand_ins())[0]
 
-    def _call(self, x_NcM: torch.Tensor) -> torch.Tensor:
+
+class OneExpert:
+    """One expert as :class:`AutogradCall` calls it.
+
+    Args:
+        module: any row-wise module; of a tuple only the first counts, as in stock.
+        keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
+        contiguous: make the module's rows contiguous first.
+        where: the beginning of messages about the module.
+    """
+
+    takes_rows = False
+    has_all_gradients = False
+    """Whether a parameter on which nothing depends has a gradient of zeros."""
+
+    def __init__(self, module: nn.Module, *, keep_expert_dim: bool, contiguous: bool, where: str = "") -> None:
+        self.module, self.parameters = module, tuple(module.parameters())
+        self._named = [(name, id(each)) for name, each in module.named_parameters(remove_duplicate=False)]
+        self._keep_expert_dim, self._contiguous, self._where = keep_expert_dim, contiguous, where
+
+    def call(self, x_NcM: torch.Tensor, groups: RowGroups | None, aliases: Aliases | None) -> torch.Tensor:
+        """[N, c, M] to the same shape.
+
+        Raises:
+            ValueError: the module returns another shape.
+        """
         x_NcM = x_NcM.contiguous() if self._contiguous else x_NcM
         rows = x_NcM.unsqueeze(1) if self._keep_expert_dim else x_NcM
-        if torch.is_grad_enabled():
-            y = functional_call(self._expert, self._named_aliases, (rows,))
+        if aliases is None:
+            y = self.module(rows)
         else:
-            y = self._expert(rows)
+            named = {name: aliases[key] for name, key in self._named if key in aliases}
+            y = functional_call(self.module, named, (rows,))
         if isinstance(y, tuple):
             y = y[0]
         expected = (x_NcM.shape[0], 1, *x_NcM.shape[1:]) if self._keep_expert_dim else x_NcM.shape
         if y.shape != expected:
             raise ValueError(
-                f"{self._where}expert {type(self._expert).__name__} made {tuple(y.shape)} of {tuple(expected)}: an "
+                f"{self._where}expert {type(self.module).__name__} made {tuple(y.shape)} of {tuple(expected)}: an "
                 "expert must return a row of the same width for every row"
             )
         return y.squeeze(1) if self._keep_expert_dim else y

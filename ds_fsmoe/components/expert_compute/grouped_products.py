@@ -34,6 +34,12 @@ class RowGroups:
     is_grouped: bool
     """Whether torch's grouped product takes the rows and weights, see :func:`takes_grouped`."""
 
+    @classmethod
+    def equal(cls, num_experts: int, size: int, device: torch.device, is_grouped: bool) -> RowGroups:
+        """Return where rows lie of which every expert has as many."""
+        ends_k = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * size
+        return cls([size] * num_experts, ends_k, is_grouped)
+
     @property
     def num_rows(self) -> int:
         """The number of rows of all experts."""

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from torch import nn
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, stacked
 from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
+
+if TYPE_CHECKING:
+    from ds_fsmoe.components.expert_compute.stacked_forms import ModuleWeights
 
 # ---- The weights of experts' results in the sums of their tokens, where those are added up before they travel
 # back
@@ -134,16 +138,32 @@ class LinearWeights:
             sums.sum_of(self.bias).add(dy_RO.sum(0) if self.adds_bias else torch.zeros_like(self.bias))
 
 
-@dataclass(frozen=True)
 class StackedLinear:
-    """k linear layers of one shape, each for rows of its own, all of which want the same gradients."""
+    """k linear layers of one shape, each for rows of its own, all of which want the same gradients.
 
-    linears: Sequence[LinearWeights]
-    weight_kOI: torch.Tensor
-    bias_kO: torch.Tensor | None
-    """Of those that add it."""
-    adds_bias_within: bool = False
-    """Whether the bias is added within the product, with one rounding, or after it, with two."""
+    Args:
+        linears: the layers.
+        weight_kOI: their weights as one tensor.
+        bias_kO: the biases of those that add them; ``None``: they add none.
+        adds_bias_within: whether the bias is added within the product, with one rounding, or after it, with two.
+    """
+
+    is_transposed = False
+    adapters = ()
+
+    def __init__(
+        self,
+        linears: Sequence[LinearWeights],
+        weight_kOI: torch.Tensor,
+        bias_kO: torch.Tensor | None,
+        adds_bias_within: bool,
+    ) -> None:
+        self.weight_kOI, self.bias_kO, self._adds_bias_within = weight_kOI, bias_kO, adds_bias_within
+        self.weight, self.bias = linears[0].weight, linears[0].bias
+        """The parameters of the first, for what they have in common."""
+        self.weights = [linear.weight for linear in linears]
+        self.biases = [linear.bias for linear in linears]
+        self.adds_bias = bias_kO is not None
 
     @classmethod
     def of(cls, linears: Sequence[LinearWeights], adds_bias_within: bool, may_copy: bool) -> StackedLinear | None:
@@ -161,7 +181,7 @@ class StackedLinear:
         weight_kIO = self.weight_kOI.transpose(1, 2)
         if self.bias_kO is None:
             return torch.bmm(x_kRI, weight_kIO)
-        if self.adds_bias_within:
+        if self._adds_bias_within:
             return torch.baddbmm(self.bias_kO.unsqueeze(1), x_kRI, weight_kIO)
         return torch.bmm(x_kRI, weight_kIO).add_(self.bias_kO.unsqueeze(1))
 
@@ -171,18 +191,16 @@ class StackedLinear:
 
     def wants_rows(self, sums: GradientSums) -> bool:
         """See :meth:`LinearWeights.wants_rows`."""
-        return sums.wants(self.linears[0].weight)
+        return sums.wants(self.weight)
 
     def add_gradients(self, sums: GradientSums, dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None) -> None:
         """See :meth:`LinearWeights.add_gradients`."""
         if x_kRI is not None and self.wants_rows(sums):
-            sums.add_product([linear.weight for linear in self.linears], dy_kRO.transpose(1, 2), x_kRI)
-        self._add_of_bias(sums, dy_kRO, lambda: dy_kRO.sum(1))
-
-    def _add_of_bias(self, sums: GradientSums, dy: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
-        if sums.wants(self.linears[0].bias):
-            gradient_kO = make() if self.linears[0].adds_bias else dy.new_zeros(len(self.linears), dy.shape[-1])
-            sums.add([linear.bias for linear in self.linears], gradient_kO)
+            sums.add_product(self.weights, dy_kRO.transpose(1, 2), x_kRI)
+        if sums.wants(self.bias):
+            sums.add(
+                self.biases, dy_kRO.sum(1) if self.adds_bias else dy_kRO.new_zeros(dy_kRO.shape[0], dy_kRO.shape[2])
+            )
 
 
 def _whole(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | None:
@@ -190,37 +208,61 @@ def _whole(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | No
     return torch.stack([each.detach() for each in tensors]) if whole is None and may_copy else whole
 
 
-@dataclass(frozen=True)
-class GroupedLinear(StackedLinear):
-    """k linear layers of one shape, each for some of the rows [R, I], which lie expert by expert."""
+class GroupedLinear:
+    """k linear layers of one shape, each for some of the rows [R, I], which lie expert by expert.
 
-    groups: RowGroups = field(kw_only=True)
-    """Where the rows of each lie."""
+    Args:
+        of: their weights as one view.
+        groups: where the rows of each lie.
+    """
+
+    def __init__(self, of: StackedLinear | ModuleWeights, groups: RowGroups) -> None:
+        self._of, self._groups = of, groups
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
         """To [R, O]."""
-        y_RO = grouped_products.product(x_RI, self.weight_kOI, False, self.groups)
-        return y_RO if self.bias_kO is None else y_RO.add_(self.groups.rows_of_each(self.bias_kO))
+        of, weight_k = self._of, self._of.weight_kOI
+        x_RI = x_RI if x_RI.dtype == weight_k.dtype else x_RI.to(weight_k.dtype)
+        y_RO = grouped_products.product(x_RI, weight_k, of.is_transposed, self._groups)
+        for each in of.adapters:
+            y_RO.add_(each.product(x_RI, self._groups))
+        return y_RO.add_(self._groups.rows_of_each(of.bias_kO)) if of.adds_bias else y_RO
 
     def rows_gradient(self, dy_RO: torch.Tensor) -> torch.Tensor:
         """The gradient of the results [R, O] to that of the rows [R, I]."""
-        return grouped_products.grouped_rows_gradient(dy_RO, self.weight_kOI, False, self.groups)
+        of = self._of
+        dx_RI = grouped_products.grouped_rows_gradient(dy_RO, of.weight_kOI, of.is_transposed, self._groups)
+        for each in of.adapters:
+            dx_RI.add_(each.rows_gradient(dy_RO, self._groups))
+        return dx_RI
 
     def add_bias_products(self, dy_RO: torch.Tensor, to: RowWeights) -> None:
         """See :meth:`LinearWeights.add_bias_products`."""
-        if self.bias_kO is not None:
-            to.add_products(dy_RO, self.groups.rows_of_each(self.bias_kO))
+        if self._of.adds_bias:
+            to.add_products(dy_RO, self._groups.rows_of_each(self._of.bias_kO))
+
+    def wants_rows(self, sums: GradientSums) -> bool:
+        """See :meth:`LinearWeights.wants_rows`."""
+        return sums.wants(self._of.weight) or any(each.wants_rows(sums) for each in self._of.adapters)
 
     def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
-        """See :meth:`LinearWeights.add_gradients`."""
-        if x_RI is not None and self.wants_rows(sums):
-            rows = x_RI, dy_RO, False, self.groups
+        """Add the gradients of weights, biases and adapters; see :meth:`LinearWeights.add_gradients`."""
+        of, weight, bias = self._of, self._of.weight, self._of.bias
+        if x_RI is not None and sums.wants(weight):
+            rows = x_RI, dy_RO, of.is_transposed, self._groups
             make = partial(grouped_products.weight_gradient, *rows)
-            add_to = partial(grouped_products.add_weight_gradient, *rows)
-            sums.add_made([linear.weight for linear in self.linears], make, add_to)
-        self._add_of_bias(sums, dy_RO, lambda: grouped_products.bias_gradient(dy_RO, self.groups))
+            in_type = make if weight.dtype == dy_RO.dtype else lambda: make().to(weight.dtype)
+            sums.add_made(of.weights, in_type, partial(grouped_products.add_weight_gradient, *rows))
+        for each in of.adapters if x_RI is not None else ():
+            each.add_gradients(x_RI, dy_RO, self._groups, sums)
+        if sums.wants(bias):
+            if of.adds_bias:
+                found_kO = grouped_products.bias_gradient(dy_RO, self._groups)
+            else:
+                found_kO = dy_RO.new_zeros(len(self._groups.sizes), dy_RO.shape[1])
+            sums.add(of.biases, found_kO.to(bias.dtype), is_own=True)
 
 
-def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear, x: torch.Tensor) -> torch.Tensor:
+def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, x: torch.Tensor) -> torch.Tensor:
     """Apply a layer to rows, without the hooks that a module may have."""
     return (LinearWeights.of(linear) if isinstance(linear, nn.Module) else linear)(x)

@@ -148,6 +148,13 @@ class ManualGatedFeedForward(ManualExpert):
         return deltas, result_NcH.mul_(up_NcH)
 
 
+def flat_rows(x_NcM: torch.Tensor) -> torch.Tensor:
+    """[N, c, M] to [N * c, M]; [k, N, c, M] to [k, N * c, M]; rows [R, M] as they are."""
+    if x_NcM.ndim == 2:
+        return x_NcM
+    return x_NcM.reshape(*x_NcM.shape[:-3], x_NcM.shape[-3] * x_NcM.shape[-2], x_NcM.shape[-1])
+
+
 # ---- recognising
 
 

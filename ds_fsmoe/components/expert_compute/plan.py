@@ -13,10 +13,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ds_fsmoe.components.expert import ExpertBase
+from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 from ds_fsmoe.components.expert_compute.linears import LinearWeights
 from ds_fsmoe.components.expert_compute.manual_ffn import (
     ManualExpert,
@@ -55,7 +57,7 @@ class PlannedExpert:
     structure: Hashable
     """What must be equal for experts to be computed together; ``None`` for one that is computed alone."""
     may_pay: bool
-    """What :func:`~ds_fsmoe.components.expert_compute.grouped_call.pays` asks of its weights."""
+    """What :func:`~ds_fsmoe.components.expert_compute.side_by_side.pays` asks of its weights."""
 
     @classmethod
     def of(cls, form: ManualExpert) -> PlannedExpert:
@@ -74,6 +76,12 @@ class PlannedExpert:
         fills_lines = not any(each.shape[1] * each.element_size() % _ALIGNED_BYTES for each in weights)
         may_pay = fills_lines and all(each.requires_grad for each in weights)
         return cls(form, up, down, weights, wants_up, any(map(any, wanted)), structure, may_pay)
+
+    def layers(
+        self, like: torch.Tensor, groups: RowGroups | None
+    ) -> tuple[ManualExpert, Sequence[LinearWeights], LinearWeights]:
+        """Return the form and its layers with their gradients, which are the same for rows of any shape."""
+        return self.form, self.up, self.down
 
 
 def _is_wanted(parameter: nn.Parameter | None) -> bool:

@@ -19,18 +19,13 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.adapters import Adapter
-from ds_fsmoe.components.expert_compute.autograd_call import AutocastState
+from ds_fsmoe.components.expert_compute.autograd_call import AutocastState, AutogradCall
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
+from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall, ExpertRun, sizes_of_call
 from ds_fsmoe.components.expert_compute.gated_forms import Gate
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.row_call import (
-    CallRows,
-    ExpertRun,
-    RowCall,
-    saved_rows,
-    sizes_of_call,
-)
-from ds_fsmoe.components.expert_compute.stacked_forms import AutogradStackedFFN, ManualStackedFFN, OwnForward
+from ds_fsmoe.components.expert_compute.stacked_forms import ModuleExperts, OwnExperts, OwnForward
+from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 from ds_fsmoe.ops import Ops
 
 
@@ -95,68 +90,36 @@ class StackedExperts:
         is_kept = recompute or self.own_forward is not None or trains
         return width if is_kept else 0, 0 if recompute or self.own_forward is not None else hidden
 
-    def call_rows(
-        self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> RowCall:
-        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`."""
+    def call(
+        self,
+        needs_backward: bool,
+        rows: CallRows | None = None,
+        x_RM: torch.Tensor | None = None,
+        *,
+        same_cuts: bool = True,
+        recompute: bool = False,
+    ) -> ExpertCall:
+        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`. Slots, which such a layer never sends,
+        are for measurements, and come back in the cuts in which they went."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be marked, for scripts
-            return self._call_rows(needs_backward, rows, x_RM, recompute)
-
-    def _call_rows(self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, recompute: bool) -> RowCall:
-        sums, devices = GradientSums(self.parameters), dict.fromkeys(("cpu", x_RM.device.type))
-        saved = saved_rows(rows)
-        form: ManualStackedFFN | AutogradStackedFFN
-        if self.own_forward is None:
-            dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
-            of_call = sums, saved, needs_backward, recompute, dtype
-            form = ManualStackedFFN(self.module, self.contract, *of_call, self.gate, self._adapters)
-        else:
-            keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
-            of_call = sums, saved, needs_backward, keeps_graph, self._adapters
-            form = AutogradStackedFFN(self.module, self.own_forward, *of_call, self.contract.is_transposed)
-        run = ExpertRun(0, self.num_experts, form, is_single=False)
-        return RowCall([run], sums, AutocastState.now(devices), needs_backward, rows)
+            like = getattr(self.module, self.contract.up) if x_RM is None else x_RM
+            sums, order, device = GradientSums(self.parameters), None, like.device.type
+            if rows is not None:
+                order = rows.expert_order
+            engine: WrittenCall | AutogradCall
+            if self.own_forward is None:
+                dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+                experts = ModuleExperts(self.module, self.contract, sums, dtype, self.gate, self._adapters)
+                engine = WrittenCall(experts, sums, order, needs_backward=needs_backward, recompute=recompute)
+            else:
+                own = OwnExperts(self.module, self.own_forward, self._adapters, self.contract.is_transposed)
+                keeps = {"keeps_graph": needs_backward and same_cuts and not recompute, "keeps_results": True}
+                engine = AutogradCall(own, sums, order, needs_backward=needs_backward, **keeps)
+            run = ExpertRun(0, self.num_experts, engine, is_single=False)
+            autocast = AutocastState.now(dict.fromkeys(("cpu", device)))
+            return ExpertCall([run], sums, autocast, needs_backward, rows)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""
         ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=x_RM.device)
-        return self.call_rows(False, sizes_of_call([sizes], ends.unsqueeze(0)), x_RM).forward(0, x_RM)
-
-    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> SlotsCall:
-        """One call on slots, all of one cut: to be measured, since such a layer always sends rows."""
-        del same_cuts
-        return SlotsCall(self, needs_backward, recompute)
-
-
-class SlotsCall:
-    """One call of :class:`StackedExperts` on slots [N, e, c, M], as one chunk; each slot once."""
-
-    def __init__(self, experts: StackedExperts, needs_backward: bool, recompute: bool) -> None:
-        self._experts, self._needs_backward, self._recompute = experts, needs_backward, recompute
-        self._call: RowCall
-
-    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor:
-        """[N, e, c, M] to the same."""
-        ranks, num_experts, slots, _ = x_NecM.shape
-        ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=x_NecM.device) * (ranks * slots)
-        rows = sizes_of_call([[ranks * slots] * num_experts], ends.unsqueeze(0))
-        x_RM = _as_rows(x_NecM)
-        self._call = self._experts.call_rows(self._needs_backward, rows, x_RM, recompute=self._recompute)
-        return _as_slots(self._call.forward(0, x_RM), x_NecM.shape)
-
-    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results to that of the slots."""
-        return _as_slots(self._call.backward(0, _as_rows(dy_NecM)), dy_NecM.shape)
-
-    def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """See :meth:`RowCall.gradients`."""
-        return self._call.gradients()
-
-
-def _as_rows(x_NecM: torch.Tensor) -> torch.Tensor:
-    return x_NecM.transpose(0, 1).reshape(-1, x_NecM.shape[-1])
-
-
-def _as_slots(y_RM: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    ranks, num_experts, slots, _ = shape
-    return y_RM.view(num_experts, ranks, slots, y_RM.shape[-1]).transpose(0, 1)
+        return self.call(False, sizes_of_call([sizes], ends.unsqueeze(0)), x_RM).forward(0, len(x_RM), x_RM)
