@@ -21,7 +21,7 @@ from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.execution.lanes import Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.files.traces import range_name, rank_file, read_trace
@@ -34,7 +34,7 @@ from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.groups import Crossings, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import A2A_IN, EXPERT_GRAD, GRAD, HOLD
+from ds_fsmoe.planning.schedule import A2A_IN, EXPERT_GRAD, GRAD, HOLD, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
 from tests.calls import call_of
@@ -225,8 +225,11 @@ def test_a_prediction_that_cannot_be_made_costs_the_trace_nothing(make_tracer: C
     def predict() -> Timeline:
         raise ValueError("no cost for EXPERT")
 
-    tracer.expect(predict)
-    SerialLanes().run(schedule, {"EXPERT": lambda task: None}, "L00/forward", tracer)
+    class Expecting(Observer):
+        def of_run(self, schedule: Schedule, label: str) -> Observer:
+            return tracer.of_run(schedule, label, predict)
+
+    SerialLanes().run(schedule, {"EXPERT": lambda task: None}, "L00/forward", Expecting())
     tracer.step(1)
     assert len(events_of(written(tracer))) == 1
     assert events_of(written(tracer), "predicted") == []

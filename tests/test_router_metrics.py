@@ -16,6 +16,7 @@ from ds_fsmoe.components import gates
 from ds_fsmoe.components.gate import entropy_of
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.registry import lookup
 from ds_fsmoe.telemetry.routers import LayerLoad, RouterMetrics, of_routers
 from tests.ranks import run_on_ranks
@@ -143,13 +144,20 @@ def test_bytes_of_gradients_are_those_of_the_plan(folder: Path, said: dict[str, 
     assert written(folder, "brief", "plans_made_again")[last] == 0
 
 
+def counted(metrics: RouterMetrics, gate: Any, *, is_training: bool = True) -> Any:
+    """The gate of a layer as a call of it has the gate."""
+    call = LayerCall("L00", "", is_training, torch.empty(0), None, gate, None, None, None)
+    metrics.watch_call(call)
+    return call.gate
+
+
 def test_tokens_that_several_ranks_have_are_counted_once() -> None:
     metrics = RouterMetrics({"L00": (5, 2)}, torch.device("cpu"))
     gate = lookup("gate", "switch")()
     gate.build_once(7, 5)
     metrics.listen({"L00": gate})
     for _ in range(2):
-        metrics.after(gate, "L00")(torch.randn(11, 7))
+        counted(metrics, gate)(torch.randn(11, 7))
     load = metrics.read({"L00": gate})["L00"]
     assert sum(load.tokens_E) == load.asked == 11
 
@@ -159,7 +167,7 @@ def test_a_users_gate_may_give_its_loss_as_a_number_and_no_counts() -> None:
     metrics.listen({})
     slots_KS, weights_KS = torch.tensor([[0, 1, 4]]), torch.ones(1, 3)
     for aux_loss, counts_E in ((0.5, torch.tensor([2, 1])), (torch.tensor([1.5]), torch.tensor([2, 1])), (9.0, None)):
-        metrics.after(lambda: Routing(slots_KS, weights_KS, aux_loss, counts_E, 2, 2), "L00")()  # noqa: B023
+        counted(metrics, lambda: Routing(slots_KS, weights_KS, aux_loss, counts_E, 2, 2))()  # noqa: B023
     load = metrics.read({})["L00"]
     assert load.tokens_E == (4.0, 2.0)
     assert (load.dropped, load.asked, load.aux_loss) == (2.0, 6.0, 1.0)
@@ -192,13 +200,14 @@ def test_no_counting_goes_on_where_nobody_listens() -> None:
     metrics = RouterMetrics({"L00": (5, 1)}, torch.device("cpu"))
     gate = lookup("gate", "switch")()
     gate.build_once(7, 5)
-    assert metrics.after(gate, "L00") is gate
+    assert counted(metrics, gate) is gate
     metrics.listen({"L00": gate})
-    metrics.after(gate, "L00")(torch.randn(11, 7))
+    assert counted(metrics, gate, is_training=False) is gate
+    counted(metrics, gate)(torch.randn(11, 7))
     load = metrics.read({"L00": gate})["L00"]
     assert sum(load.tokens_E) == load.asked == 11
     assert not gate.says_entropy
-    assert metrics.after(gate, "L00") is gate
+    assert counted(metrics, gate) is gate
 
 
 def test_a_load_on_one_expert_is_seen_as_such() -> None:

@@ -18,7 +18,6 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.files.traces import MEASURED, PREDICTED, merge_traces, range_name, rank_file, read_trace
-from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -26,7 +25,7 @@ from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import simulate
 from tests.lane_cases import CPU, KINDS
 from tests.ranks import run_on_ranks
-from tests.trace_cases import assert_no_overlap, assert_valid, events_of
+from tests.trace_cases import PredictingTracer, assert_no_overlap, assert_valid, events_of
 
 EXPERTS, CAPACITY, WIDTH = 4, 23, 13
 
@@ -44,7 +43,7 @@ def pipeline_on_a_rank(rank: int, world_size: int, folder: str, esp: int) -> lis
         for n in (2, 3)
         for phase, plan in zip(degrees, plans, strict=True)
     }
-    lanes, tracer = make_lanes(CPU), Tracer(Path(folder), rank, 1, 2, CPU, predicted)
+    lanes, tracer = make_lanes(CPU), PredictingTracer(Path(folder), rank, 1, 2, CPU, predicted=predicted)
     collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     layers = [LayerPipeline(lanes, collectives, *plans, label=f"L{number:02d}", observer=tracer) for number in (2, 3)]
     experts = ExpertSet([nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS * esp // world_size)], keep_expert_dim=True)

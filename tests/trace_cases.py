@@ -6,17 +6,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.schedule import Draft, Schedule, Task
+from ds_fsmoe.planning.timeline import Timeline
 from tests.lane_cases import COMPUTE, CPU, INTER, KINDS
 from tests.waiting import pause
 
@@ -29,13 +30,26 @@ def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
         yield made
 
 
+class PredictingTracer(Tracer):
+    """A tracer of runs whose timelines are known by their labels."""
+
+    def __init__(self, *of_tracer: Any, predicted: Mapping[str, Timeline], **more: Any) -> None:
+        super().__init__(*of_tracer, **more)
+        self.predicted = predicted
+
+    def of_run(self, schedule: Schedule, label: str, expected: Callable[[], Timeline] | None = None) -> Observer:
+        timeline = self.predicted.get(label)
+        return super().of_run(schedule, label, None if timeline is None else lambda: timeline)
+
+
 @pytest.fixture
 def make_tracer(tmp_path: Path) -> Iterator[Callable[..., Tracer]]:
     """``make_tracer(start_step, num_steps, ...)``; closed after the test, whatever has become of it."""
     made: list[Tracer] = []
 
     def make(start_step: int = 0, num_steps: int = 1, rank: int = 0, **others: Any) -> Tracer:
-        made.append(Tracer(tmp_path, rank, start_step, num_steps, others.pop("device", CPU), **others))
+        kind = PredictingTracer if "predicted" in others else Tracer
+        made.append(kind(tmp_path, rank, start_step, num_steps, others.pop("device", CPU), **others))
         return made[-1]
 
     yield make

@@ -17,7 +17,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, RoutingBase
 from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.log import log_on_rank_0
@@ -77,7 +77,7 @@ class FirstForwards:
             self._seen.add(call.label)
             self._recompute = call.pipeline.recompute
             if self._keeps_calls:
-                call.gate = self._keeping_choices(call.gate, call.label)
+                call.tell_routing(partial(self._keep_choices, call.label))
             # Nothing of the call itself: its pipeline would hold it, and with its input the whole graph of a forward,
             # until garbage is collected.
             seen = call.label, call.x.shape[:-1].numel(), call.x.device, call.pipeline.degrees, call.in_rows
@@ -104,14 +104,9 @@ class FirstForwards:
             forms, expert_KS = experts.written_now(), self._expert_KS.pop(label, None)
             self.calls[label] = FirstCall(experts, forms, sizes, autocast, num_tokens, expert_KS)
 
-    def _keeping_choices(self, gate: Gate, label: str) -> Gate:
-        def kept(*args: Any) -> Any:
-            routing = gate(*args)
-            if isinstance(routing, Routing):
-                self._expert_KS[label] = routing.slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
-            return routing
-
-        return kept
+    def _keep_choices(self, label: str, routing: RoutingBase) -> None:
+        if isinstance(routing, Routing):
+            self._expert_KS[label] = routing.slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
 
     def _comparing(self, gate: Gate, key: tuple[str, bool], path: str, group: dist.ProcessGroup, in_rows: bool) -> Gate:
         def compared(x_SM: torch.Tensor, *args: Any) -> Any:

@@ -59,12 +59,29 @@ def raise_on_all_ranks(
 def has_failed_anywhere(has_failed: bool, what: str, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a rank of a group has failed. Collective. Most of the time none has, and a number is enough to
     know that."""
+    return bool(most_of([float(has_failed)], None, group, "whether a rank has failed while", what)[0])
+
+
+def most_of(
+    numbers: list[float],
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    *what: str,
+) -> list[float]:
+    """Return the largest of each number over ranks. Collective.
+
+    Args:
+        numbers: as many on every rank.
+        device: of the tensor that travels; ``None``: the one that the group carries.
+        group: the ranks; ``None``: all of the job.
+        what: the words for what it is for, to a watchdog.
+    """
     if world_size_now() == 1:
-        return has_failed
-    failed = torch.tensor([float(has_failed)], device=device_of(group))
-    with waiting("whether a rank has failed while", what):
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-        return bool(failed.item())
+        return numbers
+    held = torch.tensor(numbers, dtype=torch.float64, device=device or device_of(group))
+    with waiting(*(what or ("numbers that ranks compare",))):
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+        return held.tolist()
 
 
 def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:

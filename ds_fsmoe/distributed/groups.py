@@ -28,7 +28,6 @@ from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import (
     Layout,
-    PlacedGroups,
     Ranks,
     Topology,
     find_topology,
@@ -38,7 +37,7 @@ from ds_fsmoe.distributed.topology import (
     world_size_now,
 )
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.planning.groups import Communicators, of_deepspeed, of_gradients, of_layers
+from ds_fsmoe.planning.groups import Communicators, PlacedGroups, of_deepspeed, of_gradients, of_layers
 
 
 @dataclass(frozen=True)

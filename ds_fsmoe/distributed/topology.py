@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.planning.groups import Groups, Placement
+from ds_fsmoe.planning.groups import PlacedGroups, Placement
 from ds_fsmoe.planning.schedule import Lane
 
 Ranks = tuple[int, ...]
@@ -53,14 +53,7 @@ class Topology:
             groups: the ranks of each group, all groups equally large.
         """
         nodes = [Counter(self.node_of_rank[rank] for rank in ranks) for ranks in groups]
-        size = nodes[0].total()
-        if size == 1:
-            return Placement(1, 1, ())
-        per_node = max(max(each.values()) for each in nodes)
-        num_nodes = max(map(len, nodes))
-        if num_nodes == 1:
-            return Placement(size, per_node, (Lane.INTRA,))
-        return Placement(size, per_node, (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA), num_nodes)
+        return Placement.over(nodes[0].total(), max(max(each.values()) for each in nodes), max(map(len, nodes)))
 
 
 def topology_of_hosts(hosts: Iterable[str]) -> Topology:
@@ -281,18 +274,6 @@ def _checked_stage_size(
             f"{ep_size} the choices are {sizes_that_divide(stage_size // ep_size)}"
         )
     return stage_size
-
-
-@dataclass(frozen=True)
-class PlacedGroups(Groups):
-    """The planner's groups, placed by the hosts of the ranks instead of so many neighbours to a node."""
-
-    placed: tuple[tuple[str, Placement], ...] = ()
-
-    @property
-    def placements(self) -> dict[str, Placement]:  # type: ignore[override]
-        """The placements of the groups: ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
-        return dict(self.placed)
 
 
 def placed_groups(laid_out: Layout, topology: Topology) -> PlacedGroups:

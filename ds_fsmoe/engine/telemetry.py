@@ -20,19 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from ds_fsmoe.components.expert_compute.contract import follows_contract
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, shown
-from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
+from ds_fsmoe.distributed.fail_together import from_first_rank, most_of, on_every_rank
 from ds_fsmoe.distributed.topology import rank_now
 from ds_fsmoe.engine.compat import load_ds_config
 from ds_fsmoe.engine.convert_experts import num_experts_of
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.files.hiding import config_of
-from ds_fsmoe.files.runs import check_run_folder
+from ds_fsmoe.files.runs import CLUSTER, COMPARED, MEASURED, PLACEMENT, PLANS, ROUTERS, check_run_folder
 from ds_fsmoe.files.whole_files import OF_RECORD, ONE_EACH, OwnedError, Ownership, create
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import call_sizes, folder_of_trace
 from ds_fsmoe.observing.instruments import LayerCall
-from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.decide.plan import mode_of
@@ -249,7 +248,7 @@ class Telemetry:
         sizes = {label: (each.total_experts, _num_copies(each)) for label, each in self._layers.items()}
         # Of the engine itself: what it does not have it looks for in the user's model.
         self.routers = RouterMetrics(sizes, state.running.device, vars(engine).get("stage_id"))
-        state.running.instruments.append(self._watch)
+        state.running.instruments.append(self.routers.watch_call)
         self._watch_own_routers()
         self._listen(engine.global_steps)
 
@@ -276,18 +275,15 @@ class Telemetry:
             measured = result.measured
             if measured is not self._recorded:
                 kinds = tuple(replace(kind, num_choices=choices.get(kind.labels[0])) for kind in result.job.kinds)
-                cluster = None if measured.cluster is None else cluster_as_json(measured.cluster)
-                record.measured(job_as_data(replace(result.job, kinds=kinds)), cluster)
+                record.write(MEASURED, job_as_data(replace(result.job, kinds=kinds)))
+                if measured.cluster is not None:
+                    record.write(CLUSTER, cluster_as_json(measured.cluster))
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
             mode = mode_of(state.block.schedule, state.block.gradient_partition.mode)
             of_layers = self._shapes, self._layers, state.block, state.running.links, mode, micro_batches, choices
-            record.measured(called_as_data(*of_layers))
+            record.write(MEASURED, called_as_data(*of_layers))
             self._recorded = self._shapes
-
-    def _watch(self, call: LayerCall) -> None:
-        if call.is_training:
-            call.gate = self.routers.after(call.gate, call.label)
 
     def _watch_own_routers(self) -> None:
         """Look at the routers that are the model's own where they give their logits; experts see their choices only."""
@@ -328,17 +324,18 @@ class Telemetry:
             loads = self.routers.read(self._gates())
             values |= of_routers(loads, self._is_detailed) | self._plans()
             if self.record is not None:
-                self.record.routers(step, loads)
+                rows = {label: load.as_row() for label, load in loads.items()}
+                self.record.append(ROUTERS, [{"step": step, "layers": rows}])
         self._listen(step)
         if self._decided:
             values |= of_placement(self._decided, self._is_detailed)
             if self.record is not None:
-                self.record.placement(self._with_places(self._decided))
+                self.record.append(PLACEMENT, self._with_places(self._decided))
             self._decided = []
         if found is not None:
             values |= found.values(self._is_detailed)
             if self.record is not None:
-                self.record.compared(asdict(found) | {"busy": found.busy})
+                self.record.append(COMPARED, [asdict(found) | {"busy": found.busy}])
         if values and self._tells:
             self._engine.monitor.write_events(named(values, num_samples))
 
@@ -380,7 +377,7 @@ class Telemetry:
         pipelines = {label: each.pipeline for label, each in self._layers.items()}
         # In the step that is under way something has been measured.
         now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
-        self.record.plans(plans_as_data(pipelines, self._state.autotune) | now)
+        self.record.write(PLANS, plans_as_data(pipelines, self._state.autotune) | now)
         self._record_costs()
 
     def close(self) -> None:

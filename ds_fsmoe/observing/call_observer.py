@@ -148,9 +148,8 @@ class _OfCall(Observer):
             sizes = replace(sizes, slices_bytes=self.window.slices_bytes)
         if self.tracer is not None and self.tracer.is_recording:
             predictor = self.asked.predictor or self.asked.predictors().get(of)
-            if predictor is not None:
-                self.tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
-            listeners.append(self.tracer.of_run(schedule, label))
+            expected = None if predictor is None else partial(predictor.timeline, schedule, plan, sizes)
+            listeners.append(self.tracer.of_run(schedule, label, expected))
         if (
             self.clock is not None
             and (recorder := self.clock.run(schedule, label, (of, plan, sizes), plan.in_halves)) is not None

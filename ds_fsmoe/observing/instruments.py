@@ -44,6 +44,17 @@ class LayerCall:
     in_rows: bool = False
     """Whether rows travel instead of slots; then ranks need not have equally many."""
 
+    def tell_routing(self, hear: Callable[[RoutingBase], None]) -> None:
+        """Tell a function what the gate decides, before anything is sent."""
+        gate = self.gate
+
+        def heard(*args: Any) -> RoutingBase:
+            routing = gate(*args)
+            hear(routing)
+            return routing
+
+        self.gate = heard
+
 
 Instrument = Callable[[LayerCall], None]
 Check = Callable[[Any, torch.Tensor], None]

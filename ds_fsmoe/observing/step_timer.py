@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.distributed.fail_together import most_of
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.spans import Recorder, clock_of
 from ds_fsmoe.planning.schedule import Schedule
@@ -283,18 +282,3 @@ class StepClock:
             numbers = [0.0, *dense, self._wait_ms() if step.num_forwards == 1 else 0.0]
         lacks, *times_ms = most_of(numbers, self.device, group)
         return None if lacks else DenseTimes(*times_ms)
-
-
-def most_of(
-    numbers: list[float],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    what: str = "numbers that ranks compare",
-) -> list[float]:
-    """Return the largest of each number over ranks. Collective. ``what`` says what it is for, to a watchdog."""
-    if world_size_now() == 1:
-        return numbers
-    held = torch.tensor(numbers, dtype=torch.float64, device=device)
-    with waiting(what):
-        dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
-        return held.tolist()

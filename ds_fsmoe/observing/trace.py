@@ -62,7 +62,6 @@ class Tracer(Observer):
         start_step: int,
         num_steps: int,
         device: torch.device,
-        predicted: Mapping[str, Timeline] | None = None,
         host: Clock = HOST,
     ) -> None:
         """
@@ -72,7 +71,6 @@ class Tracer(Observer):
             start_step: the first step to record.
             num_steps: the number of steps to record.
             device: the device of the lanes.
-            predicted: label of a run, such as "L03/backward", -> its predicted timeline, unless :meth:`expect` is used.
             host: the clock of the CPU.
 
         Raises:
@@ -87,12 +85,10 @@ class Tracer(Observer):
         self._process = os.getpid()
         self._wanted = range(start_step, start_step + num_steps)
         self._device = device
-        self._predicted = dict(predicted or {})
         self._host = host
         self._clock = clock_of(device, host)
         self._reference: tuple[Any, int] | None = None
         self._step: int | None = None
-        self._expected: Callable[[], Timeline] | None = None
         self._seen: list[int] = []
         self._is_on = False
         self._is_written = False
@@ -125,18 +121,16 @@ class Tracer(Observer):
         """Whether the current step is recorded."""
         return self._is_on
 
-    def expect(self, predict: Callable[[], Timeline]) -> None:
-        """Set what is expected of the run that this thread starts next. It is read when the trace is written.
+    def of_run(self, schedule: Schedule, label: str, expected: Callable[[], Timeline] | None = None) -> Observer:
+        """Record a run that is about to begin.
 
         Args:
-            predict: returns the timeline, or raises ``ValueError``; then the trace has no prediction.
+            schedule, label: see :class:`~ds_fsmoe.execution.lanes.Observer`.
+            expected: returns the timeline that is expected, or raises ``ValueError``; then the trace has no prediction.
+                It is called when the trace is written.
         """
-        self._expected = predict
-
-    def of_run(self, schedule: Schedule, label: str) -> Observer:
         if not self._is_on:
             return _NOBODY
-        expected, self._expected = self._expected, None
         with self._lock:
             if label not in self._names or self._names[label][0] is not schedule:
                 self._names[label] = schedule, tuple(range_name(label, task) for task in schedule.tasks)
@@ -254,7 +248,7 @@ class Tracer(Observer):
 
     def _prediction_of(self, run: RunningTrace) -> Timeline | None:
         if run.expected is None:
-            return self._predicted.get(run.label)
+            return None
         try:
             return run.expected()
         except ValueError as error:
@@ -305,7 +299,7 @@ class RunningTrace(Observer):
             tasks: its tasks.
             now: returns a stamp of the lanes' clock.
             names: the names of the tasks for torch's profiler.
-            expected: see :meth:`Tracer.expect`.
+            expected: see :meth:`Tracer.of_run`.
         """
         self.label, self.step, self.tasks, self.now = label, step, tasks, now
         self.names, self.expected = names, expected

@@ -32,6 +32,11 @@ class Placement:
     nodes: int = 1
     """The largest number of nodes over which a group spreads."""
 
+    @classmethod
+    def over(cls, size: int, per_node: int, nodes: int) -> Placement:
+        """Return the placement whose links follow from how many ranks of a group share a node."""
+        return cls(size, per_node, (Lane.INTER,) * (nodes > 1) + (Lane.INTRA,) * (per_node > 1), nodes)
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -112,11 +117,20 @@ class Groups:
         begins = np.ones(nodes.shape, dtype=bool)
         begins[:, 1:] = nodes[:, 1:] != nodes[:, :-1]
         per_node = int(np.diff(np.append(np.flatnonzero(begins), self.world)).max())
-        most_nodes = int(begins.sum(axis=1).max())
-        if most_nodes == 1:
-            return Placement(size, per_node, (Lane.INTRA,))
-        lanes = (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA)
-        return Placement(size, per_node, lanes, most_nodes)
+        return Placement.over(size, per_node, int(begins.sum(axis=1).max()))
+
+
+@dataclass(frozen=True)
+class PlacedGroups(Groups):
+    """Groups that say where they lie, instead of so many neighbours to a node: by the hosts of ranks, or as a run was
+    recorded."""
+
+    placed: tuple[tuple[str, Placement], ...] = ()
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Return the placement of the groups ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        return dict(self.placed)
 
 
 # ---- communicators: for which traffic, among which ranks

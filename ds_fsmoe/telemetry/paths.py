@@ -11,12 +11,13 @@ Letters: S tokens, K choices of a token, L layers of a path, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, RoutingBase
 from ds_fsmoe.execution.device_tables import HostCopy
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
@@ -104,18 +105,14 @@ class PathProfiler:
             self._forwards += 1
         if (self._forwards - 1) % self._every:
             return
-        gate, label, num_experts = call.gate, call.label, self._most_experts
+        call.tell_routing(partial(self._note, call.label))
 
-        def noted(*args: Any) -> Any:
-            routing = gate(*args)
-            if isinstance(routing, Routing):
-                choices_KS = choices_of(routing, num_experts)
-                num_tokens = choices_KS.shape[1]
-                sample_KS = choices_KS[:, :: max(1, -(-num_tokens // self._most_tokens))]
-                self._arriving.append((label, num_tokens, HostCopy(sample_KS)))
-            return routing
-
-        call.gate = noted
+    def _note(self, label: str, routing: RoutingBase) -> None:
+        if isinstance(routing, Routing):
+            choices_KS = choices_of(routing, self._most_experts)
+            num_tokens = choices_KS.shape[1]
+            sample_KS = choices_KS[:, :: max(1, -(-num_tokens // self._most_tokens))]
+            self._arriving.append((label, num_tokens, HostCopy(sample_KS)))
 
     def profiles(self) -> dict[str, PathProfile]:
         """Return label -> profile, of all that this rank has counted so far."""

@@ -31,24 +31,9 @@ from torch import nn
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.files.hiding import command_of, text_of
-from ds_fsmoe.files.runs import (
-    CLUSTER,
-    COMPARED,
-    FORMAT,
-    MEASURED,
-    PLACEMENT,
-    PLANS,
-    ROUTERS,
-    RUN,
-    STEPS,
-    STOCK,
-    append_lines,
-    clear_run,
-    write_json,
-)
+from ds_fsmoe.files.runs import FORMAT, RUN, STEPS, STOCK, append_lines, clear_run, write_json
 from ds_fsmoe.files.whole_files import Ownership
 from ds_fsmoe.observing.spans import clock_of
-from ds_fsmoe.telemetry.routers import LayerLoad
 from ds_fsmoe.versions import VERSION
 
 logger = logging.getLogger("ds_fsmoe")
@@ -302,36 +287,13 @@ class Record:
         # With the engine, even if nobody ends it; or with the process.
         self._end = weakref.finalize(engine, self._at_exit)
 
-    def routers(self, step: int, loads: Mapping[str, LayerLoad]) -> None:
-        """Record what routers did in a step."""
-        layers = {
-            name: {
-                "tokens_E": load.tokens_E,
-                "dropped_share": load.dropped_share,
-                "aux_loss": load.aux_loss,
-                "entropy": load.entropy,
-            }
-            for name, load in loads.items()
-        }
-        self._try(lambda folder: append_lines(folder / ROUTERS, [{"step": step, "layers": layers}]))
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record further lines of one of the files of :mod:`ds_fsmoe.files.runs`."""
+        self._try(lambda folder: append_lines(folder / name, rows))
 
-    def compared(self, row: Mapping[str, Any]) -> None:
-        """Record a step that was compared with its prediction."""
-        self._try(lambda folder: append_lines(folder / COMPARED, [row]))
-
-    def placement(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record what was decided about the experts of each layer, a row for each."""
-        self._try(lambda folder: append_lines(folder / PLACEMENT, rows))
-
-    def plans(self, value: Mapping[str, Any]) -> None:
-        """Record what was measured and decided; the last call counts."""
-        self._try(lambda folder: write_json(folder / PLANS, value))
-
-    def measured(self, value: Mapping[str, Any], cluster: Mapping[str, Any] | None = None) -> None:
-        """Record what the layers are and what their tasks cost, and what collectives cost on the cluster."""
-        self._try(lambda folder: write_json(folder / MEASURED, value))
-        if cluster is not None:
-            self._try(lambda folder: write_json(folder / CLUSTER, cluster))
+    def write(self, name: str, value: Mapping[str, Any]) -> None:
+        """Record all that one of these files says; the last call counts."""
+        self._try(lambda folder: write_json(folder / name, value))
 
     def close(self) -> None:
         """Write what is left, and that the run has ended. A second call does nothing."""

@@ -12,8 +12,9 @@ is imported here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ds_fsmoe.components.routing import RoutingBase
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.observing.instruments import LayerCall
 
 _DECLARATION, _WORD = "_can_record_outputs", "router_logits"
 _INDEX_OF_A_CLASS = 1
@@ -124,8 +126,6 @@ _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
 """The counts kept for a layer besides its experts' tokens."""
 _NUM_COUNTS = 6
 
-Gate = Callable[..., RoutingBase]
-
 
 @dataclass(frozen=True)
 class LayerLoad:
@@ -162,6 +162,10 @@ class LayerLoad:
     def dropped_share(self) -> float:
         """The share of choices that were dropped."""
         return self.dropped / self.asked if self.asked else 0.0
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what the record of a run has of it."""
+        return {name: getattr(self, name) for name in ("tokens_E", "dropped_share", "aux_loss", "entropy")}
 
 
 class RouterMetrics:
@@ -203,17 +207,10 @@ class RouterMetrics:
             if hasattr(gate, "says_entropy"):
                 gate.says_entropy = is_listening
 
-    def after(self, gate: Gate, label: str) -> Gate:
-        """Return the gate of a layer, with its decisions counted while they are asked about."""
-        if not self.is_listening or self.is_paused or in_backward():
-            return gate
-
-        def counted(*args: Any) -> RoutingBase:
-            routing = gate(*args)
-            self._count(routing, self._own[self._prefix + label])
-            return routing
-
-        return counted
+    def watch_call(self, call: LayerCall) -> None:
+        """Count what is decided in a call in training, while that is asked about: an instrument."""
+        if call.is_training and self.is_listening and not self.is_paused and not in_backward():
+            call.tell_routing(partial(self._count, self._own[self._prefix + call.label]))
 
     def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> RemovableHandle:
         """Count the entropies of a router that is the model's own, in what a module of its returns, from now on and
@@ -242,7 +239,7 @@ class RouterMetrics:
         return output.module.register_forward_hook(count)
 
     @torch.no_grad()
-    def _count(self, routing: RoutingBase, own: torch.Tensor) -> None:
+    def _count(self, own: torch.Tensor, routing: RoutingBase) -> None:
         if routing.counts_E is None:
             return  # a user's own gate, which does not say
         own[:-_NUM_COUNTS] += routing.counts_E.to(own)

@@ -13,13 +13,14 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, RoutingBase
 from ds_fsmoe.execution.device_tables import HostCopy
 from ds_fsmoe.files.whole_files import Ownership
 from ds_fsmoe.observing.instruments import LayerCall
@@ -74,17 +75,13 @@ class RoutingRecorder:
         self._calls[call.label] = micro_batch + 1
         if self.is_paused or self._step % self._every:
             return
-        gate, key = call.gate, (self._step, micro_batch, self._numbers[call.label])
+        call.tell_routing(partial(self._record, (self._step, micro_batch, self._numbers[call.label])))
 
-        def recorded(*args: Any) -> Any:
-            routing = gate(*args)
-            if isinstance(routing, Routing):
-                num_experts = self._facts.layers[key[2]].num_experts
-                weights_KS = routing.weights_KS.detach() if self._with_weights else None
-                self._writer.put(key, _small(routing.chosen().t(), num_experts), weights_KS)
-            return routing
-
-        call.gate = recorded
+    def _record(self, key: tuple[int, int, int], routing: RoutingBase) -> None:
+        if isinstance(routing, Routing):
+            num_experts = self._facts.layers[key[2]].num_experts
+            weights_KS = routing.weights_KS.detach() if self._with_weights else None
+            self._writer.put(key, _small(routing.chosen().t(), num_experts), weights_KS)
 
     def at_step(self, step: int) -> None:
         """Take note that optimizer step ``step`` is about to begin, or goes on."""

@@ -68,14 +68,24 @@ def test_a_window_bounds_what_long_samples_cost() -> None:
     assert FULL.flops(M, 64) > 2 * sliding.flops(M, 64)
 
 
+# Of an expert, and what every token uses beside the chosen ones: the router, shared experts and their gate.
+ONE = elements((M, 11), (M, 11), (11, M)) + 11 + 11 + M
+ALWAYS = elements((M, 10), (M, 13), (M, 13), (13, M), (M, 1)) + 10
+
+
 def test_experts_have_their_matrices_their_biases_and_what_all_tokens_use() -> None:
-    one = elements((M, 11), (M, 11), (11, M)) + 11 + 11 + M
-    always = elements((M, 10), (M, 13), (M, 13), (13, M), (M, 1)) + 10
-    assert EXPERTS.num_expert_parameters(M) == 10 * one
-    assert EXPERTS.num_parameters(M) == 10 * one + always
-    assert EXPERTS.num_active(M) == 3 * one + always
-    plain = BlockExperts(E=10, K=3, H=11, gemms=2)
-    assert plain.num_parameters(M) == 10 * elements((M, 11), (11, M)) + 10 * M
+    rest = FULL.num_parameters(M) + 2 * M
+    block = ModelBlock(FULL, EXPERTS, num_norms=2 * M)
+    assert sum(EXPERTS.of_one(M)) == ONE
+    assert block.num_parameters(M) == rest + 10 * ONE + ALWAYS
+    assert block.num_active(M) == rest + 3 * ONE + ALWAYS
+    plain = replace(block, experts=BlockExperts(E=10, K=3, H=11, gemms=2))
+    assert plain.num_parameters(M) == rest + 10 * elements((M, 11), (11, M)) + 10 * M
+
+
+def test_a_shard_of_an_expert_has_its_part_of_the_hidden_width_and_the_whole_output_bias() -> None:
+    wide = replace(EXPERTS, H=12)
+    assert wide.of_one(M, 3) == (elements((M, 4), (M, 4)), 4 + 4, elements((4, M)), M)
 
 
 def test_a_model_is_the_sum_of_its_blocks() -> None:
@@ -87,9 +97,9 @@ def test_a_model_is_the_sum_of_its_blocks() -> None:
     total, in_experts, active = M, 0, M
     for block in model.blocks:
         rest = block.attention.num_parameters(M) + 3 * M * block.dense_H + 2 * M
-        total += rest + (block.experts.num_parameters(M) if block.experts else 0)
-        active += rest + (block.experts.num_active(M) if block.experts else 0)
-        in_experts += block.experts.num_expert_parameters(M) if block.experts else 0
+        total += rest + (10 * ONE + ALWAYS if block.experts else 0)
+        active += rest + (3 * ONE + ALWAYS if block.experts else 0)
+        in_experts += 10 * ONE if block.experts else 0
     assert model.num_parameters == total + 2 * 19 * M
     assert model.num_active_parameters == active + 2 * 19 * M
     assert model.num_expert_parameters == in_experts

@@ -12,21 +12,20 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.offline.plan.traced_costs import (
-    TracedTask,
     corrected,
+    counted_tasks,
     fit_costs,
     read_tasks,
-    traced_tasks,
     with_slowdown_of,
 )
+from ds_fsmoe.offline.report.critical_path import MeasuredTask
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import moe_work, sized
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.groups import Crossings, Placement
+from ds_fsmoe.planning.groups import Crossings, PlacedGroups, Placement
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.job.recorded_costs import (
-    RecordedGroups,
     RecordedJob,
     RecordedKind,
     RecordedWay,
@@ -52,7 +51,7 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
     placed = (("ep", Placement(2, 1, (Lane.INTER,), 2)), ("esp", Placement(2, 2, (Lane.INTRA,))))
     placed += tuple((name, Placement(1, 1, ())) for name in ("mp", "edp"))
     placed += (("dp", Placement(4, 3, (Lane.INTER, Lane.INTRA), 2)),)
-    uneven = RecordedGroups(4, 2, ep=2, esp=2, placed=placed)
+    uneven = PlacedGroups(4, 2, ep=2, esp=2, placed=placed)
     shape = replace(SIZES, num_tokens=11, crossings=Crossings(0.75, 1.5), wires=(0.3, 1.0))
     ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, is_written=False))}
     kinds = RecordedKind(("L00", "L02"), uneven, shape, ways, True), RecordedKind(("L01",), GROUPS, SIZES, ways)
@@ -136,10 +135,10 @@ def traced(
     factor: float = 1.0,
     contention: Contention = IDEAL,
     steps: tuple[int, int] = (7, 8),
-) -> list[TracedTask]:
+) -> list[MeasuredTask]:
     """The tasks of two steps, as if each task took a factor of what the job's costs say."""
     costs = job.costs_of(job.kinds[0], "flat")
-    found: list[TracedTask] = []
+    found: list[MeasuredTask] = []
     for step in steps:
         for backward, degree in enumerate(degrees):
             plan = PhasePlan(BlockPlan(degree, "reduce_first"), GROUPS, bool(backward))
@@ -149,9 +148,10 @@ def traced(
             for number, label in enumerate(LABELS):
                 shift_ms = 1000.0 * step + 300.0 * number + 100.0 * backward
                 found.extend(
-                    TracedTask(
-                        *(label, bool(backward), step, 0, each.task.kind, each.task.chunk, each.task.lane),
-                        *(shift_ms + each.start_ms, shift_ms + each.end_ms),
+                    MeasuredTask(
+                        *(label, ("fwd", "bwd")[backward], step, 0, each.task.kind, each.task.chunk, each.task.lane),
+                        *(1e3 * (shift_ms + each.start_ms), 1e3 * (shift_ms + each.end_ms)),
+                        each.end_ms - each.start_ms,
                     )
                     for each in spans
                     if each.task.kind != HOLD
@@ -200,10 +200,10 @@ def test_only_settled_steps_are_told_as_a_whole_but_all_tell_what_tasks_take() -
     tried, kept = traced(job, (1, 4), steps=(3, 4)), traced(job, (3, 2))
     found = read_tasks([*tried, *kept], settled=7)
     assert {piece.degree for piece in found.pieces_ms} == {1, 2, 3, 4}
-    last: dict[tuple[bool, str], list[TracedTask]] = {}
+    last: dict[tuple[bool, str], list[MeasuredTask]] = {}
     for each in kept:
         if each.step == 8:
-            last.setdefault((each.backward, each.label), []).append(each)
+            last.setdefault((each.phase == "bwd", each.layer), []).append(each)
     lengths = {False: 0.0, True: 0.0}
     for (backward, _), run in last.items():
         lengths[backward] += max(each.end_ms for each in run) - min(each.begin_ms for each in run)
@@ -222,11 +222,12 @@ def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
 
 
 def test_weight_gradients_that_0_2_0_put_off_are_read_as_part_of_the_backward() -> None:
-    def in_two(task: TracedTask) -> list[TracedTask]:
-        if not task.backward or task.kind != EXPERT:
+    def in_two(task: MeasuredTask) -> list[MeasuredTask]:
+        if task.phase == "fwd" or task.kind != EXPERT:
             return [task]
-        middle_ms = (task.begin_ms + task.end_ms) / 2
-        return [replace(task, kind="EXPERT_DX", end_ms=middle_ms), replace(task, kind="EXPERT_DW", begin_ms=middle_ms)]
+        middle_us, half_ms = (task.begin_us + task.end_us) / 2, task.took_ms / 2
+        first = replace(task, kind="EXPERT_DX", end_us=middle_us, took_ms=half_ms)
+        return [first, replace(first, kind="EXPERT_DW", begin_us=middle_us, end_us=task.end_us)]
 
     whole = traced(job_of(), (3, 4))
     split = [part for task in whole for part in in_two(task)]
@@ -261,7 +262,7 @@ def test_as_much_slowdown_is_kept_as_the_spans_show(share: float) -> None:
     job = job_of(slowed=Slowdowns(factors | {(Lane.INTER, Lane.COMPUTE): 1.25}))
     asked = job.contention
     real = Contention(share * asked.links, share * asked.compute, share * asked.traffic)
-    spans: list[TracedTask] = []
+    spans: list[MeasuredTask] = []
     for first, degrees in ((1, (1, 2)), (11, (3, 4)), (27, (5, 1))):
         spans += traced(job, degrees, contention=real, steps=(first, first + 1))
     found, told = with_slowdown_of(job, spans, settled=20)
@@ -277,12 +278,23 @@ def test_the_time_between_layers_of_the_backward_is_seen() -> None:
     job = job_of()
     spans = traced(job, (1, 1))
     found = read_tasks(spans)
-    of_backward = [each for each in spans if each.backward and each.step == 7]
-    ends = {label: max(each.end_ms for each in of_backward if each.label == label) for label in LABELS}
-    begins = {label: min(each.begin_ms for each in of_backward if each.label == label) for label in LABELS}
+    of_backward = [each for each in spans if each.phase == "bwd" and each.step == 7]
+    ends = {label: max(each.end_ms for each in of_backward if each.layer == label) for label in LABELS}
+    begins = {label: min(each.begin_ms for each in of_backward if each.layer == label) for label in LABELS}
     assert found.behind_ms == pytest.approx(begins["L01"] - ends["L00"])
-    only = read_tasks([each for each in spans if each.label == "L00"])
+    only = read_tasks([each for each in spans if each.layer == "L00"])
     assert only.behind_ms is None
+
+
+def test_runs_of_a_phase_belong_to_the_micro_batches_of_a_step_by_their_numbers() -> None:
+    first = traced(job_of(), (1, 1))
+    second = [
+        replace(each, run=9, begin_us=each.begin_us + 5e6, end_us=each.end_us + 5e6) for each in first if each.step == 7
+    ]
+    one, both = read_tasks(first), read_tasks([*second, *first])
+    assert both.behind_ms == pytest.approx(one.behind_ms)
+    assert both.runs_ms[8] == pytest.approx(one.runs_ms[8])
+    assert both.runs_ms[7] == pytest.approx([2 * each for each in one.runs_ms[7]])
 
 
 def test_a_fitted_job_plans_by_its_lines_and_slowdown() -> None:
@@ -297,7 +309,7 @@ def test_a_fitted_job_plans_by_its_lines_and_slowdown() -> None:
 
 def test_a_layer_that_was_not_traced_is_named() -> None:
     job = job_of()
-    others = [replace(each, label="L77") for each in traced(job, (1, 1))]
+    others = [replace(each, layer="L77") for each in traced(job, (1, 1))]
     with pytest.raises(ValueError, match="the trace has no task of L00, L01, L02"):
         fit_costs(job, read_tasks(others))
     half = [each for each in traced(job, (2, 2)) if each.kind != GATHER]
@@ -308,18 +320,19 @@ def test_a_layer_that_was_not_traced_is_named() -> None:
 def test_events_of_unfinished_runs_and_predictions_do_not_count() -> None:
     args = {"layer": "L00", "phase": "bwd", "step": 3, "run": 5, "index": 0, "kind": A2A_IN, "chunk": 0}
     args |= {"lane": "inter", "ms": 2.5}
-    event = {"ph": "X", "cat": "measured", "ts": 4000, "args": args}
+    event = {"ph": "X", "cat": "measured", "ts": 4000, "dur": 2500, "args": args}
     events = [
         event,
         event | {"args": args | {"run": 2, "ms": 1.5}},
         event | {"cat": "predicted"},
         event | {"args": args | {"cut_short": True}},
         event | {"args": args | {"kind": HOLD}},
+        event | {"args": args | {"phase": "whole"}},
         {"ph": "M", "name": "process_name"},
     ]
-    found = sorted(traced_tasks(events), key=lambda each: each.turn)
-    assert [(each.turn, each.begin_ms, each.end_ms) for each in found] == [(0, 4.0, 5.5), (1, 4.0, 6.5)]
-    assert all(each.backward and each.lane is Lane.INTER for each in found)
+    found = counted_tasks({"traceEvents": events})
+    assert [(each.run, each.begin_ms, each.end_ms) for each in found] == [(5, 4.0, 6.5), (2, 4.0, 5.5)]
+    assert all(each.phase == "bwd" and each.lane is Lane.INTER for each in found)
 
 
 def test_a_cost_is_multiplied_at_every_size() -> None:

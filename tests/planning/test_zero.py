@@ -133,7 +133,7 @@ def test_gathers_between_nodes_share_a_nodes_links_as_gradients_do() -> None:
 def test_model_flops_are_six_for_a_parameter_and_twelve_for_a_pair_of_positions() -> None:
     block = MODEL.blocks[0]
     assert block.experts is not None
-    of_block = block.attention.num_parameters(MODEL.M) + block.num_norms + block.experts.num_active(MODEL.M)
+    of_block = block.num_active(MODEL.M)
     head = MODEL.M * MODEL.vocab + MODEL.num_other
     pairs = 4 * 12 * block.attention.heads * block.attention.head_dim * 256**2
     assert step_flops(SHAPE, 4, MODEL) == pytest.approx(6 * 256 * (4 * of_block + head) + pairs, rel=1e-3)

@@ -153,25 +153,12 @@ class BlockExperts:
                     "groups per token"
                 )
 
-    def _of_one(self, M: int) -> int:
-        biases = ((self.gemms - 1) * self.H + M) if self.has_bias else 0
-        return self.gemms * M * self.H + biases
-
-    def _of_all_tokens(self, M: int) -> int:
-        """Return the parameters that every token uses: the router and the shared experts."""
-        return self.E * (M + self.has_router_bias) + self.gemms * M * self.shared_H + M * self.has_shared_gate
-
-    def num_expert_parameters(self, M: int) -> int:
-        """Return the number of parameters of the routed experts."""
-        return self.E * self._of_one(M)
-
-    def num_parameters(self, M: int) -> int:
-        """Return the number of all parameters, those of the router and of shared experts included."""
-        return self.num_expert_parameters(M) + self._of_all_tokens(M)
-
-    def num_active(self, M: int) -> int:
-        """Return the number of parameters that one token uses."""
-        return self.K * self._of_one(M) + self._of_all_tokens(M)
+    def of_one(self, M: int, num_shards: int = 1) -> tuple[int, ...]:
+        """Return the elements of each tensor of a routed expert, or of one of its shards: of the products up, their
+        biases, the product down, and its bias."""
+        hidden = self.H // num_shards
+        up = (self.gemms - 1) * hidden
+        return up * M, up * self.has_bias, hidden * M, M * self.has_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +184,21 @@ class ModelBlock:
         if self.dense_gemms not in GEMMS.values():
             raise ValueError(f"dense_gemms = {self.dense_gemms}: the choices are 2, 3")
 
-    def _rest(self, M: int) -> int:
-        return self.attention.num_parameters(M) + self.dense_gemms * M * self.dense_H + self.num_norms
+    def dense_tensors(self, M: int) -> tuple[int, ...]:
+        """Return the elements of each tensor that every token uses: of all but the routed experts."""
+        attention, experts = (*self.attention.matrices(M), self.attention.num_other), self.experts
+        if experts is None:
+            return (*attention, *[M * self.dense_H] * self.dense_gemms, self.num_norms)
+        router, shared = experts.E * (M + experts.has_router_bias), [M * experts.shared_H] * experts.gemms
+        return (*attention, router, *shared, M * experts.has_shared_gate, self.num_norms)
 
     def num_parameters(self, M: int) -> int:
         """Return the number of all parameters."""
-        return self._rest(M) + (self.experts.num_parameters(M) if self.experts else 0)
+        return sum(self.dense_tensors(M)) + (self.experts.E * sum(self.experts.of_one(M)) if self.experts else 0)
 
     def num_active(self, M: int) -> int:
         """Return the number of parameters that one token uses."""
-        return self._rest(M) + (self.experts.num_active(M) if self.experts else 0)
+        return sum(self.dense_tensors(M)) + (self.experts.K * sum(self.experts.of_one(M)) if self.experts else 0)
 
 
 @dataclass(frozen=True)
@@ -259,7 +251,7 @@ class Architecture:
     def num_expert_parameters(self) -> int:
         """Return the number of parameters of all routed experts."""
         return sum(
-            count * each.experts.num_expert_parameters(self.M)
+            count * each.experts.E * sum(each.experts.of_one(self.M))
             for each, count in self.kinds.items()
             if each.experts is not None
         )

@@ -111,29 +111,15 @@ class Parameters:
             ends: whether the embedding, and whether the last norm and the head, are in this stage.
         """
         M, embedding = architecture.M, architecture.vocab * architecture.M
-        found = tuple((_dense(each, M), _experts(each, M, groups)) for each in blocks)
+        found = tuple((each.dense_tensors(M), _experts(each, M, groups)) for each in blocks)
         has_head = ends[1] and not (architecture.is_tied and ends[0])
         return cls(found, embedding * ends[0], architecture.num_other * ends[1], embedding * has_head)
 
 
-def _dense(block: ModelBlock, M: int) -> tuple[int, ...]:
-    """Return the elements of the tensors of a block that every rank has."""
-    attention, experts = (*block.attention.matrices(M), block.attention.num_other), block.experts
-    if experts is None:
-        return (*attention, *[M * block.dense_H] * block.dense_gemms, block.num_norms)
-    router = experts.E * (M + experts.has_router_bias)
-    shared = [M * experts.shared_H] * experts.gemms
-    return (*attention, router, *shared, M * experts.has_shared_gate, block.num_norms)
-
-
 def _experts(block: ModelBlock, M: int, groups: Groups) -> tuple[int, ...]:
-    """Return the elements of this rank's tensors of experts: the layers up, and the one down."""
+    """Return the elements of this rank's tensors of experts."""
     experts = block.experts
-    if experts is None:
-        return ()
-    here, hidden = experts.E // groups.ep, experts.H // groups.esp
-    up, biases = (experts.gemms - 1) * hidden, experts.has_bias
-    return here * up * M, here * up * biases, here * hidden * M, here * M * biases
+    return () if experts is None else tuple(experts.E // groups.ep * each for each in experts.of_one(M, groups.esp))
 
 
 Account = Mapping[str, float]

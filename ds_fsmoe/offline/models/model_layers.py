@@ -170,8 +170,7 @@ def stage_flops(architecture: Architecture, stage: ModelStage, length: int) -> f
 
 
 def _flops(block: ModelBlock, M: int, length: int) -> float:
-    of_experts = 0 if block.experts is None else block.experts.num_active(M)
-    weights = of_experts + block.dense_gemms * M * block.dense_H
+    weights = block.num_active(M) - block.attention.num_parameters(M) - block.num_norms
     return block.attention.flops(M, length) + 2.0 * length * weights
 
 

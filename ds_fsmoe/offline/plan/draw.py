@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+from ds_fsmoe.offline.report.charts import needs
 from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, LIGHT, colour_of, task_name, text_on
 from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import Timeline
@@ -28,12 +29,9 @@ def drawing() -> ModuleType:
     Raises:
         ModuleNotFoundError: altair, or what writes its pictures, is missing; the message says how to get it.
     """
-    try:
+    with needs(what="a picture"):
         import altair
         import vl_convert  # noqa: F401
-    except ModuleNotFoundError as error:
-        needed = f"a picture needs {error.name}: pip install 'ds_fsmoe[plot]'"
-        raise ModuleNotFoundError(needed, name=error.name) from error
     return altair
 
 

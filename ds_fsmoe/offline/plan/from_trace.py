@@ -23,14 +23,14 @@ from ds_fsmoe.files.whole_files import check_folders
 from ds_fsmoe.offline.plan.placement import moved_bytes, on_ranks, place, print_layers, read_loads
 from ds_fsmoe.offline.plan.traced_costs import (
     TracedJob,
-    TracedTask,
     corrected,
+    counted_tasks,
     fit_costs,
     read_tasks,
-    traced_tasks,
     with_slowdown_of,
 )
 from ds_fsmoe.offline.report.comparison import RunTimes, settled_after, times_of
+from ds_fsmoe.offline.report.critical_path import MeasuredTask
 from ds_fsmoe.offline.report.routing import ROUTING, has_routing
 from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
@@ -138,7 +138,7 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
     return Calibrated(run, ran, times, raw.as_ran(ran), what_if, cluster, [said, *notes])
 
 
-def _trace_of(run: Run, settled: int) -> tuple[list[TracedTask], str]:
+def _trace_of(run: Run, settled: int) -> tuple[list[MeasuredTask], str]:
     """Return the traced tasks of the rank whose steps are logged, from the second step on, as the first one is slow;
     and why there are none.
 
@@ -148,10 +148,10 @@ def _trace_of(run: Run, settled: int) -> tuple[list[TracedTask], str]:
     if not path.is_file():
         return [], "there is no trace of rank 0"
     try:
-        events = read_trace(path)["traceEvents"]
+        trace = read_trace(path)
     except (OSError, ValueError) as error:
         return [], f"the trace is of no use: {error}"
-    found = [each for each in traced_tasks(events) if each.step > 0]
+    found = [each for each in counted_tasks(trace) if each.step > 0]
     if not any(each.step >= settled for each in found):
         return [], f"what is traced is before step {settled}, until which something was measured or tried"
     return found, ""

@@ -21,41 +21,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ds_fsmoe.offline.report.critical_path import MeasuredTask, measured_tasks
 from ds_fsmoe.planning.call_shape import moe_work
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LayerCosts, LinearCost, fit
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
-from ds_fsmoe.planning.schedule import (
-    A2A_IN_NODE,
-    EXPERT,
-    GRADIENT_TASKS,
-    HOLD,
-    REST,
-    SPREAD,
-    Lane,
-)
+from ds_fsmoe.planning.schedule import A2A_IN_NODE, EXPERT, GRADIENT_TASKS, HOLD, REST, SPREAD
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
 
 _PHASES = {"fwd": False, "bwd": True}
-
-
-@dataclass(frozen=True)
-class TracedTask:
-    """One task of one run as a rank has traced it."""
-
-    label: str
-    backward: bool
-    step: int
-    turn: int
-    """The position among several runs of the phase in this step."""
-    kind: str
-    chunk: int
-    lane: Lane
-    begin_ms: float
-    end_ms: float
+"""Phase -> whether it is the backward."""
 
 
 class TracedChunk(NamedTuple):
@@ -82,30 +60,16 @@ class TracedJob:
     ``None``: there is one layer."""
 
 
-def traced_tasks(events: Iterable[Mapping[str, Any]]) -> list[TracedTask]:
-    """Return the measured tasks of one rank.
-
-    Args:
-        events: the events of its trace, in Chrome's format; those of runs that did not end are left out.
-    """
-    found: dict[tuple[str, bool, int], dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for event in events:
-        args = event.get("args", {})
-        if event.get("ph") != "X" or event.get("cat") != "measured" or args.get("cut_short") or "index" not in args:
-            continue
-        if args["phase"] in _PHASES and args["kind"] != HOLD:
-            found[args["layer"], _PHASES[args["phase"]], args["step"]][args["run"]].append(event)
-    tasks = []
-    for (label, backward, step), runs in found.items():
-        for turn, (_, of_run) in enumerate(sorted(runs.items())):
-            for event in of_run:
-                args, begin_ms = event["args"], event["ts"] / 1e3
-                what = args["kind"], args["chunk"], Lane(args["lane"])
-                tasks.append(TracedTask(label, backward, step, turn, *what, begin_ms, begin_ms + args["ms"]))
-    return tasks
+def counted_tasks(trace: Mapping[str, Any]) -> list[MeasuredTask]:
+    """Return the tasks of the phases of layers in the trace of a rank, without those of runs that did not end."""
+    return [
+        each
+        for each in measured_tasks(trace)
+        if each.index is not None and not each.is_cut_short and each.phase in _PHASES and each.kind != HOLD
+    ]
 
 
-def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, settled: int = 0) -> TracedJob:
+def read_tasks(tasks: Iterable[MeasuredTask], contention: Contention = IDEAL, settled: int = 0) -> TracedJob:
     """Return what the trace of a rank tells of a job.
 
     Args:
@@ -114,13 +78,20 @@ def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, sett
         contention: how lanes slow each other down: what a task would have taken alone counts.
         settled: the first step in which nothing is tried any more: only from there on steps are told as a whole.
     """
-    of_runs: dict[tuple[int, int, bool, str], list[TracedTask]] = defaultdict(list)
+    of_phases: dict[tuple[str, str, int], dict[int, list[MeasuredTask]]] = defaultdict(lambda: defaultdict(list))
     for each in tasks:
-        of_runs[each.step, each.turn, each.backward, each.label].append(each)
+        of_phases[each.layer, each.phase, each.step][each.run].append(each)
+    # The position of a run among those of its phase in a step is the number of the micro-batch.
+    of_runs = {
+        (*phase, turn): of_run
+        for phase, runs in of_phases.items()
+        for turn, (_, of_run) in enumerate(sorted(runs.items()))
+    }
     pieces: dict[TracedChunk, list[float]] = defaultdict(list)
     runs_ms: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     backwards: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    for (step, turn, backward, _), of_run in of_runs.items():
+    for (label, phase, step, turn), of_run in of_runs.items():
+        backward = _PHASES[phase]
         begin_ms, end_ms = min(each.begin_ms for each in of_run), max(each.end_ms for each in of_run)
         if step >= settled:
             runs_ms[step][backward] += end_ms - begin_ms
@@ -130,7 +101,7 @@ def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, sett
         alltoall: AllToAll = ONCE_PER_NODE if SPREAD in kinds else "2dh" if A2A_IN_NODE in kinds else "flat"
         degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
         for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
-            pieces[TracedChunk(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
+            pieces[TracedChunk(label, backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
     # Place in the backward -> the times from one layer to the next.
     behind: dict[int, list[float]] = defaultdict(list)
     for of_backward in backwards.values():
@@ -151,7 +122,7 @@ def _as_wholes(pieces_ms: dict[TracedChunk, float]) -> dict[TracedChunk, float]:
     return pieces_ms
 
 
-def _alone_ms(tasks: list[TracedTask], contention: Contention) -> list[float]:
+def _alone_ms(tasks: list[MeasuredTask], contention: Contention) -> list[float]:
     """Return what each task of a run would have taken alone."""
     if contention == IDEAL:
         return [each.end_ms - each.begin_ms for each in tasks]
@@ -229,7 +200,9 @@ def corrected(job: RecordedJob, traced: TracedJob) -> RecordedJob:
     return replace(job, kinds=tuple(kinds), _costs={})
 
 
-def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int = 0) -> tuple[RecordedJob, TracedJob]:
+def with_slowdown_of(
+    job: RecordedJob, tasks: Sequence[MeasuredTask], settled: int = 0
+) -> tuple[RecordedJob, TracedJob]:
     """Return a job, and what its trace tells, with as much slowdown of lanes by each other as the spans show.
 
     How lanes slow each other down was measured in a moment, too. Of a few shares of that the one is taken with which

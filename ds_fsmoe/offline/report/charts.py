@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_fsmoe.files.traces import MEASURED
+from ds_fsmoe.offline.report.critical_path import MeasuredTask
 from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, OTHER, RUN_COLOURS, colour_of, task_name, text_on
-from ds_fsmoe.planning.schedule import Lane
 
 ROWS = "rows"
 """The name of the data of a chart."""
@@ -49,8 +48,12 @@ class Chart:
 
 
 @contextmanager
-def needs(package: str) -> Iterator[None]:
-    """Import what pages are made with.
+def needs(package: str = "", what: str = "a page") -> Iterator[None]:
+    """Import what pages or pictures are made with.
+
+    Args:
+        package: the package; empty: that of the module that is missing.
+        what: what is made.
 
     Raises:
         ModuleNotFoundError: it is missing; the message says how to get it.
@@ -58,7 +61,8 @@ def needs(package: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"a page needs {package}: pip install 'ds_fsmoe[plot]'", name=package) from error
+        name = package or error.name
+        raise ModuleNotFoundError(f"{what} needs {name}: pip install 'ds_fsmoe[plot]'", name=name) from error
 
 
 def library() -> ModuleType:
@@ -382,20 +386,14 @@ class TracedStep:
     """The tasks of one step of one rank."""
 
     title: str
-    tasks: Sequence[Mapping[str, Any]]
-    """The events of a trace, in order of time; times in microseconds."""
+    tasks: Sequence[MeasuredTask]
+    """The tasks, in order of time."""
 
     @property
     def length_ms(self) -> float:
         """The time from the begin of the first task to the end of the last."""
-        ends = [each["ts"] + each["dur"] for each in self.tasks]
-        return (max(ends) - min(each["ts"] for each in self.tasks)) / 1e3 if ends else 0.0
-
-
-def tasks_of_step(trace: Mapping[str, Any], step: int) -> list[Mapping[str, Any]]:
-    """Return the tasks of a step that a rank has traced, in order of time."""
-    found = (each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") == MEASURED)
-    return sorted((each for each in found if each["args"]["step"] == step), key=lambda each: each["ts"])
+        ends = [each.end_us for each in self.tasks]
+        return (max(ends) - min(each.begin_us for each in self.tasks)) / 1e3 if ends else 0.0
 
 
 def task_rows(number: int, step: TracedStep) -> list[dict[str, Any]]:
@@ -405,30 +403,25 @@ def task_rows(number: int, step: TracedStep) -> list[dict[str, Any]]:
         number: the position of the run, from 0 on.
         step: its tasks.
     """
-    begin_us = min((each["ts"] for each in step.tasks), default=0.0)
-    of_run: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for each in step.tasks:
-        if "index" in each["args"]:
-            of_run.setdefault(each["args"]["run"], {})[each["args"]["index"]] = each
+    begin_us = min((each.begin_us for each in step.tasks), default=0.0)
+    at_place = {(each.run, each.index): each for each in step.tasks}
     rows = []
     for each in step.tasks:
-        args = each["args"]
-        own = of_run.get(args["run"], {})
-        needed = [own[at] for at in args.get("waits_for", ()) if at in own]
+        needed = [at_place[each.run, index] for index in each.waits_for if (each.run, index) in at_place]
         rows.append(
             {
-                "id": _id(number, args),
-                "needs": "|".join(["", *(_id(number, at["args"]) for at in needed), ""]),
-                "row": _row(number, str(args["lane"])),
-                "x": round((each["ts"] - begin_us) / 1e3, 4),
-                "x2": round((each["ts"] + each["dur"] - begin_us) / 1e3, 4),
-                "ms": round(each["dur"] / 1e3, 4),
-                "kind": task_name(args["kind"]),
-                "task": f"{task_name(args['kind'])}, chunk {args['chunk'] + 1}",
-                "chunk": str(args["chunk"] + 1),
-                "ink": text_on(colour_of(args["kind"])),
-                "where": f"{args['layer']} {_PHASES.get(args['phase'], args['phase'])}",
-                "lane": LANE_NAMES[Lane(args["lane"])],
+                "id": _id(number, each),
+                "needs": "|".join(["", *(_id(number, other) for other in needed), ""]),
+                "row": _row(number, each.lane),
+                "x": round((each.begin_us - begin_us) / 1e3, 4),
+                "x2": round((each.end_us - begin_us) / 1e3, 4),
+                "ms": round((each.end_us - each.begin_us) / 1e3, 4),
+                "kind": task_name(each.kind),
+                "task": _words(each),
+                "chunk": str(each.chunk + 1),
+                "ink": text_on(colour_of(each.kind)),
+                "where": f"{each.layer} {_PHASES.get(each.phase, each.phase)}",
+                "lane": LANE_NAMES[each.lane],
                 "run": step.title,
                 "waited": _waited(each, needed),
             }
@@ -436,23 +429,26 @@ def task_rows(number: int, step: TracedStep) -> list[dict[str, Any]]:
     return rows
 
 
-def _id(number: int, args: Mapping[str, Any]) -> str:
-    return f"{number}.{args['run']}.{args.get('index', -1)}"
+def _id(number: int, task: MeasuredTask) -> str:
+    return f"{number}.{task.run}.{-1 if task.index is None else task.index}"
+
+
+def _words(task: MeasuredTask) -> str:
+    return f"{task_name(task.kind)}, chunk {task.chunk + 1}"
 
 
 def _row(number: int, what: str) -> str:
     return f"{number} {what}"
 
 
-def _waited(task: Mapping[str, Any], needed: Sequence[Mapping[str, Any]]) -> str:
+def _waited(task: MeasuredTask, needed: Sequence[MeasuredTask]) -> str:
     """Say what a task had to wait for, the last to end first, and how long before its begin that ended."""
     if not needed:
         return "nothing of its layer"
     found = []
-    for each in sorted(needed, key=lambda each: -(each["ts"] + each["dur"]))[:_MOST_NAMED]:
-        before_ms = max(0.0, (task["ts"] - each["ts"] - each["dur"]) / 1e3)
-        args = each["args"]
-        found.append(f"{task_name(args['kind'])}, chunk {args['chunk'] + 1} (ended {before_ms:.3g} ms before)")
+    for each in sorted(needed, key=lambda each: -each.end_us)[:_MOST_NAMED]:
+        before_ms = max(0.0, (task.begin_us - each.end_us) / 1e3)
+        found.append(f"{_words(each)} (ended {before_ms:.3g} ms before)")
     more = len(needed) - len(found)
     return "; ".join(found) + (f"; and {more} more" if more > 0 else "")
 
@@ -472,10 +468,8 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
     ]
     order = [_row(number, what) for number in range(len(steps)) for what in ("head", *map(str, LANES))]
     kinds: dict[str, str] = {}
-    for step in steps:
-        for each in step.tasks:
-            kind = each["args"]["kind"]
-            kinds.setdefault(task_name(kind), colour_of(kind))
+    for kind in (each.kind for step in steps for each in step.tasks):
+        kinds.setdefault(task_name(kind), colour_of(kind))
     # Rows are told apart by numbers, of which nobody need know.
     lane_words = " : ".join(
         f"datum.value == '{_row(n, str(lane))}' ? '{LANE_NAMES[lane]}'" for n in range(len(steps)) for lane in LANES

@@ -40,22 +40,55 @@ class Key:
 
 
 @dataclass(frozen=True)
-class RankTask:
-    """One task as one rank ran it, with times in microseconds."""
+class MeasuredTask:
+    """One task of one run as a rank has traced it."""
 
-    rank: int
-    index: int
+    layer: str
+    phase: str
+    """The phase, such as "bwd"."""
+    step: int
+    run: int
+    """The position of the run among all runs of the trace."""
     kind: str
     chunk: int
-    lane: str
+    lane: Lane
     begin_us: float
     end_us: float
-    waits_for: tuple[int, ...]
+    """Whole microseconds, as the begin."""
+    took_ms: float
+    """The time of the task, exactly."""
+    rank: int = 0
+    index: int | None = None
+    """The position among the tasks of the run; ``None``: it is not known."""
+    waits_for: tuple[int, ...] = ()
+    is_cut_short: bool = False
+    """Whether the run did not get to its end."""
 
     @property
     def name(self) -> str:
         """The name of the task within its phase."""
         return f"{self.kind}/chunk{self.chunk}"
+
+    @property
+    def begin_ms(self) -> float:
+        return self.begin_us / 1e3
+
+    @property
+    def end_ms(self) -> float:
+        return self.begin_ms + self.took_ms
+
+
+def measured_tasks(trace: Mapping[str, Any], rank: int = 0) -> list[MeasuredTask]:
+    """Return the measured tasks in the trace of a rank, in the order of the file."""
+    events = (each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") == MEASURED)
+    return [_task(each["args"], each["ts"], each["dur"], rank) for each in events]
+
+
+def _task(args: Mapping[str, Any], begin_us: float, took_us: float, rank: int) -> MeasuredTask:
+    names = ("layer", "phase", "step", "run", "kind", "chunk")
+    times = begin_us, begin_us + took_us, args.get("ms", took_us / 1e3)
+    more = args.get("index"), tuple(args.get("waits_for", ())), bool(args.get("cut_short"))
+    return MeasuredTask(*(args[name] for name in names), Lane(args["lane"]), *times, rank, *more)
 
 
 @dataclass(frozen=True)
@@ -119,28 +152,14 @@ def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[TracedPhase]:
     return sorted((each for each in found if each.path), key=lambda each: each.path[0].begin_us)
 
 
-def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, RankTask]]]:
+def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, MeasuredTask]]]:
     """Map each phase -> rank -> index of a task -> the task."""
-    found: dict[Key, dict[int, dict[int, RankTask]]] = defaultdict(dict)
+    found: dict[Key, dict[int, dict[int, MeasuredTask]]] = defaultdict(dict)
     for rank, trace in traces.items():
-        of_run: dict[tuple[str, int, int], dict[int, RankTask]] = defaultdict(dict)
-        for event in trace["traceEvents"]:
-            if event.get("ph") != "X" or event.get("cat") != MEASURED or event["args"].get("cut_short"):
-                continue
-            args = event["args"]
-            if "waits_for" not in args:
-                continue
-            task = RankTask(
-                rank,
-                args["index"],
-                args["kind"],
-                args["chunk"],
-                args["lane"],
-                event["ts"],
-                event["ts"] + event["dur"],
-                tuple(args["waits_for"]),
-            )
-            of_run[f"{args['layer']}/{args['phase']}", args["step"], args["run"]][task.index] = task
+        of_run: dict[tuple[str, int, int], dict[int, MeasuredTask]] = defaultdict(dict)
+        for task in measured_tasks(trace, rank):
+            if task.index is not None and not task.is_cut_short:
+                of_run[f"{task.layer}/{task.phase}", task.step, task.run][task.index] = task
         turns: dict[tuple[str, int], int] = defaultdict(int)
         for (label, step, _), tasks in sorted(of_run.items(), key=lambda item: item[0][2]):
             found[Key(label, step, turns[label, step])][rank] = tasks
@@ -150,12 +169,12 @@ def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[i
 
 def _phase(
     key: Key,
-    of_ranks: Mapping[int, Mapping[int, RankTask]],
+    of_ranks: Mapping[int, Mapping[int, MeasuredTask]],
     peers: Mapping[int, Mapping[str, Mapping[str, Sequence[int]]]],
 ) -> TracedPhase:
     layer = key.label.partition("/")[0]
 
-    def together(task: RankTask) -> list[RankTask]:
+    def together(task: MeasuredTask) -> list[MeasuredTask]:
         """Return the same collective on all ranks that take part in it."""
         if task.lane == Lane.COMPUTE:
             return [task]
@@ -174,8 +193,8 @@ def _phase(
     return TracedPhase(key, tuple(_path(of_ranks, together)), plain, dict(busy))
 
 
-def _path(of_ranks: Mapping[int, Mapping[int, RankTask]], together: Any) -> list[Segment]:
-    task: RankTask | None = max(
+def _path(of_ranks: Mapping[int, Mapping[int, MeasuredTask]], together: Any) -> list[Segment]:
+    task: MeasuredTask | None = max(
         (each for tasks in of_ranks.values() for each in tasks.values()), key=lambda t: t.end_us
     )
     found: list[Segment] = []
@@ -195,14 +214,14 @@ def _path(of_ranks: Mapping[int, Mapping[int, RankTask]], together: Any) -> list
     return found[::-1]
 
 
-def _by_lane(tasks: Mapping[int, RankTask]) -> dict[str, list[RankTask]]:
-    found: dict[str, list[RankTask]] = {}
+def _by_lane(tasks: Mapping[int, MeasuredTask]) -> dict[str, list[MeasuredTask]]:
+    found: dict[str, list[MeasuredTask]] = {}
     for each in sorted(tasks.values(), key=lambda each: (each.begin_us, each.index)):
         found.setdefault(each.lane, []).append(each)
     return found
 
 
-def idle_spans(tasks: Mapping[int, RankTask], spans: Sequence[RankTask]) -> list[tuple[str, float, float]]:
+def idle_spans(tasks: Mapping[int, MeasuredTask], spans: Sequence[MeasuredTask]) -> list[tuple[str, float, float]]:
     """Return (what was waited for, begin, end) of each time that a rank's lane was idle while its phase ran.
 
     Args:
@@ -224,9 +243,9 @@ def idle_spans(tasks: Mapping[int, RankTask], spans: Sequence[RankTask]) -> list
     return [each for each in found if each[2] - each[1] >= _SLACK_US]
 
 
-def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, RankTask]]]:
+def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, MeasuredTask]]]:
     """Map each rank -> the tasks of each phase that it has traced to its end."""
-    found: dict[int, list[Mapping[int, RankTask]]] = defaultdict(list)
+    found: dict[int, list[Mapping[int, MeasuredTask]]] = defaultdict(list)
     for of_ranks in _runs(traces).values():
         for rank, tasks in of_ranks.items():
             found[rank].append(tasks)

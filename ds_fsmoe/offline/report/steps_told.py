@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.files.runs import Run, has_trace, trace_folder
-from ds_fsmoe.offline.report.charts import Points, TracedStep, draw_lines, draw_timeline, is_drawable, tasks_of_step
+from ds_fsmoe.offline.report.charts import Points, TracedStep, draw_lines, draw_timeline, is_drawable
 from ds_fsmoe.offline.report.comparison import settled_after, times_of
-from ds_fsmoe.offline.report.critical_path import BETWEEN, TracedPhase, added, merge_ranks
+from ds_fsmoe.offline.report.critical_path import BETWEEN, TracedPhase, added, measured_tasks, merge_ranks
 from ds_fsmoe.offline.report.page import Page
 from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, task_name
 
@@ -227,7 +227,9 @@ def trace(page: Page, run: Run) -> ShownStep | None:
     rank = min(traces)
     of_median = _over_median(run)
     # A run may have ended in the last one.
-    tasks = {step: tasks_of_step(traces[rank], step) for step in traces[rank]["otherData"].get("steps", [])}
+    in_order = sorted(measured_tasks(traces[rank], rank), key=lambda each: each.begin_us)
+    steps = traces[rank]["otherData"].get("steps", [])
+    tasks = {step: [each for each in in_order if each.step == step] for step in steps}
     found = [step for step, of_step in tasks.items() if of_step]
     if not found:
         return None

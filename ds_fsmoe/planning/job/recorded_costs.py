@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any, cast, get_args
 
 from ds_fsmoe.planning.block import ORDERS, Links
@@ -18,24 +17,13 @@ from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
 from ds_fsmoe.planning.cost import Cost, LayerCosts
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.plan import Settings
-from ds_fsmoe.planning.groups import Crossings, Groups, Placement
+from ds_fsmoe.planning.groups import Crossings, Groups, PlacedGroups, Placement
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.phase_plan import gradient_lanes
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import ALLTOALLS, AllToAll, Gradient, Layer
 from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS
-
-
-@dataclass(frozen=True)
-class RecordedGroups(Groups):
-    """Process groups with the placement that they had: where nodes are not equally large, sizes do not tell it."""
-
-    placed: tuple[tuple[str, Placement], ...] = ()
-
-    @cached_property
-    def placements(self) -> dict[str, Placement]:
-        return dict(self.placed)
 
 
 @dataclass(frozen=True)
@@ -356,7 +344,7 @@ def _groups(data: Any) -> Groups:
         (kind, Placement(at["size"], at["per_node"], tuple(map(Lane, at["lanes"])), at["nodes"]))
         for kind, at in data["placed"].items()
     )
-    return RecordedGroups(**(data | {"placed": placed}))
+    return PlacedGroups(**(data | {"placed": placed}))
 
 
 def _profile(data: Any) -> LayerProfile:
