@@ -25,10 +25,10 @@ PLACES = [
     ),
     ("ds_fsmoe/planning/job/measured.py", 'GATE, ORDER = "gate", "order and back"\n', 0),
     ("ds_fsmoe/planning/job/measured.py", "        names[EXPERT] = anew if backward else FORWARD\n", 8),
-    ("ds_fsmoe/measuring/profiler.py", "        return (FORWARD, BACKWARD) if self.is_written", 8),
+    ("ds_fsmoe/measuring/profiler.py", "        return (*experts, *((NARROWED, WIDENED)", 8),
     ("ds_fsmoe/measuring/profiler.py", "    flops = 2.0 * ranks * subject.num_weights\n", 4),
-    ("ds_fsmoe/measuring/profiler.py", "        FORWARD: (forward, flops),\n", 8),
-    ("ds_fsmoe/execution/phase.py", "        if A2A_IN_NODE in dependencies_of(schedule).kinds:\n", 8),
+    ("ds_fsmoe/measuring/profiler.py", '        FORWARD: (forward, flops, "flop"),\n', 8),
+    ("ds_fsmoe/execution/phase.py", "        if SPREAD in kinds:\n", 8),
     ("ds_fsmoe/execution/phase.py", "    def weight_gradients(self) -> torch.Tensor | None:\n", 4),
 ]
 """The file of each block of code of the guide, what it is written ahead of (of several, the last), how far indented."""
@@ -65,10 +65,11 @@ def test_the_kind_of_the_guide_is_added_as_printed(tmp_path: Path, monkeypatch: 
     for name, (place, imported) in IMPORTED.items():
         changed(checkout / name, place, place + imported)
     profiler = checkout / "ds_fsmoe" / "measuring" / "profiler.py"
-    changed(profiler, "else (FORWARD, BACKWARD, BACKWARD_ANEW)\n", "else (FORWARD, BACKWARD, BACKWARD_ANEW, *own)\n")
-    changed(profiler, "return (FORWARD, BACKWARD) if", "return (FORWARD, BACKWARD, *own) if")
+    changed(profiler, "return (*experts, *(", "return (*experts, *own, *(")
     stages = checkout / "tests" / "planning" / "test_stages.py"
     changed(stages, STAGES, STAGES.replace("EXPERT", "UNPACK compute inner, EXPERT"))
+    # On narrow wires it lies between what makes rows wide again and the experts.
+    changed(stages, "DEQUANTISE_SPREAD intra inner beside 0", "DEQUANTISE_SPREAD intra inner, UNPACK compute inner")
 
     assert len({name for name, *_ in PLACES}) == 5
     commands = re.findall(r"`(python -m pytest [^`]+)`", GUIDE)

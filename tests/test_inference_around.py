@@ -232,7 +232,7 @@ def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_w
         def expect(self, estimate_E: np.ndarray) -> None:
             events.append(("is expected", self.label))
 
-    same: dict[str, Any] = {"profile": profile, "k": 1, "num_experts": 5, "experts": None, "is_in_slots": False}
+    same: dict[str, Any] = {"profile": profile, "k": 1, "num_experts": 5, "experts": None}
     same |= {"block": SimpleNamespace(group=None), "held": SimpleNamespace(may_be_early=False)}
     layers: dict[str, Any] = {label: Layer(label=label, **same) for label in ("L00", "L01", "L02", "L03")}
     run = InferenceRun(layers, layers, 2, 5)

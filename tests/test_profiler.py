@@ -46,7 +46,9 @@ from ds_fsmoe.planning.job.measured import (
     BETWEEN_NODES,
     FORWARD,
     IN_NODES,
+    NARROWED,
     REDUCE_SCATTER,
+    WIDENED,
     LayerProfile,
     Slowdowns,
     Timing,
@@ -96,9 +98,10 @@ def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int)
     )
 
 
-def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
+def profile_of(experts: list[nn.Module], ep: int, esp: int, wires: tuple[float, float] = (1.0, 1.0)) -> LayerProfile:
     groups = make_groups(ep, esp)
     subject = subject_of(experts, groups, ep, esp)
+    subject = replace(subject, sizes=replace(subject.sizes, wires=wires))
     lanes = make_lanes(CPU)
     try:
         schedule = PhasePlan(BlockPlan(3), groups.planned, backward=False).schedule
@@ -141,6 +144,7 @@ def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]
         "written": written,
         "graphs": graphs,
         "drawing": profile_of([Counting(0.3)], ep, esp).uses_rng,
+        "narrow": profile_of([GPTFeedForward(WIDTH, HIDDEN)], ep, esp, wires=(0.5, 1.0)),
         "calls": [each.calls.item() for each in experts],
         "same state": same_state,
         "gradients": [each.grad for expert in experts for each in expert.parameters()],
@@ -154,6 +158,20 @@ def results_of(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[
     return {
         esp: run_on_ranks(be_profiled, 2 * esp, tmp_path_factory.mktemp("profiled") / "ranks", 2, esp) for esp in (1, 2)
     }
+
+
+@pytest.mark.parametrize("esp", [1, 2])
+def test_conversions_are_measured_where_wires_ask_for_them_by_the_bytes_of_whole_rows(
+    results_of: dict, esp: int
+) -> None:
+    results = results_of[esp]
+    found = results[0]["narrow"].operations
+    assert all(each["narrow"] == results[0]["narrow"] for each in results)
+    assert not {NARROWED, WIDENED} & set(results[0]["written"].operations)
+    for name in (NARROWED, WIDENED):
+        assert found[name].unit == "byte"
+        # On a rank with one expert, from two ranks of each shard, in float32.
+        assert found[name].sizes[-1] == 2 * esp * MEASURED * WIDTH * 4
 
 
 @pytest.mark.parametrize("esp", [1, 2])

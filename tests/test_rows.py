@@ -132,6 +132,7 @@ def run_layer(
     callbacks: tuple[CallbackBase, ...] = (),
     exact: bool = False,
     wires: Wires = FULL,
+    conversions: str = "links",
 ) -> list[torch.Tensor]:
     """Output and gradients of one forward and backward of this rank; ``exact`` in float64."""
     rank, layout = groups.rank, groups.layout
@@ -148,10 +149,11 @@ def run_layer(
     if case.side_by_side:
         assert lay_side_by_side(experts)
     exchange = exchange_in(groups, named(alltoall))
-    plans = (
-        PhasePlan(BlockPlan(case.degrees[0], case.links), groups.planned, False, exchange.planned),
-        PhasePlan(BlockPlan(case.degrees[1], case.links), groups.planned, True, exchange.planned),
-    )
+    blocks = (BlockPlan(each, case.links, conversions=conversions) for each in case.degrees)
+    plans = [
+        PhasePlan(block, groups.planned, bool(backward), exchange.planned, narrow=wires.narrow)
+        for backward, block in enumerate(blocks)
+    ]
     kind = SelfSplitWires if self_split else Collectives
     collectives = kind(
         exchange.exchange,

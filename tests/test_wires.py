@@ -15,21 +15,22 @@ import ds_fsmoe
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.distributed.groups import make_groups
-from ds_fsmoe.execution.collectives import FULL, Wires, carry, narrowed, widened
+from ds_fsmoe.execution.collectives import FULL, Collectives, Wires, narrowed, widened
 from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.node_links import NodeLinks
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case as Training
 from tests.small_model import SmallModel, batch
 from tests.test_alltoalls import on_nodes
-from tests.test_rows import Case, differences, mixtral, run_layer
+from tests.test_rows import WIDTH, Case, differences, mixtral, run_layer
 
 EVERY = [Wires(*each) for each in itertools.product(("model", "fp8"), repeat=2)]
 BOTH = Wires("fp8", "fp8")
 
 
 def there_and_back(x_RM: torch.Tensor) -> torch.Tensor:
-    return carry("fp8", x_RM, lambda sent: sent)
+    return widened(narrowed(x_RM), x_RM.dtype, x_RM.shape[1:])
 
 
 def by_hand(x_RM: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def test_a_number_that_is_not_finite_stays_seen_and_spoils_no_other_row(wrong: f
 
 def test_a_row_travels_as_its_width_and_four_bytes() -> None:
     assert narrowed(torch.ones(3, 13)).shape == (3, 17)
-    assert widened(narrowed(torch.ones(2, 3, 4)), torch.ones(2, 3, 4)).shape == (2, 3, 4)
+    assert there_and_back(torch.ones(2, 3, 4)).shape == (2, 3, 4)
     assert Wires("fp8", "model").shares(60, 2) == (64 / 120, 1.0)
 
 
@@ -191,14 +192,91 @@ def payload(rank: int, world_size: int) -> dict[str, list[int]]:
 
 
 def test_as_many_messages_carry_as_many_rows_in_fewer_bytes(tmp_path: Path) -> None:
-    from tests.test_rows import WIDTH
-
     for found in run_on_ranks(payload, 4, tmp_path):
         rows = [each // (2 * WIDTH) for each in found["model"]]
         assert len(rows) == 4, "there and back, in both phases"
         assert found["fp8"] == [each * (WIDTH + 4) for each in rows]
         narrow, wide = found["fp8"], found["model"]
         assert found["dispatch"] == [narrow[0], wide[1], wide[2], narrow[3]]
+
+
+class Messages:
+    """Notes the bytes of every message of rows that leaves in an all-to-all."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def __enter__(self) -> Messages:
+        self._send = send = dist.all_to_all_single
+
+        def noted(y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if x.dim() == 2 and (x.dtype == torch.uint8 or x.is_floating_point()):
+                self.sent.append(bytes(x.contiguous().view(torch.uint8).flatten().tolist()))
+            return send(y, x, *args, **kwargs)
+
+        dist.all_to_all_single = noted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single = self._send
+
+
+def converting_where_they_send(patch: pytest.MonkeyPatch) -> None:
+    """Let what sends rows of layers in their own type convert them, as part of its task."""
+
+    def around(send: Any, rows_at: int) -> Any:
+        def converting(*args: Any) -> Any:
+            x_RM = args[rows_at]
+            if x_RM.dim() != 2 or x_RM.shape[1] != WIDTH or not x_RM.is_floating_point():
+                return send(*args)
+            given = (*args[:rows_at], narrowed(x_RM), *args[rows_at + 1 :])
+            return widened(send(*given), x_RM.dtype, x_RM.shape[1:])
+
+        return converting
+
+    patch.setattr(Collectives, "send_rows", around(Collectives.send_rows, 1))
+    for name in ("exchange_between", "exchange_inside"):
+        patch.setattr(NodeLinks, name, around(getattr(NodeLinks, name), 1))
+
+
+CUTS = [
+    Case((1, 1), dtype=torch.bfloat16),
+    Case((3, 2), k=4),
+    Case((2, 3), links="shared", recompute=True, expert=mixtral),
+    Case((2, 2), links="reduce_first", tokens=(0, 7, 0, 5)),
+]
+
+
+def on_the_wire(rank: int, world_size: int, esp: int) -> list[str]:
+    with on_nodes(0, 0, 1, 1):
+        groups = make_groups(4 // esp, esp)
+    serial, lanes, found = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu")), []
+    ways = ("flat", "1dh", "2dh", "once_per_node") if esp == 1 else ("flat",)
+    for case, alltoall in itertools.product(CUTS, ways):
+        # An all-to-all in two parts brings the rows of the flat one.
+        ahead = "flat" if alltoall == "2dh" else alltoall
+        with Messages() as wanted, pytest.MonkeyPatch.context() as patch:
+            converting_where_they_send(patch)
+            results = run_layer(case, groups, serial, True, alltoall=ahead)
+        for conversions, own in itertools.product(("links", "compute"), (serial, lanes)):
+            with Messages() as messages:
+                ours = run_layer(case, groups, own, True, alltoall=alltoall, wires=BOTH, conversions=conversions)
+            name = f"{case}, {alltoall}, conversions on {conversions}, {type(own).__name__}"
+            if not all(map(torch.equal, ours, results)):
+                found.append(f"{name}: another result")
+            if alltoall != "2dh" and sorted(messages.sent) != sorted(wanted.sent):
+                found.append(f"{name}: other bytes")
+            if alltoall != "2dh" and own is serial and conversions == "links" and messages.sent != wanted.sent:
+                found.append(f"{name}: another order")
+    lanes.close()
+    return found
+
+
+@pytest.mark.parametrize("esp", [1, 2])
+def test_every_byte_on_the_wire_and_every_number_is_that_of_conversions_inside_the_links_tasks(
+    esp: int, tmp_path: Path
+) -> None:
+    assert [each for found in run_on_ranks(on_the_wire, 4, tmp_path, esp) for each in found][:3] == []
 
 
 # ---- in a config

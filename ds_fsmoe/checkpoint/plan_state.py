@@ -265,7 +265,8 @@ def _block(facts: Mapping[str, Any]) -> BlockPlan:
     degree = _degree(facts)
     if type(degree) is not int:
         raise ValueError(f"num_chunks = {degree!r}: must be a number of chunks")
-    return BlockPlan(degree, facts["links"])  # 0.2.0 also wrote late_dw, weight gradients that were put off
+    # 0.2.0 also wrote late_dw, weight gradients that were put off, and nothing of conversions.
+    return BlockPlan(degree, facts["links"], conversions=facts.get("conversions", "links"))
 
 
 def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:

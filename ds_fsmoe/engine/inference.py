@@ -285,7 +285,7 @@ class Coming:
         with gathered(self.form.parameters if room.stacks else ()):
             held = held_experts(self.form, homes, block, room)
         of_layer = state.label, homes, block, state.order.ops, held, state.path
-        return InferenceLayer(*of_layer, options, profile, state.is_in_slots)
+        return InferenceLayer(*of_layer, options, profile)
 
 
 def made_room(layers: Mapping[str, Coming], weights: Where) -> tuple[Where, dict[str, Room]]:

@@ -375,7 +375,9 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
     is_cut = any(each.degree > 1 for pair in blocks for each in pair)
     gates = sorted({describe_gate(layer.gate) for layer in state.inner_layers.values()})
     dispatch, alltoall = describe_dispatch(state), describe_alltoall(state)
-    orders = dict.fromkeys(order_words(each.degree, each.links) for pair in blocks for each in pair if each.degree > 1)
+    orders = dict.fromkeys(
+        order_words(each.degree, each.links, each.conversions) for pair in blocks for each in pair if each.degree > 1
+    )
     untuned = "off" if state.why_untuned is None else f"off: {state.why_untuned}"
     return {
         "schedule": (_describe_schedule(state, is_cut), True),

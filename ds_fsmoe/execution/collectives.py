@@ -37,8 +37,6 @@ _LARGEST = torch.finfo(FP8).max
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 SCALE_BYTES = 4
 
-Send = Callable[[torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Wires:
@@ -53,6 +51,11 @@ class Wires:
         """Return the wires of a phase's way in and of its way out."""
         return (self.dispatch, self.combine) if direction == "forward" else (self.combine, self.dispatch)
 
+    @property
+    def narrow(self) -> tuple[bool, bool]:
+        """Whether rows are converted for dispatch, and for combine."""
+        return self.dispatch != "model", self.combine != "model"
+
     def shares(self, width: int, element_bytes: int) -> tuple[float, float]:
         """Return how many bytes a row of this width has on each wire, as shares of what it has in the layer's type."""
         return _share(self.dispatch, width, element_bytes), _share(self.combine, width, element_bytes)
@@ -64,11 +67,6 @@ FULL = Wires()
 
 def _share(wire: Wire, width: int, element_bytes: int) -> float:
     return 1.0 if wire == "model" or not width else (width + SCALE_BYTES) / (width * element_bytes)
-
-
-def carry(wire: Wire, x_RM: torch.Tensor, send: Send) -> torch.Tensor:
-    """Send rows over a wire: return what ``send`` makes of them, in their own type."""
-    return send(x_RM) if wire == "model" else widened(send(narrowed(x_RM)), x_RM)
 
 
 def narrowed(x_RM: torch.Tensor) -> torch.Tensor:
@@ -83,12 +81,12 @@ def narrowed(x_RM: torch.Tensor) -> torch.Tensor:
     return bytes_RB
 
 
-def widened(bytes_RB: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return rows from :func:`narrowed` in the type and with the further dimensions of ``like``."""
+def widened(bytes_RB: torch.Tensor, dtype: torch.dtype, row_shape: torch.Size) -> torch.Tensor:
+    """Return rows from :func:`narrowed` in a type, each in a shape."""
     # Copied, for a scale to begin where a float may.
     scale_R1 = bytes_RB[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     rows_RM = bytes_RB[:, :-SCALE_BYTES].contiguous().view(FP8).float().mul_(scale_R1)
-    return rows_RM.to(like.dtype).view(len(bytes_RB), *like.shape[1:])
+    return rows_RM.to(dtype).view(len(bytes_RB), *row_shape)
 
 
 # ---- The collectives that move a chunk between ranks: plain functions on tensors, without autograd, each for

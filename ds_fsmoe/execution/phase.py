@@ -7,6 +7,7 @@ Letters: N ranks that rows come from, e experts on this rank, C slots per expert
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,7 +20,15 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT,
     A2A_OUT_NODE,
     COLLECT,
+    DEQUANTISE_COLLECT,
+    DEQUANTISE_IN,
+    DEQUANTISE_OUT,
+    DEQUANTISE_SPREAD,
     GATHER,
+    QUANTISE_COLLECT,
+    QUANTISE_IN,
+    QUANTISE_OUT,
+    QUANTISE_SPREAD,
     REDUCE,
     SPREAD,
     Schedule,
@@ -36,7 +45,8 @@ class Chunks:
 
     Each kind has, besides, what its rows need: ``read`` gives the rows that are sent; ``dispatch``, ``gather``,
     ``reduce`` and ``combine`` send them, or ``leg`` by one of the two parts of an all-to-all; ``compute`` gives them to
-    the experts, and ``write`` puts what came back where its tokens are.
+    the experts, and ``write`` puts what came back where its tokens are. Where each token crosses to a node once,
+    ``copied`` and ``added`` are ahead of ``gather`` and behind ``reduce``.
 
     Args:
         collectives: the collectives to the other ranks.
@@ -52,6 +62,27 @@ class Chunks:
 
     def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
         """Refuse what a hook returns where it must not have another shape; it may, if it is whole again at the end."""
+
+    def quantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return a chunk as it travels. One of slots has its own type on any wire."""
+        return x
+
+    def dequantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Undo :meth:`quantised` for what has come."""
+        return x
+
+    def stayed(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        """Return a chunk that no task has sent, as it would have come; way 0 is the one to the experts, 1 the one
+        back."""
+        return x
+
+    def copied(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return what :meth:`gather` takes for the ranks of a node."""
+        return x
+
+    def added(self, y: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return the sums of what :meth:`reduce` has brought from the ranks of a node."""
+        return y
 
     def dispatched(self, x: torch.Tensor) -> torch.Tensor:
         """Return what :meth:`dispatch` returns as :meth:`gather` takes it."""
@@ -102,11 +133,64 @@ class PhaseRun:
     def travel(self, schedule: Schedule) -> dict[str, Body]:
         """Return kind -> body for the communication tasks."""
         travel = {A2A_IN: self._dispatch, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._combine}
-        travel |= {SPREAD: self._gather, COLLECT: self._reduce}
-        if A2A_IN_NODE in dependencies_of(schedule).kinds:
+        chunks, step, kinds = self._chunks, self._step, dependencies_of(schedule).kinds
+        if SPREAD in kinds:
+            travel |= {SPREAD: step(chunks.copied, chunks.gather), COLLECT: step(chunks.reduce, chunks.added)}
+        if A2A_IN_NODE in kinds:
             travel[A2A_IN_NODE], travel[A2A_IN] = self._enter_node, self._enter_from_node
             travel[A2A_OUT], travel[A2A_OUT_NODE] = self._leave_to_node, self._leave_node
+        if QUANTISE_IN in kinds:
+            travel |= self._narrow_in(is_in_two=A2A_IN_NODE in kinds)
+        if QUANTISE_OUT in kinds:
+            travel |= self._narrow_out(is_in_two=A2A_OUT_NODE in kinds)
         return travel
+
+    def _narrow_in(self, is_in_two: bool) -> dict[str, Body]:
+        """Return the bodies of a way to the experts with conversions; what sends rows takes them as they lie.
+
+        Args:
+            is_in_two: whether the all-to-all is in two parts.
+        """
+        chunks, step = self._chunks, self._step
+        legs = {each: step(partial(chunks.leg, each)) for each in (A2A_IN_NODE, A2A_IN) if is_in_two}
+        return (
+            {A2A_IN: step(chunks.dispatch)}
+            | legs
+            | {
+                QUANTISE_IN: self._quantise_in,
+                DEQUANTISE_IN: self._dequantise_in,
+                QUANTISE_SPREAD: step(chunks.copied, chunks.quantised),
+                SPREAD: step(chunks.gather),
+                DEQUANTISE_SPREAD: step(chunks.dequantised),
+            }
+        )
+
+    def _narrow_out(self, is_in_two: bool) -> dict[str, Body]:
+        """Return the bodies of a way back with conversions; see :meth:`_narrow_in`."""
+        chunks, step = self._chunks, self._step
+        legs = {each: step(partial(chunks.leg, each)) for each in (A2A_OUT, A2A_OUT_NODE) if is_in_two}
+        return (
+            {A2A_OUT: step(chunks.combine)}
+            | legs
+            | {
+                QUANTISE_COLLECT: step(chunks.quantised),
+                COLLECT: step(chunks.reduce),
+                DEQUANTISE_COLLECT: step(chunks.dequantised, chunks.added),
+                QUANTISE_OUT: self._quantise_out,
+                DEQUANTISE_OUT: self._dequantise_out,
+            }
+        )
+
+    def _step(self, *does: Callable[[torch.Tensor, int], torch.Tensor]) -> Body:
+        """Return the body that does these with a chunk where it lies, one after another."""
+
+        def work(task: Task) -> None:
+            x = self._at[task.chunk]
+            for do in does:
+                x = do(x, task.chunk)
+            self._keep(task.chunk, x)
+
+        return work
 
     def weight_gradients(self) -> torch.Tensor | None:
         """Return the gradients of the weights of this rank's choices, after all tasks of a backward; ``None`` where
@@ -126,7 +210,7 @@ class PhaseRun:
         for chunk in range(self._chunks.count):
             # Where nothing is sent, no task has brought it back.
             if chunk not in self._back:
-                self._all_to_all_out(chunk)
+                self._after_combine(chunk, self._chunks.stayed(self._before_combine(chunk), 1))
         return self._chunks.result()
 
     def compute(self, body: Callable[..., torch.Tensor]) -> Body:
@@ -138,7 +222,13 @@ class PhaseRun:
         return work
 
     def _dispatch(self, task: Task) -> None:
-        self._all_to_all_in(task.chunk)
+        self._after_dispatch(task.chunk, self._chunks.dispatch(self._before_dispatch(task.chunk), task.chunk))
+
+    def _quantise_in(self, task: Task) -> None:
+        self._keep(task.chunk, self._chunks.quantised(self._before_dispatch(task.chunk), task.chunk))
+
+    def _dequantise_in(self, task: Task) -> None:
+        self._after_dispatch(task.chunk, self._chunks.dequantised(self._at[task.chunk], task.chunk))
 
     def _enter_node(self, task: Task) -> None:
         x = self._before_dispatch(task.chunk)
@@ -154,7 +244,13 @@ class PhaseRun:
         self._keep(task.chunk, self._chunks.reduce(self._at[task.chunk].contiguous(), task.chunk))
 
     def _combine(self, task: Task) -> None:
-        self._all_to_all_out(task.chunk)
+        self._after_combine(task.chunk, self._chunks.combine(self._before_combine(task.chunk), task.chunk))
+
+    def _quantise_out(self, task: Task) -> None:
+        self._keep(task.chunk, self._chunks.quantised(self._before_combine(task.chunk), task.chunk))
+
+    def _dequantise_out(self, task: Task) -> None:
+        self._after_combine(task.chunk, self._chunks.dequantised(self._at.pop(task.chunk), task.chunk))
 
     def _leave_to_node(self, task: Task) -> None:
         y = self._before_combine(task.chunk)
@@ -166,12 +262,8 @@ class PhaseRun:
 
     def _arrived(self, chunk: int) -> torch.Tensor:
         if chunk not in self._at:  # with an EP group of one no task has sent it
-            self._all_to_all_in(chunk)
+            self._after_dispatch(chunk, self._chunks.stayed(self._before_dispatch(chunk), 0))
         return self._at[chunk]
-
-    def _all_to_all_in(self, chunk: int) -> None:
-        """Send the chunk to the ranks that have the experts."""
-        self._after_dispatch(chunk, self._chunks.dispatch(self._before_dispatch(chunk), chunk))
 
     def _before_dispatch(self, chunk: int) -> torch.Tensor:
         """Return the chunk before dispatch, contiguous."""
@@ -186,10 +278,6 @@ class PhaseRun:
         if self._hook is not None:
             x = self._hooked("after_dispatch_hook", x, chunk)
         self._keep(chunk, self._chunks.dispatched(x))
-
-    def _all_to_all_out(self, chunk: int) -> None:
-        """Send the chunk to the ranks that have the tokens."""
-        self._after_combine(chunk, self._chunks.combine(self._before_combine(chunk), chunk))
 
     def _before_combine(self, chunk: int) -> torch.Tensor:
         """Return the chunk before combine, contiguous."""

@@ -74,7 +74,7 @@ class WholeExperts:
 
 def uncut(block: BlockPlan) -> BlockPlan:
     """Return the same order of tasks with one chunk."""
-    return BlockPlan(links=block.links)
+    return BlockPlan(links=block.links, conversions=block.conversions)
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class LayerPipeline:
         kinds = dependencies_of(self.forward.schedule).kinds | dependencies_of(self.backward.schedule).kinds
         if kinds & {A2A_IN_NODE, A2A_OUT_NODE} and not self.collectives.legs:
             raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, and the wires have no legs for it")
+        if (self.forward.narrow, self.backward.narrow) != (self.collectives.wires.narrow,) * 2:
+            raise ValueError(f"{self.label}: conversions are planned for other wires than {self.collectives.wires}")
 
     @property
     def is_cut(self) -> bool:

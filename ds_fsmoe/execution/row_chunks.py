@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fsmoe.execution.collectives import Collectives, carry, narrowed, widened
+from ds_fsmoe.execution.collectives import Collectives, narrowed, widened
 from ds_fsmoe.execution.counts_exchange import NodeCall
 from ds_fsmoe.execution.phase import Chunks, Direction
 from ds_fsmoe.execution.row_sizes import NodePhase, PhaseSizes, RowSizes
-from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+from ds_fsmoe.planning.schedule import A2A_OUT, A2A_OUT_NODE
 
 AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Adds up rows: ``(y_RM, copies_JN, weights_JN) -> [N, M]``, see :attr:`ds_fsmoe.ops.Ops.restore`."""
@@ -69,9 +69,9 @@ class RowChunks(Chunks):
     def __init__(self, collectives: Collectives, sizes: RowSizes, direction: Direction, rows_RM: torch.Tensor) -> None:
         phase: PhaseSizes = getattr(sizes, direction)
         super().__init__(collectives, len(phase.chunks), rows_RM.shape)
-        self._wire_in, self._wire_out = collectives.wires.of(direction)
-        # Of the chunks that are between the two parts of an all-to-all: as they were before the first.
-        self._between: dict[int, torch.Tensor] = {}
+        self._wires = collectives.wires.of(direction)
+        # Of the chunks that travel as 8-bit numbers: the type and the shape of a row as they were before.
+        self._wide: dict[int, tuple[torch.dtype, torch.Size]] = {}
         self._sizes = phase
         self._num_rows = sizes.num_rows
         # For each row as the phase sends it, its place among those given; ``None``: they lie as they are sent.
@@ -96,20 +96,25 @@ class RowChunks(Chunks):
 
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the experts."""
-        return carry(self._wire_in, x_RM, lambda x: self._collectives.send_rows(x, self._sizes.chunks[chunk]))
+        return self._collectives.send_rows(x_RM, self._sizes.chunks[chunk])
+
+    def quantised(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return the rows as bytes, as they travel."""
+        self._wide[chunk] = x_RM.dtype, x_RM.shape[1:]
+        return narrowed(x_RM)
+
+    def dequantised(self, bytes_RB: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Undo :meth:`quantised` for the bytes that came."""
+        return widened(bytes_RB, *self._wide.pop(chunk))
+
+    def stayed(self, x_RM: torch.Tensor, way: int) -> torch.Tensor:
+        """Return rows that no task has sent, with the numbers that they would have come with."""
+        return x_RM if self._wires[way] == "model" else widened(narrowed(x_RM), x_RM.dtype, x_RM.shape[1:])
 
     def leg(self, kind: str, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Do one of the two parts of :meth:`dispatch` or :meth:`combine`."""
-        sizes, leaves = self._sizes.chunks[chunk], kind in (A2A_OUT, A2A_OUT_NODE)
-        leg = self._collectives.row_legs[kind]
-        sizes_now = sizes.back if leaves else sizes
-        if (self._wire_out if leaves else self._wire_in) == "model":
-            return leg(x_RM, sizes_now)
-        # Narrow over both parts.
-        if kind in (A2A_IN_NODE, A2A_OUT):
-            self._between[chunk] = x_RM[:0]
-            return leg(narrowed(x_RM), sizes_now)
-        return widened(leg(x_RM, sizes_now), self._between.pop(chunk))
+        sizes = self._sizes.chunks[chunk]
+        return self._collectives.row_legs[kind](x_RM, sizes.back if kind in (A2A_OUT, A2A_OUT_NODE) else sizes)
 
     def gather(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Gather the rows of the ranks that share the experts."""
@@ -162,7 +167,7 @@ class RowChunks(Chunks):
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the tokens."""
-        return carry(self._wire_out, y_RM, lambda y: self._collectives.send_rows(y, self._sizes.chunks[chunk].back))
+        return self._collectives.send_rows(y_RM, self._sizes.chunks[chunk].back)
 
     def write(self, y_RM: torch.Tensor, chunk: int) -> None:
         """Write the result where its tokens are.
@@ -235,14 +240,17 @@ class NodeChunks(RowChunks):
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the relays of its nodes."""
         sizes = self._sizes.chunks[chunk]
-        return carry(self._wire_in, x_RM, lambda x: self._links.exchange_between(x, sizes.sends, sizes.receives))
+        return self._links.exchange_between(x_RM, sizes.sends, sizes.receives)
 
-    def gather(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send copies of the rows that came to the ranks of this node."""
+    def copied(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return a copy of the rows that came for each rank of this node. What was narrow between nodes loses nothing
+        more where it is narrow inside: its scale is the same, or nearly."""
+        return x_RM.index_select(0, self._sizes.to_ranks.rows(chunk))
+
+    def gather(self, copies_RM: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Send the copies to the ranks of this node."""
         sizes = self._sizes.chunks[chunk]
-        copies_RM = x_RM.index_select(0, self._sizes.to_ranks.rows(chunk))
-        # What was narrow between nodes loses nothing more: its scale is the same, or nearly.
-        return carry(self._wire_in, copies_RM, lambda x: self._links.exchange_inside(x, sizes.spreads, sizes.gathered))
+        return self._links.exchange_inside(copies_RM, sizes.spreads, sizes.gathered)
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
         """Call ``body(start, stop, rows)`` with a copy for each expert, expert by expert, and add up the results of a
@@ -276,15 +284,18 @@ class NodeChunks(RowChunks):
         return self._add_up(y_RM, self._sizes.to_experts.copies(0), self._weights_JN)
 
     def reduce(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send the sums back to the relays of their rows, and add those up."""
+        """Send the sums back to the relays of their rows."""
         sizes = self._sizes.chunks[chunk]
-        back_RM = carry(self._wire_out, y_RM, lambda y: self._links.exchange_inside(y, sizes.gathered, sizes.spreads))
+        return self._links.exchange_inside(y_RM, sizes.gathered, sizes.spreads)
+
+    def added(self, back_RM: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Add up the sums that came back."""
         return self._add_up(back_RM, self._sizes.to_ranks.copies(chunk), None)
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the sums to the ranks that have the tokens."""
         sizes = self._sizes.chunks[chunk]
-        return carry(self._wire_out, y_RM, lambda y: self._links.exchange_between(y, sizes.receives, sizes.sends))
+        return self._links.exchange_between(y_RM, sizes.receives, sizes.sends)
 
     def weight_gradients(self) -> torch.Tensor:
         """Return the gradients of the weights of this rank's choices, after all tasks of a backward. Collective."""

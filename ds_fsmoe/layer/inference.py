@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,6 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.collectives import FULL
 from ds_fsmoe.execution.row_sizes import RowBlock
 from ds_fsmoe.layer.held_experts import HeldExperts, HeldTable, dealt, rows_of_experts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -96,8 +95,6 @@ class InferenceLayer:
     options: Options
     profile: PathProfile | None = None
     """What is known of paths; ``None``: nothing is estimated."""
-    is_in_slots: bool = False
-    """Whether slots are sent in training, in their own type whatever the wires are for rows."""
     record: LayerRecord = field(default_factory=LayerRecord)
     k: int | None = None
     """The number of choices of a token, as the last call had it."""
@@ -237,8 +234,6 @@ class InferenceRun:
         if layer is not None:
             layer.begin(expected is layer)
             call.experts = layer  # type: ignore[assignment]
-            if layer.is_in_slots:
-                call.pipeline = replace(call.pipeline, collectives=replace(call.pipeline.collectives, wires=FULL))
             return
         gate, label = call.gate, call.label
 

@@ -22,7 +22,7 @@ from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import Layout, layout, world_size_now
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.collectives import Collectives, Wires
+from ds_fsmoe.execution.collectives import FULL, Collectives, Wires
 from ds_fsmoe.execution.counts_exchange import FAULTS, RoutingError
 from ds_fsmoe.execution.device_tables import HostCopy, is_capturing
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
@@ -383,7 +383,9 @@ class LayerRuntime:
                 logging.WARNING,
             )
 
-    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, collectives: Collectives) -> LayerPipeline:
+    def pipeline(
+        self, label: str, groups: FSMoEGroups, plan: LayerPlan, collectives: Collectives, in_rows: bool
+    ) -> LayerPipeline:
         """Return the pipeline that runs one layer by a plan.
 
         Args:
@@ -391,12 +393,13 @@ class LayerRuntime:
             groups: the groups of the layer.
             plan: the plan of the layer.
             collectives: those of the plan's all-to-all, in these groups.
+            in_rows: whether rows are sent, for which wires are; slots go in their own type.
         """
+        wires = Wires(self.block.wires.dispatch, self.block.wires.combine) if in_rows else FULL
         phases = (
-            PhasePlan(block, groups.planned, backward, collectives.planned, plan.in_halves)
+            PhasePlan(block, groups.planned, backward, collectives.planned, plan.in_halves, wires.narrow)
             for block, backward in ((plan.forward, False), (plan.backward, True))
         )
-        wires = Wires(self.block.wires.dispatch, self.block.wires.combine)
         collectives = replace(
             collectives,
             ep_group=groups.ep_group,

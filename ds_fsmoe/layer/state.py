@@ -438,7 +438,7 @@ class LayerState:
             exchange = replace(exchange, nodes=None, why_flat="slots are sent")
         if exchange.why_flat:
             self.running.say_flat(plan.alltoall, exchange.why_flat)
-        pipeline = self.running.pipeline(self.label, self.groups, plan, exchange)
+        pipeline = self.running.pipeline(self.label, self.groups, plan, exchange, in_rows=not self.is_in_slots)
         if self.is_uncut:
             pipeline = pipeline.uncut()
         if self.pipeline is not None:

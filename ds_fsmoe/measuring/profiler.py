@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.execution.call import CallOfExperts
-from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod
+from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod, narrowed, widened
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
@@ -32,7 +32,9 @@ from ds_fsmoe.planning.job.measured import (
     BETWEEN_NODES,
     FORWARD,
     IN_NODES,
+    NARROWED,
     REDUCE_SCATTER,
+    WIDENED,
     LayerProfile,
     Slowdowns,
     Timing,
@@ -229,8 +231,10 @@ class ProfiledLayer:
 
     @property
     def computations(self) -> tuple[str, ...]:
-        """The computations that its experts do."""
-        return (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
+        """The computations that its experts do, and how its rows are converted for narrow wires."""
+        experts = (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
+        is_narrow = self.sizes.wires != (1.0, 1.0) and self.collectives.ep_group is not None
+        return (*experts, *((NARROWED, WIDENED) if is_narrow else ()))
 
     @property
     def measured_capacity(self) -> int:
@@ -282,8 +286,8 @@ def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule
         draws = _Draws(watch.device)
         table = _computations(watch.device, subject, draws)
         for name in subject.computations:
-            prepare, flops = table[name]
-            operations[name] = measuring.timing(f"{name} {of_kind}", "flop", slots, flops, prepare)
+            prepare, size, unit = table[name]
+            operations[name] = measuring.timing(f"{name} {of_kind}", unit, slots, size, prepare)
         drew = measuring.number(f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.seen)))
         empty = f"an empty task of {sum(task.kind != HOLD for task in schedule.tasks)}, {type(lanes).__name__}"
         what = f"empty tasks of {subject.name}", lanes, schedule, f"{subject.name}/empty"
@@ -326,14 +330,14 @@ def slowdowns_of(
 _Work = Callable[[], object]
 
 
-def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -> dict[str, tuple[Prepare, float]]:
-    """Return the computations of experts on made-up rows: name -> what prepares so many slots, and the floating-point
-    operations of one."""
-    ranks = subject.collectives.num_exchanging * subject.collectives.num_sharing
+def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -> dict[str, tuple[Prepare, float, str]]:
+    """Return the computations of a layer on made-up rows: name -> what prepares so many slots, the size of one, and the
+    unit of sizes."""
+    ranks, width = subject.collectives.num_exchanging * subject.collectives.num_sharing, subject.sizes.width
 
     def arrived(slots: int) -> torch.Tensor:
         """Return the shape [N, e, c, M]."""
-        shape = ranks, subject.num_local_experts, slots, subject.sizes.width
+        shape = ranks, subject.num_local_experts, slots, width
         return torch.randn(*shape, device=device).to(subject.sizes.dtype)
 
     def called(same_cuts: bool = True) -> CallOfExperts:
@@ -352,11 +356,21 @@ def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -
         dy_NecM = torch.randn_like(y_NecM)
         return lambda: call.backward(0, slots, dy_NecM)
 
+    def narrow(slots: int) -> _Work:
+        return partial(narrowed, arrived(slots).view(-1, width))
+
+    def widen(slots: int) -> _Work:
+        bytes_RB = narrowed(arrived(slots).view(-1, width))
+        return lambda: widened(bytes_RB, subject.sizes.dtype, torch.Size((width,)))
+
     flops = 2.0 * ranks * subject.num_weights
+    wide_bytes = float(ranks * subject.num_local_experts * width * subject.sizes.dtype.itemsize)
     return {
-        FORWARD: (forward, flops),
-        BACKWARD: (backward, 2 * flops),
-        BACKWARD_ANEW: (partial(backward, same_cuts=False), 2 * flops),
+        FORWARD: (forward, flops, "flop"),
+        BACKWARD: (backward, 2 * flops, "flop"),
+        BACKWARD_ANEW: (partial(backward, same_cuts=False), 2 * flops, "flop"),
+        NARROWED: (narrow, wide_bytes, "byte"),
+        WIDENED: (widen, wide_bytes, "byte"),
     }
 
 

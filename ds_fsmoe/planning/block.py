@@ -18,6 +18,8 @@ from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Sharing, Stage
 
 Links = Literal["shared", "paper", "reduce_first"]
 ORDERS: tuple[Links, ...] = ("shared", "paper", "reduce_first")
+Conversions = Literal["links", "compute"]
+CONVERSIONS: tuple[Conversions, ...] = ("links", "compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,16 @@ class BlockPlan:
     half that is first ahead of the gathers of the other."""
     moe_slices: tuple[Slice, ...] = ()
     dense_slices: tuple[Slice, ...] = ()
+    conversions: Conversions = "links"
+    """Where rows are converted for narrow wires: on the links that send them, or, where that may be, on COMPUTE."""
 
     def __post_init__(self) -> None:
         if self.degree < 1:
             raise ValueError(f"num_chunks = {self.degree}: must be at least 1")
         if self.links not in ORDERS:
             raise ValueError(f"links = {self.links!r}: the choices are {', '.join(ORDERS)}")
+        if self.conversions not in CONVERSIONS:
+            raise ValueError(f"conversions = {self.conversions!r}: the choices are {', '.join(CONVERSIONS)}")
 
     def without_ages(self) -> BlockPlan:
         """Return the plan for a layer that is considered alone: all its gradients come from earlier layers."""
@@ -145,6 +151,10 @@ class MoEPart:
         after: tuple[int, ...],
         first_chunk: int = 0,
     ) -> None:
+        if plan.conversions == "compute":
+            moe = moe.converting_beside()
+        if plan.links == "shared":
+            moe = _links_in_turn(moe)
         self.draft, self.moe, self.plan, self.layer, self.first_chunk = draft, moe, plan, layer, first_chunk
         self._after = after
         self._at: list[tuple[int, ...]] = [after] * plan.degree  # chunk -> the tasks that its next one waits for
@@ -152,8 +162,11 @@ class MoEPart:
         """The tasks that make weight gradients."""
         # Where nothing leaves the node there is one link anyhow.
         self._stream = Lane.INTER if any(Lane.INTER in each.lanes for each in moe.collectives) else None
+        # What computes right behind the experts goes with them: at its place among the links it would be issued when
+        # all experts are through.
+        self._with_expert = tuple(each for each in moe.behind[:1] if Lane.COMPUTE in each.lanes and not each.offset)
         self._ahead, self._gather = self._by_offset(moe.ahead)
-        self._behind, self._reduce = self._by_offset(moe.behind)
+        self._behind, self._reduce = self._by_offset(moe.behind[len(self._with_expert) :])
         self._to_gather: tuple[Stage, ...] = ()
 
     def _by_offset(self, stages: Iterable[Stage]) -> tuple[dict[int, list[Stage]], tuple[Stage, ...]]:
@@ -161,7 +174,7 @@ class MoEPart:
         found: dict[int, list[Stage]] = {0: []}
         for each in stages:
             if not each.is_inner:
-                found.setdefault(each.offset if self.plan.links != "shared" else 0, []).append(each)
+                found.setdefault(each.offset, []).append(each)
         return dict(sorted(found.items())), tuple(each for each in stages if each.is_inner)
 
     def whole(self, passed: Passed) -> tuple[int, ...]:
@@ -208,6 +221,7 @@ class MoEPart:
                 self._step(chunk - 1, self._reduce)
             self._step(chunk, (moe.expert,))
             self.weights_done.extend(self._at[chunk])
+            self._step(chunk, self._with_expert)
         for chunk in range(plan.degree + max(self._behind)):
             if chunk < plan.degree and not (reduce_ahead and chunk < plan.degree - 1):
                 self._step(chunk, self._reduce)
@@ -242,6 +256,14 @@ class MoEPart:
         return self.draft.add(
             work.kind, *lanes, chunk=place, size=size, after=after, layer=self.layer, launches=launches
         )
+
+
+def _links_in_turn(moe: MoEWork) -> MoEWork:
+    """Return the stages for one stream of traffic, where no step of an all-to-all is apart from the others; what
+    computes ahead of all traffic is as early as ever."""
+    first = next((at for at, each in enumerate(moe.ahead) if Lane.COMPUTE not in each.lanes), len(moe.ahead))
+    in_turn = moe.each(lambda stage: replace(stage, offset=0))
+    return replace(in_turn, ahead=(*moe.ahead[:first], *in_turn.ahead[first:]))
 
 
 def add_work(draft: Draft, work: Work, layer: int, after: Iterable[int], chunk: int = 0) -> int:

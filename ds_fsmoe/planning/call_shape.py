@@ -15,7 +15,6 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, REST, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.planning.workload import (
-    ONCE_PER_NODE,
     AllToAll,
     BlockWork,
     Gradient,
@@ -53,6 +52,11 @@ class CallShape:
     wires: tuple[float, float] = (1.0, 1.0)
     """The bytes of a row on its way to experts and back, as shares of ``width * dtype_bytes``."""
 
+    @property
+    def narrow(self) -> tuple[bool, bool]:
+        """Whether rows are converted for their way to experts and back."""
+        return self.wires[0] != 1.0, self.wires[1] != 1.0
+
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
     """Return the experts' part of a layer, uncut, with the sizes of a call."""
@@ -69,7 +73,7 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
         heads=1,
         dtype_bytes=shape.dtype_bytes,
     )
-    layer = layer_work(sent, groups, alltoall, crossings=shape.crossings)
+    layer = layer_work(sent, groups, alltoall, crossings=shape.crossings, narrow=shape.narrow)
     moe = (layer.backward if backward else layer.forward).moe
     # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
     rows = shape.capacity * groups.ep * groups.esp
@@ -77,22 +81,19 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
     flops, launches = 2 * rows * shape.num_weights, max(1, shape.num_products)
 
     way_in, way_out = shape.wires[::-1] if backward else shape.wires
-    # Inside a node a token's copies go over the same wire; what is summed over shards of experts does not.
-    is_once = alltoall == ONCE_PER_NODE and shape.crossings is not None
     return replace(
         moe,
-        ahead=_shared(moe.ahead, way_in, is_once),
-        behind=_shared(moe.behind, way_out, is_once),
+        ahead=_shared(moe.ahead, way_in),
+        behind=_shared(moe.behind, way_out),
         expert=replace(moe.expert, size=times * flops, launches=times * launches),
         capacity=max(1, shape.capacity if shape.num_tokens is None else shape.num_tokens),
     )
 
 
-def _shared(stages: tuple[Stage, ...], share: float, with_inner: bool) -> tuple[Stage, ...]:
-    """Return stages that send a share of their bytes, the inner ones too or not."""
-    if share == 1.0:
-        return stages
-    return tuple(each if each.is_inner > with_inner else replace(each, size=each.size * share) for each in stages)
+def _shared(stages: tuple[Stage, ...], share: float) -> tuple[Stage, ...]:
+    """Return the same stages, those that send rows to the ranks of an EP group with a share of their bytes: what is
+    summed over shards of experts goes over no wire, and conversions cost what whole rows do."""
+    return tuple(replace(each, size=each.size * share) if each.group == "ep" else each for each in stages)
 
 
 def layer_of_call(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
@@ -24,6 +24,8 @@ class PhasePlan:
     """The all-to-all: one task or, with ``"2dh"``, two on two lanes if the EP groups cross both kinds of links."""
     in_halves: bool = False
     """Whether the two halves of a micro-batch take turns; this is then the plan of one half."""
+    narrow: tuple[bool, bool] = (False, False)
+    """Whether rows are converted for dispatch, and for combine; in the backward gradients take these wires back."""
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -70,7 +72,7 @@ class PhasePlan:
     def _moe(self) -> MoEWork:
         # Sizes are of no importance to what is run, so those of one row stand for all.
         sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
-        work = layer_work(sizes, self.groups, self.alltoall)
+        work = layer_work(sizes, self.groups, self.alltoall, narrow=self.narrow)
         return (work.backward if self.backward else work.forward).moe
 
     def _schedule(self, slices: tuple[tuple[str, ...], ...], links: Links | None = None) -> Schedule:
@@ -81,7 +83,7 @@ class PhasePlan:
             for kind in tasks
             if kind in lanes
         )
-        block = BlockPlan(self.block.degree, links or self.block.links, sent)
+        block = replace(self.block, links=links or self.block.links, moe_slices=sent, dense_slices=())
         return block_schedule(BlockWork((), self._moe, ()), block)
 
 

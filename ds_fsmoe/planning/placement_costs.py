@@ -222,7 +222,7 @@ class Prices:
         same_chunks = self.plan.forward.degree == self.plan.backward.degree
         times_ms = []
         for backward, block in enumerate((self.plan.forward, self.plan.backward)):
-            phase = PhasePlan(block, self.groups, bool(backward), self.alltoall)
+            phase = PhasePlan(block, self.groups, bool(backward), self.alltoall, narrow=self.shape.narrow)
             run = under(sized(phase.schedule, phase, self.shape), pressure, self.groups)
             how = self.costs, same_chunks, self.contention, self.is_serial
             times_ms.append(sized_timeline(run, bool(backward), *how).makespan_ms)

@@ -38,6 +38,14 @@ A2A_OUT_NODE = "A2A_OUT_NODE"
 # Where a token crosses to a node once, it is copied to the ranks of its experts there, and results are added up.
 SPREAD = "SPREAD"
 COLLECT = "COLLECT"
+# Rows that travel as 8-bit numbers are made so ahead of a link and made wide again behind it: on the way to the
+# experts, on the way back, and on both ways inside a node where each token crosses to it once.
+QUANTISE_IN, DEQUANTISE_IN = "QUANTISE_IN", "DEQUANTISE_IN"
+QUANTISE_OUT, DEQUANTISE_OUT = "QUANTISE_OUT", "DEQUANTISE_OUT"
+QUANTISE_SPREAD, DEQUANTISE_SPREAD = "QUANTISE_SPREAD", "DEQUANTISE_SPREAD"
+QUANTISE_COLLECT, DEQUANTISE_COLLECT = "QUANTISE_COLLECT", "DEQUANTISE_COLLECT"
+QUANTISING = (QUANTISE_IN, QUANTISE_SPREAD, QUANTISE_COLLECT, QUANTISE_OUT)
+DEQUANTISING = (DEQUANTISE_IN, DEQUANTISE_SPREAD, DEQUANTISE_COLLECT, DEQUANTISE_OUT)
 # The rest of a transformer block.
 MP_GATHER = "MP_GATHER"
 ATTENTION = "ATTENTION"

@@ -12,6 +12,7 @@ F = K * capacity factor, the copies that each token is sent as.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,11 @@ from ds_fsmoe.planning.schedule import (
     ATTENTION,
     COLLECT,
     DENSE,
+    DEQUANTISE_COLLECT,
+    DEQUANTISE_IN,
+    DEQUANTISE_OUT,
+    DEQUANTISE_SPREAD,
+    DEQUANTISING,
     ELEMENTWISE,
     EXPERT,
     EXPERT_GRAD,
@@ -38,6 +44,11 @@ from ds_fsmoe.planning.schedule import (
     MP_GATHER,
     MP_REDUCE,
     ORDER,
+    QUANTISE_COLLECT,
+    QUANTISE_IN,
+    QUANTISE_OUT,
+    QUANTISE_SPREAD,
+    QUANTISING,
     REDUCE,
     REST,
     RESTORE,
@@ -148,6 +159,8 @@ class Stage(Work):
     links have streams of their own."""
     group: str = ""
     """The group whose ranks it sends among, ``"ep"`` or ``"esp"``; empty: it sends nothing."""
+    offset_beside: int | None = None
+    """Its offset where it runs on COMPUTE instead of its own lane; ``None``: it may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +198,7 @@ class MoEWork:
     @cached_property
     def collectives(self) -> tuple[Stage, ...]:
         """The stages that send something."""
-        return tuple(each for each in (*self.ahead, *self.behind) if Lane.COMPUTE not in each.lanes)
+        return tuple(each for each in (*self.ahead, *self.behind) if each.group)
 
     @cached_property
     def exchange(self) -> tuple[Stage, ...]:
@@ -195,6 +208,20 @@ class MoEWork:
     def each(self, change: Callable[[Stage], Stage]) -> MoEWork:
         """Return the same part with other stages in the place of those around the experts."""
         return replace(self, ahead=tuple(map(change, self.ahead)), behind=tuple(map(change, self.behind)))
+
+    @cached_property
+    def may_convert_beside(self) -> bool:
+        """Whether rows are converted for a link, and this may be done beside the experts."""
+        return any(each.offset_beside is not None for each in (*self.ahead, *self.behind))
+
+    def converting_beside(self) -> MoEWork:
+        """Return the same part with the conversions on COMPUTE that may be there."""
+
+        def beside(stage: Stage) -> Stage:
+            offset = stage.offset_beside
+            return stage if offset is None else replace(stage, lanes=(Lane.COMPUTE,), offset=offset, offset_beside=None)
+
+        return self.each(beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +269,7 @@ def layer_work(
     recompute: bool = False,
     whole_slots: bool = False,
     crossings: Crossings | None = None,
+    narrow: tuple[bool, bool] = (False, False),
 ) -> Layer:
     """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not elements).
 
@@ -253,6 +281,7 @@ def layer_work(
         whole_slots: whether chunks are whole slots of the capacity, or whole tokens where rows are sent, as they are
             where the layer is run; the paper's formulas cut anywhere.
         crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
+        narrow: whether rows are converted for dispatch, and for combine. Their bytes on links are counted as if not.
 
     Raises:
         ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
@@ -262,7 +291,7 @@ def layer_work(
     # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
     tokens_S = shape.B * shape.L / groups.mp
     row_bytes = shape.M * shape.dtype_bytes
-    forward_moe, backward_moe = moe_works(shape, groups, alltoall, tokens_S, whole_slots, crossings)
+    forward_moe, backward_moe = moe_works(shape, groups, alltoall, tokens_S, whole_slots, crossings, narrow)
     mp_gather, mp_reduce = (
         collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
     )
@@ -315,6 +344,7 @@ def moe_works(
     tokens_S: float,
     whole_slots: bool,
     crossings: Crossings | None,
+    narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[MoEWork, MoEWork]:
     """Return the part that is cut into chunks, forward and backward; see :func:`layer_work`."""
     gemms = GEMMS[shape.ffn]
@@ -323,12 +353,17 @@ def moe_works(
     # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
     expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
-    ahead, behind = _around(shape, groups, alltoall, sent_bytes, crossings)
+    around = _around(shape, groups, alltoall, sent_bytes, crossings)
     # Rows are cut by tokens, slots by their number for each expert.
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
-    return MoEWork(ahead, expert, behind, capacity), MoEWork(ahead, twice, behind, capacity)
+    # Gradients take the wires the other way.
+    (ahead, behind), (back_ahead, back_behind) = (
+        tuple(_converting(stages) if is_narrow else stages for stages, is_narrow in zip(around, wires, strict=True))
+        for wires in (narrow, narrow[::-1])
+    )
+    return MoEWork(ahead, expert, behind, capacity), MoEWork(back_ahead, twice, back_behind, capacity)
 
 
 def _around(
@@ -358,6 +393,42 @@ def _around(
         return (*enter, *gather), (*reduce, *leave)
     flat = [(sends(kind, at.lanes, sent_bytes),) if at.size > 1 else () for kind in (A2A_IN, A2A_OUT)]
     return (*flat[0], *gather), (*reduce, *flat[1])
+
+
+_CONVERSIONS = {
+    A2A_IN: (QUANTISE_IN, DEQUANTISE_IN),
+    SPREAD: (QUANTISE_SPREAD, DEQUANTISE_SPREAD),
+    COLLECT: (QUANTISE_COLLECT, DEQUANTISE_COLLECT),
+    A2A_OUT: (QUANTISE_OUT, DEQUANTISE_OUT),
+}
+"""Stage whose rows may be narrow -> what makes them so ahead of it, or of its first step, and wide again behind."""
+_EARLY = 2
+"""By how many chunks rows are converted ahead of their link on the lane of the experts: with one, that lane would wait
+for the chunk before to arrive, and the link then for the conversion."""
+
+
+def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Return the stages of a way with the conversions of the rows that they send among the ranks of an EP group.
+
+    A conversion is on the lane of its link. One at either end of the way, with the experts or the rest of the model
+    next to it, may be on theirs.
+    """
+    found: list[Stage] = []
+    for (group, is_inner), steps in itertools.groupby(stages, key=lambda each: (each.group, each.is_inner)):
+        links = tuple(steps)
+        if group == "ep":
+            names = next(_CONVERSIONS[each.kind] for each in links if each.kind in _CONVERSIONS)
+            first, last = (
+                Stage(name, at.lanes[:1], at.size, is_inner=is_inner, offset=at.offset)
+                for name, at in zip(names, (links[0], links[-1]), strict=True)
+            )
+            links = (first, *links, last)
+        found += links
+    for place in (0, -1) if found else ():
+        if not found[place].group:
+            early = _EARLY if found[place].kind == QUANTISE_IN else 0
+            found[place] = replace(found[place], offset_beside=found[place].offset + early)
+    return tuple(found)
 
 
 def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
@@ -401,8 +472,11 @@ def stage_kinds() -> Mapping[str, str]:
     shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
     # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
     whole, sharded = Groups(4, 2, ep=4), Groups(8, 4, mp=2, esp=2, ep=4)
-    moes = [moe_works(shape, groups, each, 1.0, False, None)[0] for groups in (sharded, whole) for each in ALLTOALLS]
-    moes.sort(key=lambda moe: len(moe.stages), reverse=True)
+    narrow = True, True
+    moes = [
+        moe_works(shape, groups, each, 1.0, False, None, narrow)[0] for groups in (sharded, whole) for each in ALLTOALLS
+    ]
+    moes.sort(key=lambda moe: len(moe.exchange), reverse=True)
     ahead = {each.kind: each.group for moe in moes for each in moe.ahead}
     return ahead | {EXPERT: ""} | {each.kind: each.group for moe in moes for each in moe.behind}
 
@@ -447,6 +521,8 @@ def kind_costs(
     if alltoall == ONCE_PER_NODE and crosses_once(groups):
         inside = cluster.operation("intra.all_to_all", f"once_per_node ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))
+    # Rows are read and written, as they are where they are put in order.
+    costs |= dict.fromkeys((*QUANTISING, *DEQUANTISING), costs[ORDER])
     return costs
 
 

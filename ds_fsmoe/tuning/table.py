@@ -144,7 +144,7 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
 
 
 def _order_words(order: Order) -> str:
-    return order_words(order.degree, order.links)
+    return order_words(order.degree, order.links, order.conversions)
 
 
 def describe_rows(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
@@ -172,6 +172,7 @@ def choices_as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "phase": phase,
             "degree": choice.order.degree,
             "order": choice.order.links,
+            "conversions": choice.order.conversions,
             "predicted_ms": choice.time_ms,
             "isolated_ms": choice.isolated_ms,
             "runner_up": choice.runner_up,
@@ -207,7 +208,7 @@ def _cell(choice: Mapping[str, Any], key: str) -> str:
     if key == "layers":
         return span(value)
     if key == "order":
-        return order_words(choice["degree"], value)
+        return order_words(choice["degree"], value, choice["conversions"])
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -377,6 +378,7 @@ def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | N
             "phase": phase,
             "degree": plan.block.degree,
             "order": plan.block.links,
+            "conversions": plan.block.conversions,
             "alltoall": plan.alltoall,
             "tasks": len(plan.schedule.tasks),
         }

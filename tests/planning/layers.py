@@ -101,13 +101,13 @@ def bare_block(phase: Phase) -> tuple[BlockWork, dict[str, LinearCost]]:
     inter, intra = (Lane.INTER,), (Lane.INTRA,)
     moe = MoEWork(
         (
-            Stage(A2A_IN, inter, phase.a2a.size, phase.a2a.launches),
-            Stage(GATHER, intra, phase.gather.size, phase.gather.launches, is_inner=True),
+            Stage(A2A_IN, inter, phase.a2a.size, phase.a2a.launches, group="ep"),
+            Stage(GATHER, intra, phase.gather.size, phase.gather.launches, is_inner=True, group="esp"),
         ),
         Work(EXPERT, (Lane.COMPUTE,), phase.expert.size, phase.expert.launches),
         (
-            Stage(REDUCE, intra, phase.reduce.size, phase.reduce.launches, is_inner=True),
-            Stage(A2A_OUT, inter, phase.a2a.size, phase.a2a.launches),
+            Stage(REDUCE, intra, phase.reduce.size, phase.reduce.launches, is_inner=True, group="esp"),
+            Stage(A2A_OUT, inter, phase.a2a.size, phase.a2a.launches, group="ep"),
         ),
     )
     costs = {A2A_IN: phase.a2a.cost, A2A_OUT: phase.a2a.cost, GATHER: phase.gather.cost, EXPERT: phase.expert.cost}

@@ -121,7 +121,7 @@ def test_no_plan_of_a_model_beats_its_lower_bound(layout: str, contention: Conte
 
 def bare(enter_ms: float, forward_ms: float, backward_ms: float) -> Layer:
     """A layer with an all-to-all and experts; sizes are milliseconds."""
-    enter = (Stage("A2A_IN", (Lane.INTER,), enter_ms),)
+    enter = (Stage("A2A_IN", (Lane.INTER,), enter_ms, group="ep"),)
     forward, backward = (
         BlockWork((), MoEWork(enter, Work(EXPERT, (Lane.COMPUTE,), ms), ()), ()) for ms in (forward_ms, backward_ms)
     )

@@ -46,7 +46,11 @@ OF_EXPERTS = Gradient(EXPERT_GRAD, BETWEEN, 50)
 
 def small(recompute: bool = False) -> Layer:
     """A layer of one operation of each kind, of which a half has a whole number."""
-    enter, expert, leave = Stage(A2A_IN, BETWEEN, 40), Work(EXPERT, AT, 60), Stage(A2A_OUT, BETWEEN, 40)
+    enter, expert, leave = (
+        Stage(A2A_IN, BETWEEN, 40, group="ep"),
+        Work(EXPERT, AT, 60),
+        Stage(A2A_OUT, BETWEEN, 40, group="ep"),
+    )
     attention, restore = Work(ATTENTION, AT, 20), Work(RESTORE, AT, 8)
     forward = BlockWork((attention,), MoEWork((enter,), expert, (leave,)), (restore,))
     moe = MoEWork((enter,), replace(expert, size=120), (leave,))

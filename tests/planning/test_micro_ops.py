@@ -39,7 +39,7 @@ GRADIENTS = (GRAD, EXPERT_GRAD)
 
 def moe(size_bytes: float, capacity: int | None = None) -> MoEWork:
     """An experts' part whose all-to-alls have so many bytes."""
-    enter, leave = ((Stage(kind, INTER, size_bytes),) for kind in ("A2A_IN", "A2A_OUT"))
+    enter, leave = ((Stage(kind, INTER, size_bytes, group="ep"),) for kind in ("A2A_IN", "A2A_OUT"))
     return MoEWork(enter, Work("EXPERT", (Lane.COMPUTE,), 1.0), leave, capacity=capacity)
 
 

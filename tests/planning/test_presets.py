@@ -33,9 +33,9 @@ LETTERS = {A2A_IN: "D", A2A_OUT: "C", GATHER: "G", REDUCE: "R", EXPERT: "E", GRA
 def layer(a2a: float = 4.0, gather: float = 3.0, expert: float = 6.0, reduce: float = 3.0) -> BlockWork:
     """The MoE part of a backward, and one dense operation behind it."""
     moe = MoEWork(
-        (Stage(A2A_IN, INTER, a2a), Stage(GATHER, INTRA, gather, is_inner=True)),
+        (Stage(A2A_IN, INTER, a2a, group="ep"), Stage(GATHER, INTRA, gather, is_inner=True, group="esp")),
         Work(EXPERT, COMPUTE, expert),
-        (Stage(REDUCE, INTRA, reduce, is_inner=True), Stage(A2A_OUT, INTER, a2a)),
+        (Stage(REDUCE, INTRA, reduce, is_inner=True, group="esp"), Stage(A2A_OUT, INTER, a2a, group="ep")),
     )
     return BlockWork((), moe, (Work("NEXT", COMPUTE, 2.0),))
 

@@ -50,6 +50,34 @@ LISTS = {
 }
 
 
+NARROW = {
+    "an all-to-all over both links": (
+        (Groups(8, 4, ep=8), "flat"),
+        "QUANTISE_IN inter beside 2, A2A_IN inter+intra, DEQUANTISE_IN inter beside 0, EXPERT compute, "
+        "QUANTISE_OUT inter beside 0, A2A_OUT inter+intra, DEQUANTISE_OUT inter beside 0",
+    ),
+    "each token once per node": (
+        (Groups(8, 4, ep=8), "once_per_node"),
+        "QUANTISE_IN inter beside 2, A2A_IN inter, DEQUANTISE_IN inter, QUANTISE_SPREAD intra inner, "
+        "SPREAD intra inner, DEQUANTISE_SPREAD intra inner beside 0, EXPERT compute, "
+        "QUANTISE_COLLECT intra inner beside 0, COLLECT intra inner, DEQUANTISE_COLLECT intra inner, "
+        "QUANTISE_OUT inter, A2A_OUT inter, DEQUANTISE_OUT inter beside 0",
+    ),
+    "two steps, and sharded experts": (
+        (Groups(8, 4, mp=2, esp=2, ep=4), "2dh"),
+        "QUANTISE_IN intra apart 1 beside 3, A2A_IN_NODE intra apart 1, A2A_IN inter, DEQUANTISE_IN inter, "
+        "GATHER intra inner, EXPERT compute, REDUCE intra inner, QUANTISE_OUT inter, A2A_OUT inter, "
+        "A2A_OUT_NODE intra apart 1, DEQUANTISE_OUT intra apart 1 beside 1",
+    ),
+    "sharded experts alone": (
+        (Groups(4, 4, mp=4, esp=4), "flat"),
+        "GATHER intra inner, EXPERT compute, REDUCE intra inner",
+    ),
+    "one rank": ((Groups(1, 4), "flat"), "EXPERT compute"),
+}
+"""What these layers have where both wires are narrow."""
+
+
 def words(moe: MoEWork) -> str:
     """The stages of a layer in one line."""
 
@@ -57,6 +85,7 @@ def words(moe: MoEWork) -> str:
         said = [stage.kind, "+".join(stage.lanes)]
         if isinstance(stage, Stage):
             said += ["inner"] * stage.is_inner + [f"apart {stage.offset}"] * bool(stage.offset)
+            said += [] if stage.offset_beside is None else [f"beside {stage.offset_beside}"]
         return " ".join(said)
 
     return ", ".join(map(of, moe.stages))
@@ -70,10 +99,42 @@ def test_each_kind_of_layer_has_its_list_of_stages_in_both_phases_and_in_halves(
         assert words(block.moe) == words(half_moe(block.moe)) == wanted
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_rows_on_narrow_wires_are_converted_around_the_links_that_send_them(name: str) -> None:
+    (groups, alltoall), wanted = NARROW[name]
+    layer = layer_work(SHAPE, groups, alltoall, narrow=(True, True))
+    for block in (layer.forward, layer.backward):
+        assert words(block.moe) == words(half_moe(block.moe)) == wanted
+        # They cost what whole rows do, whatever their bytes on the link.
+        sizes = {each.kind.split("_")[-1]: each.size for each in block.moe.exchange + block.moe.collectives}
+        converted = [each for each in block.moe.stages if "QUANTISE" in each.kind]
+        assert all(each.size == sizes.get(each.kind.split("_")[-1], block.moe.exchange[0].size) for each in converted)
+
+
+def test_gradients_take_the_wires_the_other_way_and_wires_of_the_models_own_type_change_no_list() -> None:
+    groups = Groups(8, 4, ep=8)
+    plain, one = layer_work(SHAPE, groups), layer_work(SHAPE, groups, narrow=(True, False))
+
+    def converted(moe: MoEWork) -> list[str]:
+        return [each.kind for each in moe.stages if "QUANTISE" in each.kind]
+
+    assert converted(one.forward.moe) == ["QUANTISE_IN", "DEQUANTISE_IN"]
+    assert converted(one.backward.moe) == ["QUANTISE_OUT", "DEQUANTISE_OUT"]
+    assert one.forward.moe.exchange == plain.forward.moe.exchange
+    assert one.forward.moe.behind == plain.forward.moe.behind
+    assert layer_work(SHAPE, groups, narrow=(False, False)) == plain
+
+
 def test_every_kind_of_stage_says_among_which_ranks_it_sends() -> None:
-    in_lists = {stage.split()[0]: stage for _, listed in LISTS.values() for stage in listed.split(", ")}
+    lists = [listed for _, listed in (*LISTS.values(), *NARROW.values())]
+    in_lists = {stage.split()[0]: stage for listed in lists for stage in listed.split(", ")}
     shards = {"GATHER", "REDUCE"}
-    wanted = {kind: "" if "compute" in stage else "esp" if kind in shards else "ep" for kind, stage in in_lists.items()}
+
+    def group_of(kind: str) -> str:
+        sends = "compute" not in in_lists[kind] and "QUANTISE" not in kind
+        return ("esp" if kind in shards else "ep") if sends else ""
+
+    wanted = {kind: group_of(kind) for kind in in_lists}
     assert stage_kinds() == wanted
 
 
@@ -169,6 +230,28 @@ def test_a_conversion_ahead_of_the_all_to_all_is_one_more_entry_of_the_list() ->
         *(("QUANTISE", 2), ("EXPERT", 1), ("EXPERT", 2)),
     ]
     assert [schedule.tasks[i].kind for i in schedule.lanes[Lane.INTER]][:3] == [A2A_IN] * 3
+
+
+def in_lanes(schedule: Schedule, lane: Lane) -> list[str]:
+    return [f"{schedule.tasks[i].kind} {schedule.tasks[i].chunk}" for i in schedule.lanes[lane]]
+
+
+def test_conversions_run_on_their_links_or_beside_the_experts_with_none_waiting_for_a_chunk_behind() -> None:
+    moe = layer_work(SHAPE, Groups(8, 1, ep=8), narrow=(True, True)).forward.moe
+    on_links, beside = (
+        block_schedule(BlockWork((), moe, ()), BlockPlan(3, "paper", conversions=each)) for each in ("links", "compute")
+    )
+    assert in_lanes(on_links, Lane.COMPUTE) == ["EXPERT 0", "EXPERT 1", "EXPERT 2"]
+    arrive = [f"{kind} {chunk}" for chunk in range(3) for kind in ("QUANTISE_IN", "A2A_IN", "DEQUANTISE_IN")]
+    leave = [f"{kind} {chunk}" for chunk in range(3) for kind in ("QUANTISE_OUT", "A2A_OUT", "DEQUANTISE_OUT")]
+    assert in_lanes(on_links, Lane.INTER) == arrive + leave
+    assert in_lanes(beside, Lane.INTER) == [f"{kind} {chunk}" for kind in ("A2A_IN", "A2A_OUT") for chunk in range(3)]
+    assert in_lanes(beside, Lane.COMPUTE) == [
+        *("QUANTISE_IN 0", "QUANTISE_IN 1", "DEQUANTISE_IN 0", "QUANTISE_IN 2", "EXPERT 0", "QUANTISE_OUT 0"),
+        *("DEQUANTISE_IN 1", "EXPERT 1", "QUANTISE_OUT 1"),
+        *("DEQUANTISE_IN 2", "EXPERT 2", "QUANTISE_OUT 2"),
+        *("DEQUANTISE_OUT 0", "DEQUANTISE_OUT 1", "DEQUANTISE_OUT 2"),
+    ]
 
 
 def test_the_papers_closed_form_holds_where_the_papers_stages_are_found_and_nowhere_else() -> None:

@@ -362,7 +362,10 @@ def _print_run(found: Calibrated) -> dict[str, Any]:
 
 def _as_data(ran: Ran) -> dict[str, Any]:
     return {
-        "layers": [[{"degree": each.degree, "order": each.links} for each in pair] for pair in ran.orders],
+        "layers": [
+            [{"degree": each.degree, "order": each.links, "conversions": each.conversions} for each in pair]
+            for pair in ran.orders
+        ],
         "alltoalls": list(ran.alltoalls),
     }
 
@@ -370,7 +373,9 @@ def _as_data(ran: Ran) -> dict[str, Any]:
 def _how(ran: Ran) -> str:
     """Say in a few words how layers are run; the first one, where they differ."""
     forward, backward = ran.orders[0]
-    orders = forward.links if forward.links == backward.links else f"{forward.links}/{backward.links}"
+    orders = "/".join(dict.fromkeys((forward.links, backward.links)))
+    if "compute" in (forward.conversions, backward.conversions):
+        orders += ", conversions beside experts"
     differ = " (first layer)" if len(set(zip(ran.orders, ran.alltoalls, strict=True))) > 1 else ""
     return f"{forward.degree} and {backward.degree} chunks, {orders}, {ran.alltoalls[0]}{differ}"
 

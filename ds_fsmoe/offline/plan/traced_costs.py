@@ -28,7 +28,16 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LayerCosts, LinearCost, fit
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
-from ds_fsmoe.planning.schedule import A2A_IN_NODE, EXPERT, GRADIENT_TASKS, HOLD, REST, SPREAD
+from ds_fsmoe.planning.schedule import (
+    A2A_IN_NODE,
+    DEQUANTISING,
+    EXPERT,
+    GRADIENT_TASKS,
+    HOLD,
+    QUANTISING,
+    REST,
+    SPREAD,
+)
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
 
@@ -297,6 +306,9 @@ def _costs(
     costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
     for each in moe.stages:
         found = fitted.get(_pooled(backward, each.kind))
+        if found is None and each.kind in (*QUANTISING, *DEQUANTISING):
+            # Where conversions were no tasks, they are in the times of links.
+            found = LinearCost(0.0, 0.0)
         if found is None:
             raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")
         costs[each.kind] = found

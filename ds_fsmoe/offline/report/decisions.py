@@ -69,7 +69,8 @@ _CHOICE_HEADS = (
 
 
 def _order(each: Mapping[str, Any]) -> str:
-    return order_words(each["degree"], each["order"])
+    # Runs of before conversions were tasks do not say where they are.
+    return order_words(each["degree"], each["order"], each.get("conversions", "links"))
 
 
 def _choice_cells(each: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from ds_fsmoe.planning.batch import Job, Template, makespans_ms
-from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
+from ds_fsmoe.planning.block import BlockPlan, Conversions, Links, Slice, block_schedule
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cost import Cost, HostCost, LinearCost
 from ds_fsmoe.planning.decide.degree import NOTHING, Load, Phase, bounds_ms
@@ -30,10 +30,12 @@ class Order:
 
     degree: int
     links: Links = "paper"
+    conversions: Conversions = "links"
+    """Where rows are converted for narrow wires."""
 
     def plan(self, moe_slices: tuple[Slice, ...] = (), dense_slices: tuple[Slice, ...] = ()) -> BlockPlan:
         """Return the same plan with the gradient slices that are sent during it."""
-        return BlockPlan(self.degree, self.links, moe_slices, dense_slices)
+        return BlockPlan(self.degree, self.links, moe_slices, dense_slices, self.conversions)
 
 
 _ORDERS: Mapping[Links, str] = {
@@ -43,9 +45,10 @@ _ORDERS: Mapping[Links, str] = {
 }
 
 
-def order_words(degree: int, links: Links) -> str:
+def order_words(degree: int, links: Links, conversions: Conversions = "links") -> str:
     """Say in which order the tasks of a layer run: the same words in the log and on the page of a run."""
-    return "one after another" if degree == 1 else _ORDERS.get(links, links)
+    words = "one after another" if degree == 1 else _ORDERS.get(links, links)
+    return words if conversions == "links" else f"{words}, conversions beside experts"
 
 
 class BlockTimes:

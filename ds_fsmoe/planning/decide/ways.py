@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ds_fsmoe.planning.block import ORDERS, Links
+from ds_fsmoe.planning.block import CONVERSIONS, ORDERS, Links
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradients import Mode
@@ -106,6 +106,8 @@ class SearchSpace:
             return _in_turns(asked, moe) if in_halves else (asked,)
         if in_halves:
             orders = tuple(sorted((e for each in orders for e in _in_turns(each, moe)), key=lambda each: each.degree))
+        else:
+            orders = _with_conversions(orders, moe)
         found = allowed(orders, moe, backward, in_halves)
         if not found and not in_halves:
             # DeepSpeed's own way passes every rule.
@@ -141,6 +143,18 @@ def _orders(links: tuple[Links, ...], max_degree: int) -> tuple[Order, ...]:
     for degree in range(1, max_degree + 1):
         found += [Order(degree, order) for order in links if degree > 1 or order != "paper"]
     return tuple(dict.fromkeys(found))
+
+
+def _with_conversions(orders: tuple[Order, ...], moe: MoEWork) -> tuple[Order, ...]:
+    """Return the same ways, each in chunks also with conversions beside the experts, where the layer may have them
+    there. In halves the other half computes meanwhile."""
+    if not moe.may_convert_beside:
+        return orders
+    return tuple(
+        replace(each, conversions=where)
+        for each in orders
+        for where in (CONVERSIONS if each.degree > 1 else ("links",))
+    )
 
 
 def _in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:

@@ -17,6 +17,7 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT,
     A2A_OUT_NODE,
     COLLECT,
+    DEQUANTISING,
     EXPERT,
     EXPERT_GRAD,
     GATHER,
@@ -25,6 +26,7 @@ from ds_fsmoe.planning.schedule import (
     GRAD_SCATTER,
     GRADIENT_TASKS,
     HOLD,
+    QUANTISING,
     REDUCE,
     REST,
     SPREAD,
@@ -40,6 +42,7 @@ FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
 GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
 SCATTERED, GATHERED = "gradients added up inside nodes", "gradients gathered inside nodes"
+NARROWED, WIDENED = "rows made 8-bit", "rows made wide"
 GATE, ORDER = "gate", "order and back"
 
 
@@ -146,9 +149,9 @@ class LayerProfile:
         task_ms = 0.0 if issues_ahead else self.task_ms
         # Slices of gradients are cut by a formula that knows lines only.
         found |= {kind: at[names[kind]].line for kind in GRADIENT_TASKS if kind in found}
-        return {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)} | {
-            kind: cost.plus(task_ms) for kind, cost in found.items()
-        }
+        # Where conversions were not measured, they are in the times of links, as they were before they were tasks.
+        nothing = dict.fromkeys((HOLD, *QUANTISING, *DEQUANTISING), LinearCost(0.0, 0.0))
+        return {**nothing, REST: LinearCost(0.0, 1.0)} | {kind: cost.plus(task_ms) for kind, cost in found.items()}
 
     def _issue_ms(self, backward: bool, same_chunks: bool) -> dict[str, float]:
         """Return kind of task -> the time for the issuing thread, including handing the task to its lane."""
@@ -164,6 +167,7 @@ class LayerProfile:
         between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
         names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
         names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER, SPREAD: IN_NODES, COLLECT: IN_NODES}
+        names |= dict.fromkeys(QUANTISING, NARROWED) | dict.fromkeys(DEQUANTISING, WIDENED)
         names[EXPERT] = anew if backward else FORWARD
         if backward:
             names |= {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}

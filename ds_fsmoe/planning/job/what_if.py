@@ -92,7 +92,9 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
         found = [of_phase.get((label, phase)) for phase in ("forward", "backward")]
         if None in found:
             raise ValueError(f"the run's plans do not say how {label} was run")
-        forward, backward = (Order(row["degree"], row["order"]) for row in found if row is not None)
+        forward, backward = (
+            Order(row["degree"], row["order"], row.get("conversions", "links")) for row in found if row is not None
+        )
         orders.append((forward, backward))
         ways, planned = job.kind_of(label).ways, (found[0] or {}).get("alltoall")
         alltoalls.append(next((name for name, way in ways.items() if way.planned == planned), next(iter(ways))))
