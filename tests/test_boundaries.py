@@ -208,7 +208,7 @@ STATEMENTS: dict[str, int] = {
     "offline": 5951,
     "ops": 736,
     "placement": 677,
-    "planning": 4931,
+    "planning": 4932,
     "routes": 470,
     "telemetry": 879,
     "terminal": 208,

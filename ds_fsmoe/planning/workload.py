@@ -30,10 +30,6 @@ from ds_fsmoe.planning.schedule import (
     ATTENTION,
     COLLECT,
     DENSE,
-    DEQUANTISE_COLLECT,
-    DEQUANTISE_IN,
-    DEQUANTISE_OUT,
-    DEQUANTISE_SPREAD,
     DEQUANTISING,
     ELEMENTWISE,
     EXPERT,
@@ -44,10 +40,7 @@ from ds_fsmoe.planning.schedule import (
     MP_GATHER,
     MP_REDUCE,
     ORDER,
-    QUANTISE_COLLECT,
     QUANTISE_IN,
-    QUANTISE_OUT,
-    QUANTISE_SPREAD,
     QUANTISING,
     REDUCE,
     REST,
@@ -395,12 +388,8 @@ def _around(
     return (*flat[0], *gather), (*reduce, *flat[1])
 
 
-_CONVERSIONS = {
-    A2A_IN: (QUANTISE_IN, DEQUANTISE_IN),
-    SPREAD: (QUANTISE_SPREAD, DEQUANTISE_SPREAD),
-    COLLECT: (QUANTISE_COLLECT, DEQUANTISE_COLLECT),
-    A2A_OUT: (QUANTISE_OUT, DEQUANTISE_OUT),
-}
+_NARROWED = A2A_IN, SPREAD, COLLECT, A2A_OUT
+_CONVERSIONS = dict(zip(_NARROWED, zip(QUANTISING, DEQUANTISING, strict=True), strict=True))
 """Stage whose rows may be narrow -> what makes them so ahead of it, or of its first step, and wide again behind."""
 _EARLY = 2
 """By how many chunks rows are converted ahead of their link on the lane of the experts: with one, that lane would wait
