@@ -161,7 +161,7 @@ class MoEPart:
         self.weights_done: list[int] = []
         """The tasks that make weight gradients."""
         # Where nothing leaves the node there is one link anyhow.
-        self._stream = Lane.INTER if any(Lane.INTER in each.lanes for each in moe.collectives) else None
+        self._stream = Lane.INTER if any(Lane.INTER in each.lanes for each in (*moe.ahead, *moe.behind)) else None
         # What computes right behind the experts goes with them: at its place among the links it would be issued when
         # all experts are through.
         self._with_expert = tuple(each for each in moe.behind[:1] if Lane.COMPUTE in each.lanes and not each.offset)

@@ -414,7 +414,7 @@ def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
             links = (first, *links, last)
         found += links
     for place in (0, -1) if found else ():
-        if not found[place].group:
+        if found[place].kind in (*QUANTISING, *DEQUANTISING):
             early = _EARLY if found[place].kind == QUANTISE_IN else 0
             found[place] = replace(found[place], offset_beside=found[place].offset + early)
     return tuple(found)
