@@ -271,6 +271,16 @@ def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, 
         assert found == min(64, -int(-bytes_between // micro_op_bytes))
 
 
+def test_micro_ops_keep_to_the_planners_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_fsmoe.planning.decide import rules
+    from ds_fsmoe.tuning.micro_ops import degree_of_call
+
+    plan = PhasePlan(BlockPlan(), Groups(4, 2, ep=4), backward=False)
+    assert degree_of_call(plan, sizes(99, 1), 1000, 64) > 3
+    monkeypatch.setattr(rules, "RULES", [*rules.RULES, lambda proposal: proposal.order.degree <= 3])
+    assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 3
+
+
 def test_the_largest_call_of_the_first_step_counts() -> None:
     from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
     from ds_fsmoe.tuning.micro_ops import MicroOps

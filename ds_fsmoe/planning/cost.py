@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_fsmoe.planning.schedule import EXPERT, HOLD, REST
+from ds_fsmoe.planning.schedule import DEQUANTISING, EXPERT, HOLD, QUANTISING, REST
 
 GOOD_SHARE = 0.1
 """The largest typical deviation, as a share of the fitted time, at which a line describes the measurements: a plan from
@@ -233,7 +233,7 @@ def _non_negative_line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tupl
 # ---- the costs of all tasks of one kind of layer: from a cluster's file or from measurements
 
 
-_COMPUTED = (HOLD, REST, EXPERT)
+_COMPUTED = (HOLD, REST, EXPERT, *QUANTISING, *DEQUANTISING)
 
 
 @dataclass(frozen=True, eq=False)

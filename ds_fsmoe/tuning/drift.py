@@ -27,7 +27,7 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import Predictors
 from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock, most_of
 from ds_fsmoe.planning.decide.step_time import StageTimes
-from ds_fsmoe.planning.schedule import EXPERT, GRADIENT_TASKS, HOLD, Lane
+from ds_fsmoe.planning.schedule import DEQUANTISING, EXPERT, GRADIENT_TASKS, HOLD, QUANTISING, Lane
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import stage_kinds
 from ds_fsmoe.tuning.tuned_model import OfStages
@@ -255,7 +255,7 @@ class PredictionWatch:
             runs[run.label].append((waits, predicted.makespan_ms, run.timeline.makespan_ms))
             expected = _busy_ms(predicted)
             for name, measured_ms in _busy_ms(run.timeline).items():
-                sent = name not in (EXPERT, Lane.COMPUTE)
+                sent = name not in (EXPERT, Lane.COMPUTE, *QUANTISING, *DEQUANTISING)
                 runs[name].append((sent, expected.get(name, 0.0), measured_ms))
 
     def _warn(self, step: int, problem: str) -> None:

@@ -21,7 +21,9 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
+from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.presets import BEST, preset
+from ds_fsmoe.planning.decide.rules import allowed
 from ds_fsmoe.planning.groups import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
@@ -93,7 +95,7 @@ class MicroOps:
 
 
 def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_degree: int) -> int:
-    """Return the number of chunks in which the all-to-alls of a call are micro-ops.
+    """Return the number of chunks in which the all-to-alls of a call are micro-ops, or the most that rules allow.
 
     Args:
         plan: the plan of one of the layer's phases.
@@ -109,7 +111,10 @@ def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_d
         crossings=_crossings(plan, sizes),
         wires=sizes.wires,
     )
-    return degree_by_bytes(moe_work(plan.groups, False, shape, plan.alltoall), micro_op_bytes, max_degree)
+    moe = moe_work(plan.groups, False, shape, plan.alltoall)
+    wanted = degree_by_bytes(moe, micro_op_bytes, max_degree)
+    orders = [Order(each, plan.block.links) for each in range(1, wanted + 1)]
+    return max(each.degree for each in allowed(orders, moe, False))
 
 
 def _crossings(plan: PhasePlan, sizes: CallSizes) -> Crossings | None:

@@ -15,8 +15,8 @@ from ds_fsmoe.planning.decide.presets import BEST, PRESETS
 STEPS_BEFORE = 10
 """The optimizer steps before the autotuner measures unasked: what only tries whether a job starts is over by then."""
 FEWEST_STEPS = 100
-"""The optimizer steps that a job has to have, where their number is known, before it is measured unasked: measuring and
-trying takes the time of some fifty."""
+"""The optimizer steps that a job has to have, where their number is known, before it is measured unasked: trials take
+up to 24 of them, and measuring the time of more."""
 
 
 def settled(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int) -> tuple[FSMoEBlock, str | None]:
@@ -68,7 +68,7 @@ def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks:
         return "fsmoe.num_chunks is given for both phases"
     if steps is not None and steps < FEWEST_STEPS and not needs_numbers(block):
         return (
-            f"the job ends after {steps} steps, and measuring takes the time of some fifty: too short to pay; "
+            f"the job ends after {steps} steps, and trials take up to 24: too short to pay; "
             '"autotune": true measures all the same'
         )
     return None

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fsmoe.offline.models.known import PlannedModel
-from ds_fsmoe.offline.plan.report import PlannedJob, report
+from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide import rules as listed
@@ -23,13 +23,13 @@ from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
 from ds_fsmoe.planning.decide.presets import NAMES
-from ds_fsmoe.planning.decide.rules import RULES, Proposal, Rule, may_be_chosen
+from ds_fsmoe.planning.decide.rules import RULES, Proposal, Rule, RuleError, may_be_chosen
 from ds_fsmoe.planning.decide.ways import Kind, PlanRequest, ways_to_run
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.halves import half_layer
 from ds_fsmoe.planning.job.recorded_costs import RecordedKind, RecordedWay
 from ds_fsmoe.planning.job.what_if import WhatIf
-from ds_fsmoe.planning.schedule import A2A_IN_NODE
+from ds_fsmoe.planning.schedule import A2A_IN_NODE, Lane
 from ds_fsmoe.planning.workload import Shape
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, layer_of, made_up
 from tests.planning.test_recorded_costs import LABELS, job_of
@@ -68,13 +68,21 @@ def listed_by(of: Search) -> list[ModelPlan]:
     return [each for each in plans if each is not None]
 
 
+def planned(schedule: str, cluster: str, size: int = 256) -> Report:
+    """What ``ds_fsmoe plan`` finds for two layers on a cluster."""
+    bed, model = load_cluster(cluster), PlannedModel(Shape(B=2, L=size, M=2 * size, H=4 * size, E=8), 2)
+    job = PlannedJob(bed, Groups(32, 4, mp=4, esp=4, ep=4), model, Settings(bed.contention, max_degree=6))
+    return report(job, schedule, [*{"deepspeed": 0, schedule: 0}])
+
+
 def read_elsewhere(schedule: str, seed: int) -> list[ModelPlan]:
     """What those choose who read the list without a search of training: what-if, ``ds_fsmoe plan`` and its halves."""
     ways = {"flat": RecordedWay("flat", made_up(seed)), "other": RecordedWay("flat", made_up(seed + 7))}
     what_if = WhatIf(job_of(kinds=(RecordedKind(LABELS, GROUPS, SIZES, ways),), max_degree=6))
-    bed, model = load_cluster("testbed_b"), PlannedModel(Shape(B=2, L=256, M=512, H=1024, E=8), 2)
-    job = PlannedJob(bed, Groups(32, 4, mp=4, esp=4, ep=4), model, Settings(bed.contention, max_degree=6))
-    found = report(job, schedule, [*{"deepspeed": 0, schedule: 0}])
+    try:
+        found = planned(schedule, "testbed_b")
+    except RuleError:  # no chunks are left to a system that was named
+        return [what_if.by_schedule(schedule).plan]
     halves = found.in_halves()
     return [what_if.by_schedule(schedule).plan, *found.plans.values(), *([] if halves is None else [halves])]
 
@@ -148,6 +156,56 @@ def test_what_a_user_names_runs_as_written_and_deepspeeds_own_plan_passes_every_
         assert [each.order for each in named.choices(0)] == [Order(3, "paper"), Order(2, "paper")]
         assert {proposal.order for proposal in ways_of(of.stock())} == {Order(1, "shared")}
         assert all(map(may_be_chosen, ways_of(of.stock())))
+
+
+def not_shared(proposal: Proposal) -> bool:
+    return proposal.order.links != "shared"
+
+
+@pytest.mark.parametrize("schedule", ["tutel", "tutel_improved", "fsmoe_no_iio"])
+def test_a_schedule_by_name_that_a_rule_leaves_no_chunks_is_refused_with_the_rules_name(schedule: str) -> None:
+    said = rf'fsmoe.schedule = "{schedule}": not_shared .* num_chunks'
+    search(schedule).request.check_named()
+    with also(not_shared):
+        with pytest.raises(RuleError, match=said):
+            search(schedule).request.check_named()
+        with pytest.raises(RuleError, match=said):
+            planned(schedule, "testbed_b")
+        # Chunks that are given run as written, and there are other orders for others.
+        of = search(schedule)
+        replace(of.request, space=of.request.space.with_degrees(2, None, "shared")).check_named()
+        replace(of.request, uncut=[True, True]).check_named()
+        for other in ("best", "fsmoe", "deepspeed"):
+            search(other).request.check_named()
+            planned(other, "testbed_b")
+
+
+def test_rules_that_only_together_leave_no_chunks_are_all_named() -> None:
+    def even(proposal: Proposal) -> bool:
+        return proposal.order.degree % 2 == 0
+
+    def odd(proposal: Proposal) -> bool:
+        return proposal.order.degree % 2 == 1
+
+    with also(even), also(odd), pytest.raises(RuleError, match="even and odd"):
+        search("tutel").request.check_named()
+
+
+def on_fast_links(proposal: Proposal) -> bool:
+    """Two chunks at the most, where links inside the node have more than 100 GB/s."""
+    inside = [proposal.costs[each.kind] for each in proposal.moe.collectives if each.lanes == (Lane.INTRA,)]
+    return proposal.order.degree <= 2 or not all(each.ms(2e8) - each.ms(1e8) < 1.0 for each in inside)
+
+
+@pytest.mark.parametrize(("cluster", "most"), [("testbed_b", 4), ("a100_200", 2)])
+def test_a_rule_may_ask_how_fast_links_are(cluster: str, most: int) -> None:
+    def chosen() -> int:
+        return max(proposal.order.degree for proposal in ways_of(planned("best", cluster, 1024).plan))
+
+    assert chosen() == 4
+    with also(on_fast_links):
+        assert chosen() == most
+        search("best").candidates()  # a search in training knows the costs everywhere as well
 
 
 def test_the_rules_that_there_are() -> None:

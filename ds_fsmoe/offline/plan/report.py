@@ -298,6 +298,8 @@ def report(job: PlannedJob, preset_name: str, names: Sequence[str] = NAMES, max_
     if zero.stage:
         costs = {**costs, **sharing_costs(job.cluster, groups)}
     planner = Planner(costs, job.settings)
+    request = PlanRequest([{"": each} for each in layers], job.settings.space(preset_name), mode_of(preset_name))
+    request.check_named(planner.written)
     plans = {name: zero.plan(planner, name, layers) for name in names}
     if zero.stage and BEST in plans:
         # Layers are planned without what ZeRO sends; with it another plan may be the fastest.

@@ -31,9 +31,9 @@ from ds_fsmoe.offline.report.decisions import keeps_stock
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
 from ds_fsmoe.offline.report.palette import task_name
 from ds_fsmoe.offline.report.steps_told import ShownStep, counted_after
-from ds_fsmoe.planning.schedule import EXPERT, ORDER, RESTORE, ROUTE
+from ds_fsmoe.planning.schedule import DEQUANTISING, EXPERT, ORDER, QUANTISING, RESTORE, ROUTE
 
-_COMPUTED = (EXPERT, ROUTE, ORDER, RESTORE)
+_COMPUTED = (EXPERT, ROUTE, ORDER, RESTORE, *QUANTISING, *DEQUANTISING)
 _LITTLE, _MOST = 0.05, 0.5
 """The shares from which something is said to limit a step, and to be most of it."""
 _UNEVEN = 1.5

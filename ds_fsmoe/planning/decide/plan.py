@@ -116,7 +116,7 @@ class Planner:
     _curves: dict[tuple, tuple[Price, Price]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._written = LayerCosts.written(self.costs, self.settings.host_ms)
+        self.written = LayerCosts.written(self.costs, self.settings.host_ms)
 
     def plan(self, way: PlanRequest) -> ModelPlan:
         """Plan a step of whole micro-batches, and choose what its way leaves open."""
@@ -189,7 +189,7 @@ class Planner:
             space: what may be chosen from.
             moe: slices of gradients that travel in its backward.
         """
-        costs, key = layer.costs or self._written, self._key(layer, space, moe)
+        costs, key = layer.costs or self.written, self._key(layer, space, moe)
         if key not in self._choices:
             self._choices[key] = choose(
                 *self._both_phases(layer, moe),
@@ -203,7 +203,7 @@ class Planner:
         return layer.forward.moe, layer.backward.moe, layer.costs, space, self._grad_ms(layer, moe), _lanes(moe)
 
     def _grad_ms(self, layer: Layer, moe: tuple[Slice, ...]) -> float:
-        costs = (layer.costs or self._written).backward
+        costs = (layer.costs or self.written).backward
         return sum(costs[each.kind].ms(each.size_bytes) for each in moe)
 
     def _learn(self, wanted: Iterable[tuple[Layer, SearchSpace, tuple[Slice, ...]]]) -> None:
@@ -211,7 +211,7 @@ class Planner:
         of_times: dict[BlockTimes, tuple[dict[Order, None], dict[float, None]]] = {}
         for layer, space, moe in {self._key(*each): each for each in wanted}.values():
             for backward, phase in enumerate(self._both_phases(layer, moe)):
-                orders = dict.fromkeys(space.orders_of(phase.same.work.moe, bool(backward)))
+                orders = dict.fromkeys(space.orders_of(phase.same.work.moe, bool(backward), costs=phase.same.costs))
                 for times in dict.fromkeys((phase.same, phase.other or phase.same)):
                     known = of_times.setdefault(times, ({}, {}))
                     known[0].update(orders)
@@ -225,7 +225,7 @@ class Planner:
     def _phase_times(
         self, layer: Layer, backward: bool, lanes: tuple[Lane, ...] = (Lane.INTER,), grad_ms: float = 0.0
     ) -> PhaseTimes:
-        costs, work = layer.costs or self._written, layer.backward if backward else layer.forward
+        costs, work = layer.costs or self.written, layer.backward if backward else layer.forward
         moe = BlockWork((), work.moe, ())
         return PhaseTimes(
             self.times(moe, costs, backward, lanes),
@@ -255,7 +255,7 @@ class Planner:
             same_chunks: whether the backward has the chunks of the forward.
             contention: how lanes slow each other down; ``None``: as the settings say.
         """
-        costs = costs or self._written
+        costs = costs or self.written
         contention = self.settings.contention if contention is None else contention
         key = work, costs, backward, lanes, same_chunks, contention
         if key not in self._times:
@@ -273,7 +273,7 @@ class Planner:
         carried: Sequence[Gradient],
     ) -> Partition:
         def piece(gradient: Gradient, layer: Layer, index: int) -> QueuedGradient:
-            cost = (layer.costs or self._written).backward[gradient.kind]
+            cost = (layer.costs or self.written).backward[gradient.kind]
             of_gradient = gradient.kind, gradient.lanes, gradient.size_bytes, cost, index
             return QueuedGradient(*of_gradient, gradient.tensors_bytes)
 
@@ -314,16 +314,16 @@ class Planner:
             return 0.0, 0.0
         # What is under way meanwhile may make all of them take longer, by so much at the most.
         slower = self.settings.contention.slowdown(lanes[0], set(Lane))
-        costs, moe = layer.costs or self._written, layer.backward.moe
+        costs, moe = layer.costs or self.written, layer.backward.moe
         after_ms = self.times(layer.backward, costs, True, lanes).after_ms
         return 0.0 if moe.exchange else alone[1].time_ms / slower, after_ms / slower
 
     def _windows(self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]) -> tuple[Price, Price]:
         """Price both windows of a layer, the degree re-chosen for every time of gradients."""
-        costs, moe = layer.costs or self._written, layer.backward.moe
+        costs, moe = layer.costs or self.written, layer.backward.moe
         orders = [alone.order]
         if space.asked[1] is None and not costs.uses_rng:
-            orders += space.orders_of(moe, True)
+            orders += space.orders_of(moe, True, costs=costs.backward)
         orders = list(dict.fromkeys(orders))
         key = layer.backward, costs, tuple(orders), lanes
         if key in self._curves:

@@ -62,7 +62,11 @@ def _with_alltoalls(planner: Planner, way: PlanRequest) -> ModelPlan | None:
 
     def open_orders(layer: Layer, space: SearchSpace) -> list[Sequence[Order]]:
         half = half_layer(layer)
-        phases = [space.orders_of(half.forward.moe, False, True), space.orders_of(half.backward.moe, True, True)]
+        costs = layer.costs or planner.written
+        phases = [
+            space.orders_of(half.forward.moe, False, True, costs.forward),
+            space.orders_of(half.backward.moe, True, True, costs.backward),
+        ]
         return [[each for each in orders if each.degree == way.degree] or orders for orders in phases]
 
     ways = [open_orders(layer, space) for layer, space in zip(layers, spaces, strict=True)]

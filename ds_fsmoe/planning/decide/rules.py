@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of what the planner may choose, in one place: whatever lists ways to run a layer asks here which are left.
 
-A rule restricts what is chosen, predicted and tried. What a user names, a preset's chunks or
-``num_chunks``, runs as written; DeepSpeed's own way passes every rule.
+A rule restricts what is chosen, predicted and tried, the chunks of a schedule by name too: one that is left none is
+refused with the rule's name. ``num_chunks`` runs as written, and DeepSpeed's own way passes every rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
+from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.workload import MoEWork
 
@@ -27,6 +28,8 @@ class Proposal:
     backward: bool
     in_halves: bool = False
     """Whether the two halves of a micro-batch take turns."""
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    """Kind of task -> its cost in this phase, where it is known."""
 
     @property
     def is_stock(self) -> bool:
@@ -57,7 +60,13 @@ def may_be_chosen(proposal: Proposal) -> bool:
     return proposal.is_stock or all(rule(proposal) for rule in RULES)
 
 
-def allowed(orders: Iterable[Order], moe: MoEWork, backward: bool, in_halves: bool = False) -> list[Order]:
+def allowed(
+    orders: Iterable[Order],
+    moe: MoEWork,
+    backward: bool,
+    in_halves: bool = False,
+    costs: Mapping[str, Cost] | None = None,
+) -> list[Order]:
     """Return which of these orders may be chosen for a layer in a phase.
 
     Args:
@@ -65,5 +74,41 @@ def allowed(orders: Iterable[Order], moe: MoEWork, backward: bool, in_halves: bo
         moe: the stages of the layer, or of its half.
         backward: whether the phase is the backward.
         in_halves: whether it is run in halves.
+        costs: kind of task -> its cost in the phase.
     """
-    return [each for each in dict.fromkeys(orders) if may_be_chosen(Proposal(each, moe, backward, in_halves))]
+    proposals = [Proposal(each, moe, backward, in_halves, costs or {}) for each in dict.fromkeys(orders)]
+    return [each.order for each in proposals if may_be_chosen(each)]
+
+
+class RuleError(ValueError):
+    """Rules leave a schedule by name no chunks; the message has their names."""
+
+
+def check_named(
+    schedule: str,
+    orders: Iterable[Order],
+    moe: MoEWork,
+    backward: bool,
+    costs: Mapping[str, Cost] | None = None,
+) -> None:
+    """Refuse a schedule by name none of whose chunks may be chosen, so that it does not run as another one.
+
+    Args:
+        schedule: its name, as in ``fsmoe.schedule``.
+        orders: its ways to run a layer.
+        moe, backward, costs: see :func:`allowed`.
+
+    Raises:
+        RuleError: there are slots for chunks, and the rules leave none.
+    """
+    proposals = [Proposal(each, moe, backward, costs=costs or {}) for each in orders if each.degree > 1]
+    proposals = [each for each in proposals if has_slots(each)]
+    if not proposals or any(map(may_be_chosen, proposals)):
+        return
+    alone = [rule.__name__ for rule in RULES if not any(map(rule, proposals))]
+    names = alone or [rule.__name__ for rule in RULES if not all(map(rule, proposals))]
+    raise RuleError(
+        f'fsmoe.schedule = "{schedule}": {" and ".join(names)} in ds_fsmoe/planning/decide/rules.py '
+        f"allow{'s' if len(names) == 1 else ''} none of its numbers of chunks; write "
+        '"best", which has other orders, or num_chunks, which runs as written'
+    )

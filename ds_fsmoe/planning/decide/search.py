@@ -158,7 +158,7 @@ def choose(
 
 def _open_phase(times: PhaseTimes, backward: bool, space: SearchSpace, min_gain: float) -> _Phase:
     """Return all ways that a space allows in one phase."""
-    return _Phase(times, list(space.orders_of(times.same.work.moe, backward)), min_gain)
+    return _Phase(times, list(space.orders_of(times.same.work.moe, backward, costs=times.same.costs)), min_gain)
 
 
 def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:

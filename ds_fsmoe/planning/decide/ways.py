@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ds_fsmoe.planning.block import CONVERSIONS, ORDERS, Links
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
+from ds_fsmoe.planning.cost import Cost, LayerCosts
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.presets import BEST, Switches, preset
-from ds_fsmoe.planning.decide.rules import allowed
+from ds_fsmoe.planning.decide.rules import allowed, check_named
 from ds_fsmoe.planning.workload import Gradient, Layer, MoEWork
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class SearchSpace:
     """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
     micro_op_bytes: int | None = None
     """The bytes of an all-to-all's micro-op, from which the degree follows; ``None``: any may be chosen."""
+    named: str | None = None
+    """The system by name whose chunks are chosen; where a user names it, it is refused if rules leave it none."""
 
     @classmethod
     def of(
@@ -86,20 +89,24 @@ class SearchSpace:
         orders = _orders((switches.links,), 1 if switches.pipeline == "off" else max_degree)
         by_bytes = switches.pipeline == "by_bytes"
         is_common = by_bytes or switches.pipeline == "common"
-        return cls(orders, is_common, micro_op_bytes=micro_op_bytes if by_bytes else None)
+        named = schedule if isinstance(schedule, str) and switches.pipeline != "off" else None
+        return cls(orders, is_common, micro_op_bytes=micro_op_bytes if by_bytes else None, named=named)
 
     @classmethod
     def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
         """Return a space with only the given way to run a layer."""
         return cls((), asked=(forward, backward))
 
-    def orders_of(self, moe: MoEWork, backward: bool, in_halves: bool = False) -> Sequence[Order]:
+    def orders_of(
+        self, moe: MoEWork, backward: bool, in_halves: bool = False, costs: Mapping[str, Cost] | None = None
+    ) -> Sequence[Order]:
         """Return the ways to run a layer in a phase that the rules, and its bytes where they count, leave open.
 
         Args:
             moe: the stages of the layer, or of its half.
             backward: whether the phase is the backward.
             in_halves: whether it is run in halves: as asked for, if anything is, and nothing may be left.
+            costs: kind of task -> its cost in this phase, where it is known.
         """
         asked, orders = self.asked[backward], self.orders
         if asked is not None and (in_halves or not orders):
@@ -108,7 +115,7 @@ class SearchSpace:
             orders = tuple(sorted((e for each in orders for e in _in_turns(each, moe)), key=lambda each: each.degree))
         else:
             orders = _with_conversions(orders, moe)
-        found = allowed(orders, moe, backward, in_halves)
+        found = allowed(orders, moe, backward, in_halves, costs)
         if not found and not in_halves:
             # DeepSpeed's own way passes every rule.
             return [Order(1, orders[0].links)]
@@ -125,7 +132,8 @@ class SearchSpace:
 
     def with_orders(self, forward: Order | None, backward: Order | None) -> SearchSpace:
         """Return the same space with these ways to run a layer given."""
-        return replace(self, asked=(forward, backward))
+        is_open = forward is None and backward is None
+        return replace(self, asked=(forward, backward), named=self.named if is_open else None)
 
     def uncut(self, links: Links) -> SearchSpace:
         """Return the same space for layers that may not be cut.
@@ -134,7 +142,7 @@ class SearchSpace:
             links: their order, where none of these ways leaves a layer uncut.
         """
         whole = tuple(each for each in self.orders if each.degree == 1) or (Order(1, links),)
-        return replace(self, orders=whole, asked=(None, None), micro_op_bytes=None)
+        return replace(self, orders=whole, asked=(None, None), micro_op_bytes=None, named=None)
 
 
 def _orders(links: tuple[Links, ...], max_degree: int) -> tuple[Order, ...]:
@@ -210,6 +218,22 @@ class PlanRequest:
         uncut = self.uncut or [False] * len(self.options)
         return [self.space.uncut(self.links) if each else self.space for each in uncut]
 
+    def check_named(self, costs: LayerCosts | None = None) -> None:
+        """Refuse a system that a user has named and rules leave no chunks, as it would run as another one.
+
+        Args:
+            costs: those of layers that have none of their own.
+
+        Raises:
+            RuleError: with the names of the rules.
+        """
+        for layers, space in zip(self.options, self.spaces, strict=True):
+            layer = next(iter(layers.values()))
+            known = layer.costs or costs
+            for backward, work in enumerate((layer.forward, layer.backward)) if space.named is not None else ():
+                of_phase = None if known is None else known.of(bool(backward))[0]
+                check_named(space.named, space.orders, work.moe, bool(backward), of_phase)
+
 
 Near = tuple["ModelPlan", "ModelPlan", "ModelPlan"]
 """The fastest plan tried, the one with the fastest forward and the one with the fastest backward."""
@@ -281,7 +305,8 @@ def _given_orders(request: PlanRequest) -> list[list[Orders]]:
     for layers, is_cut in zip(request.options, may_cut, strict=True):
         for layer in layers.values() if is_cut else ():
             for backward, work in enumerate((layer.forward, layer.backward)):
-                tried = allowed(tried, work.moe, bool(backward))
+                costs = layer.costs.of(bool(backward))[0] if layer.costs else None
+                tried = allowed(tried, work.moe, bool(backward), costs=costs)
     return [[(each, each) if is_cut else (None, None) for is_cut in may_cut] for each in tried]
 
 
@@ -300,7 +325,8 @@ def _neighbours(request: PlanRequest, kept: ModelPlan, forward: ModelPlan, backw
         if is_open and space is request.space and not kept.in_halves:
             # One of the two may be DeepSpeed's schedule, whose degree a schedule by name need not have.
             for phase, work in enumerate((layer.forward, layer.backward)):
-                open_degrees = {each.degree for each in space.orders_of(work.moe, bool(phase))}
+                costs = layer.costs.of(bool(phase))[0] if layer.costs else None
+                open_degrees = {each.degree for each in space.orders_of(work.moe, bool(phase), costs=costs)}
                 is_open = is_open and pair[phase].degree in open_degrees
         joined.append(pair if is_open else kept.orders[index])
     own = replace(request, kind="near", in_halves=kept.in_halves, alltoalls=kept.alltoalls, orders=kept.orders)
