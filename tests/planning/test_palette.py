@@ -27,13 +27,17 @@ from ds_fsmoe.planning import schedule as kinds
 IN_ONE_LANE = {
     "compute": (
         *(kinds.EXPERT, kinds.ATTENTION, kinds.SOFTMAX, kinds.ELEMENTWISE),
-        *(kinds.ROUTE, kinds.ORDER, kinds.RESTORE, kinds.REST),
+        *(kinds.ROUTE, kinds.ORDER, kinds.RESTORE, kinds.REST, kinds.QUANTISE_IN, kinds.DEQUANTISE_IN),
     ),
     "intra": (
         *(kinds.A2A_IN_NODE, kinds.A2A_OUT_NODE, kinds.GATHER, kinds.REDUCE, kinds.SPREAD, kinds.COLLECT),
         *(kinds.MP_GATHER, kinds.MP_REDUCE, kinds.GRAD, kinds.EXPERT_GRAD),
+        *(kinds.QUANTISE_SPREAD, kinds.DEQUANTISE_SPREAD),
     ),
-    "inter": (kinds.A2A_IN, kinds.A2A_OUT, kinds.GATHER, kinds.REDUCE, kinds.GRAD, kinds.EXPERT_GRAD),
+    "inter": (
+        *(kinds.A2A_IN, kinds.A2A_OUT, kinds.GATHER, kinds.REDUCE, kinds.GRAD, kinds.EXPERT_GRAD),
+        *(kinds.QUANTISE_IN, kinds.DEQUANTISE_IN),
+    ),
 }
 # Vienot, Brettel and Mollon, "Digital video colourmaps for checking the legibility of displays by dichromats" (1999):
 # linear red, green and blue as they are seen without one kind of cone.

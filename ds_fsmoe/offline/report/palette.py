@@ -77,6 +77,8 @@ PALETTE: dict[str, str] = {
     kinds.EXPERT_PARAMETERS: "#7fbbc0",
     kinds.GRAD_PARTS: "#7d1356",
     kinds.EXPERT_GRAD_PARTS: "#f381b4",
+    **dict.fromkeys(kinds.QUANTISING, "#4a3fd0"),
+    **dict.fromkeys(kinds.DEQUANTISING, "#c8c83c"),
     # The stages of a pipeline are never in one picture with the tasks of a layer.
     kinds.HOLD: "#e8eaed",
 }
