@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+# No test judges by a clock, whatever else the machine does.
+settings.register_profile("without_a_clock", deadline=None)
+settings.load_profile("without_a_clock")
 # One thread for each rank and test, as ranks share the cores and as sums keep their bits; read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 LEFT_OUT = pytest.StashKey[Counter[str]]()
