@@ -214,7 +214,7 @@ def _run(
     running: LayerRuntime, layout: Layout, alltoall: AllToAllBase, asked: Sequence[Way], tape: Tape
 ) -> Iterator[Program]:
     groups = running.groups(layout.ep_size)
-    pipeline = running.pipeline("L00", groups, running.plan, exchange_in(groups, alltoall))
+    pipeline = running.pipeline("L00", groups, running.plan, exchange_in(groups, alltoall), in_rows=True)
     flats: dict[bool, dict[str, FlatGradients]] = {False: {}, True: {}}
     for kind, of in ((EXPERT_GRAD, "edp"), (GRAD, "dp")):
         if (group := communicator_like(groups, of)) is not None:
