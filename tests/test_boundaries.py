@@ -212,7 +212,7 @@ STATEMENTS: dict[str, int] = {
     "routes": 470,
     "telemetry": 879,
     "terminal": 208,
-    "tuning": 1979,
+    "tuning": 1982,
 }
 
 MOST_FILES = 20

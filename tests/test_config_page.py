@@ -82,6 +82,9 @@ def test_options_of_gates_are_ones_that_the_block_takes() -> None:
 
     rows = re.findall(r"(?m)^\| (`.*?`) \| `(\w+)` \| `(.*?)` \|", section(config_page.GATES))
     assert len(rows) > 10
+    described = re.findall(r"(?m)^\| `.*?` \| `(\w+)` \| `.*?` \| (.*?) *\|$", section(config_page.GATES))
+    assert len(described) == len(rows)
+    assert [option for option, does in described if not does] == [], "Args: in the gate's docstring says what it does"
     for types, option, default in rows:
         for gate in re.findall(r"`(\w+)`", types):
             read_block({"fsmoe": {"enabled": True, "gate": {"type": gate, option: json.loads(default)}}})

@@ -274,11 +274,19 @@ def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, 
 def test_micro_ops_keep_to_the_planners_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_fsmoe.planning.decide import rules
     from ds_fsmoe.tuning.micro_ops import degree_of_call
+    from tests.planning.test_rules import on_fast_links
 
     plan = PhasePlan(BlockPlan(), Groups(4, 2, ep=4), backward=False)
     assert degree_of_call(plan, sizes(99, 1), 1000, 64) > 3
     monkeypatch.setattr(rules, "RULES", [*rules.RULES, lambda proposal: proposal.order.degree <= 3])
     assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 3
+    # Both phases have the same chunks, so that a rule for one of them holds for both.
+    monkeypatch.setattr(rules, "RULES", [*rules.RULES[:-1], lambda each: not each.backward or each.order.degree <= 2])
+    assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 2
+    # Nothing is measured, so that a rule that asks for costs is told of none.
+    monkeypatch.setattr(rules, "RULES", [*rules.RULES[:-1], on_fast_links])
+    sharded = PhasePlan(BlockPlan(), Groups(8, 4, esp=2, ep=4), backward=False)
+    assert degree_of_call(sharded, sizes(99, 1), 1000, 64) > 3
 
 
 def test_the_largest_call_of_the_first_step_counts() -> None:

@@ -274,7 +274,12 @@ class Autotune:
         how = dense_ms, can_split, count, stages is not None, reduction is not None and reduction.sums_each
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
         stage = None if stages is None else stages.stage
-        plans = self._together(model, self._on_first(lambda: model.search.to_try(stage)))
+
+        def to_try() -> list[ModelPlan]:
+            model.search.request.check_named()
+            return model.search.to_try(stage)
+
+        plans = self._together(model, self._on_first(to_try))
         if len(plans) > 2 and stages is not None and plans[0].of_stages == plans[1].of_stages:
             # Where sending late changes nothing on any stage, the second is the first.
             del plans[1]

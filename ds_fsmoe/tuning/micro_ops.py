@@ -111,10 +111,11 @@ def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_d
         crossings=_crossings(plan, sizes),
         wires=sizes.wires,
     )
-    moe = moe_work(plan.groups, False, shape, plan.alltoall)
-    wanted = degree_by_bytes(moe, micro_op_bytes, max_degree)
+    wanted = degree_by_bytes(moe_work(plan.groups, False, shape, plan.alltoall), micro_op_bytes, max_degree)
     orders = [Order(each, plan.block.links) for each in range(1, wanted + 1)]
-    return max(each.degree for each in allowed(orders, moe, False))
+    for backward in (False, True):
+        orders = allowed(orders, moe_work(plan.groups, backward, shape, plan.alltoall), backward)
+    return max(each.degree for each in orders)
 
 
 def _crossings(plan: PhasePlan, sizes: CallSizes) -> Crossings | None:

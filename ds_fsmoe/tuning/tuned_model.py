@@ -119,7 +119,6 @@ class TunedModel:
                 may_send_anyhow=block.schedule == BEST and self.job.mode == "adaptive",
             ),
         )
-        self.search.request.check_named()
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class Proposal:
     in_halves: bool = False
     """Whether the two halves of a micro-batch take turns."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
-    """Kind of task -> its cost in this phase, where it is known."""
+    """Kind of task -> its cost in this phase; empty where nothing is measured, as for ``lina`` by rule."""
 
     @property
     def is_stock(self) -> bool:
