@@ -121,18 +121,19 @@ def test_convert_holds_a_shard_and_a_layer_whatever_the_size_of_the_model(
 def test_convert_reads_each_weight_once(
     checkpoints: dict[int, Path], form: convert.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined, weights, state = [], whole_files.Whole.weights, whole_files.Whole.state
+    joined, weights, part = [], whole_files.Whole.weights, whole_files.Whole.part
 
     def of_weights(self: whole_files.Whole, name: str) -> torch.Tensor:
         joined.append(name)
         return weights(self, name)
 
-    def of_state(self: whole_files.Whole, name: str, item: str) -> torch.Tensor:
-        joined.append(name)
-        return state(self, name, item)
+    def of_part(self: whole_files.Whole, name: str, item: str | None, *more: Any) -> torch.Tensor:
+        if item is not None:  # weights are counted above
+            joined.append(name)
+        return part(self, name, item, *more)
 
     monkeypatch.setattr(whole_files.Whole, "weights", of_weights)
-    monkeypatch.setattr(whole_files.Whole, "state", of_state)
+    monkeypatch.setattr(whole_files.Whole, "part", of_part)
     held(checkpoints[2], tmp_path / "out", form, 64 * 1024)
     assert joined
     assert len(joined) == len(set(joined))
