@@ -194,7 +194,7 @@ STATEMENTS: dict[str, int] = {
     "checkpoint": 1366,
     "checkpoint_files": 1894,
     "checks": 477,
-    "components": 3421,
+    "components": 3427,
     "config": 691,
     "distributed": 803,
     "engine": 4082,

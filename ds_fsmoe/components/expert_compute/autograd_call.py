@@ -192,6 +192,7 @@ class AutogradCall:
 
     def forget(self) -> None:
         """Hold the memory of weights no longer: only graphs do."""
+        self._aliases = {}
 
     def forward(self, start: int, stop: int, x: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
         """[N, c, M], or [R, M], to the same shape; may be memory of the rows or of what autograd has saved.
@@ -202,6 +203,9 @@ class AutogradCall:
         if self._keeps_graph:
             self._aliases = self._aliases or self._stand_ins()
             self._runs[start, stop], y = self._record(x, groups, self._aliases)
+            if self.takes_rows:
+                # The graph has these rows; the call has them too, to hold until streams are joined.
+                self.saved.put(start, stop, (x,))
             return y
         if self._needs_backward:
             self.saved.put(start, stop, (x,))
@@ -228,6 +232,8 @@ class AutogradCall:
                     f"slots [{start}, {stop}): graphs are kept of {known} alone; other cuts of the backward have to be "
                     "announced (same_cuts=False)"
                 )
+            if self.takes_rows:
+                self.saved.take(start, stop)
         else:
             run = self._record_again(start, stop, groups)
         if weights is not None:  # only rows have any: of one expert N is 1

@@ -189,7 +189,8 @@ class OwnExperts:
         self._adapters, self._is_transposed = adapters, is_transposed
         # The module may have others by the time of the backward, as after torch.func.functional_call.
         self._named = dict(module.named_parameters())
-        self.parameters = *self._named.values(), *(each for adapter in adapters for each in adapter.parameters)
+        of_adapters = (each for adapter in adapters for each in adapter.parameters)
+        self.parameters = tuple(dict.fromkeys((*self._named.values(), *of_adapters)))
 
     def call(self, x_RM: torch.Tensor, groups: RowGroups, aliases: Aliases | None) -> torch.Tensor:
         """[R, M] to the same shape."""
