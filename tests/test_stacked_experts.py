@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from ds_fsmoe.components.expert_compute.stacked_forms import OwnExperts
 
 NUM_EXPERTS = 3
 
@@ -296,3 +299,38 @@ def test_a_forward_of_its_own_that_is_called_again_draws_the_same_numbers_and_no
         dx_NecM = call.backward(0, 4, torch.ones_like(y_NecM))
         found.append([y_NecM, dx_NecM, *call.gradients(), drawn, torch.rand(3)])
     assert all(map(torch.equal, *found))
+
+
+def test_a_forward_of_its_own_gives_its_rows_to_be_held_and_lets_weights_go_after_the_backward() -> None:
+    """On streams, rows that came over a link stay until the streams are joined."""
+    module, seen = Experts(FLAGS[0], 8, 12), []
+
+    def own_forward(x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(getattr(module, contract_of(module).up)))
+        return module(x_SM, index_SK, weights_SK)
+
+    rows = Rows(phase := Phase.of([[2, 0, 3], [1, 4, 0]]), phase, None)
+    chunks = [torch.randn(5, 8) for _ in range(2)]
+    call = StackedExperts(module, contract_of(module), own_forward).call(True, rows, chunks[0])
+    results = [call.forward(5 * place, 5 * place + 5, each) for place, each in enumerate(chunks)]
+    call.restore(call.release())
+    assert [each.data_ptr() for each in call.rows()] == [each.data_ptr() for each in chunks]
+
+    def go_back(_: torch.Tensor) -> None:  # within a backward that does not retain its graph, as in a layer
+        for place, each in enumerate(results):
+            call.backward(5 * place, 5 * place + 5, torch.ones_like(each))
+
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.register_hook(go_back)
+    leaf.sum().backward()
+    assert all(each is not None for each in call.gradients())
+    assert len(seen) == 2
+    assert all(each() is None for each in seen)
+
+
+def test_a_weight_that_is_reached_twice_counts_once() -> None:
+    module = Experts(FLAGS[0], 8, 12)
+    tied = torch.zeros(2, requires_grad=True)
+    adapters = [SimpleNamespace(parameters=(tied, tied)), SimpleNamespace(parameters=(tied,))]
+    found = OwnExperts(module, module.forward, adapters, False).parameters  # type: ignore[arg-type]
+    assert list(map(id, found)) == list(map(id, (*module.parameters(), tied)))

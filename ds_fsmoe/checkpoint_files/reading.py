@@ -146,7 +146,7 @@ NUMPY: tuple[Any, ...] = (
     *_of_cores(_MULTIARRAY._reconstruct, _MULTIARRAY.scalar),
     *((type(np.dtype(each)), f"kind {each}\n") for each in "?bhilqBHILQefdgFDG"),
 )
-"""What numpy's names stand for when the file is actually read."""
+"""Maps numpy's names in a file to the functions that are called when it is read."""
 
 
 class Anything:

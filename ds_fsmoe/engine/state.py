@@ -65,7 +65,7 @@ class FSMoEState:
         self.layers = layers
         """The MoE layers of this rank, by path."""
         self.inner_layers = {each.label: each for each in layers.values()}
-        """The same by label."""
+        """The same layers, by their labels (``L00``, ...)."""
         self.parts = parts
         self.running = running
         self.reduction: Reduction | None = None

@@ -266,7 +266,7 @@ class PhaseSizes:
 
     @property
     def of_experts(self) -> list[list[int]]:
-        """Of each chunk the rows of each of e experts."""
+        """Return the number of rows of each of e experts, chunk by chunk."""
         return [each.of_experts for each in self.chunks]
 
     def order_of(self, chunk: int) -> torch.Tensor | None:

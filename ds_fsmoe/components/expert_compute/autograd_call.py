@@ -169,7 +169,7 @@ class AutogradCall:
 
     is_grouped = False
     makes_memory = False
-    """Whether results on slots are always in new memory."""
+    """Says that results on slots may be memory of the rows."""
 
     def __init__(
         self,

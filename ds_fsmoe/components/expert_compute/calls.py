@@ -138,13 +138,13 @@ class ExpertSet:
         return ExpertCall(runs, sums, autocast, needs_backward, rows, settled if are_open else None)
 
     def _can_go_together(self, planned: PlannedExpert, count: int, rows: CallRows, x_RM: torch.Tensor) -> bool:
-        """Whether experts can be computed together on such rows."""
+        """Return whether experts can be computed together on such rows."""
         # Rows of some of the experts can be picked from other chunks only one by one.
         are_picked = rows.forward is rows.backward or count == len(self.experts)
         return are_picked and can_be_grouped(planned, x_RM)
 
     def _go_together(self, run: ExpertRun, planned: PlannedExpert, x_NeCM: torch.Tensor) -> bool:
-        """Whether experts are computed together on slots of this shape."""
+        """Return whether experts are computed together on slots of this shape."""
         return (self.together == "always" or pays(planned, x_NeCM)) and run.call.experts.is_free(x_NeCM.shape[0])
 
     def _now(self) -> tuple[Sequence[PlannedExpert | None], list[tuple[int, int]], GradientSums]:

@@ -39,7 +39,7 @@ class PhaseRows(Protocol):
 
     @property
     def of_experts(self) -> Sequence[list[int]]:
-        """Of each chunk the rows of each of e experts."""
+        """Return the number of rows of each of e experts, chunk by chunk."""
 
     @property
     def ends(self) -> torch.Tensor:
