@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script ``ds_fsmoe``. Each command imports what it needs when it runs."""
+"""The console script ``ds_fsmoe``. Each command imports its modules when it runs."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _install(deepspeed: ModuleType) -> None:
 
 
 def watch_engines() -> None:
-    """Look at each engine of DeepSpeed's own from now on: one that does not read an enabled block says so."""
+    """Watch DeepSpeed engines that are made from now on, and warn if one does not read an enabled block."""
     _watch.begin()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ds_fsmoe has to say. A logger of its own, because DeepSpeed's shows warnings only unless it is told otherwise.
+"""The logger of ds_fsmoe. It is separate from DeepSpeed's, which shows warnings only by default.
 
 ``logging.getLogger("ds_fsmoe").setLevel(...)`` makes it quieter; an application that configures logging before it
 imports us keeps its own handlers.

@@ -141,10 +141,10 @@ def problem_of(path: Path, folder: Path) -> str | None:
         if stat.S_ISDIR(mode):
             return f"{path} is a folder"
         if not stat.S_ISREG(mode):
-            return f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')} and no regular file"
+            return f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file"
         real = path.resolve()
         if not real.is_relative_to(folder.resolve()):
-            return f"{path} is a link to {real}, which is outside of {folder}"
+            return f"{path} is a link to {real}, outside of {folder}"
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing"
     except (OSError, RuntimeError) as error:  # the latter for links that lead in a circle

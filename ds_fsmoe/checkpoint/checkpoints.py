@@ -185,7 +185,7 @@ class Checkpoints:
     def check(
         self, folder: Path, tag: str | None, asked: dict[str, Any], with_optimizer: bool
     ) -> tuple[str, Manifest | None]:
-        """Find out, before anything is read, which tag to read, and check that what is to be read of it is whole.
+        """Find the tag to read, and check that its files are complete, before anything is read.
 
         Args:
             folder: the folder of all tags.
@@ -219,14 +219,14 @@ class Checkpoints:
 
     def _look_for(self, folder: Path, tag: str) -> None:
         if recover(folder, tag):
-            log_on_rank_0(f"{folder / tag} was put back: a save over it was killed", logging.WARNING)
+            log_on_rank_0(f"{folder / tag} was restored: a save over it was killed", logging.WARNING)
         if not (folder / tag).is_dir():
             raise CheckpointError(f"{folder / tag}: no such checkpoint; {tags.found_in(folder)}")
         self._was = state_of(folder / tag)
 
     def _check_not_saved_over(self, place: Path) -> None:
         if state_of(place) != self._was:
-            raise CheckpointError(f"{place} was saved over while it was read: load it again")
+            raise CheckpointError(f"{place} was overwritten while it was read: load it again")
 
     def _read_state(self, place: Path, manifest: Manifest | None, layout: Comparison) -> RankState | None:
         """Return what this rank continues with after loading. It is read before, so that an error leaves the engine
@@ -242,8 +242,8 @@ class Checkpoints:
         if manifest is None or manifest.sizes.world != dist.get_world_size() or state_file(0) not in manifest.files:
             paths = self._paths_of_others(place, manifest)
             log_on_rank_0(
-                f"{place} was saved by stock DeepSpeed or by another number of ranks, or converted: random generators "
-                f"and plans are not taken from it, and counts of paths are{' not either' if paths is None else ''}"
+                f"{place} was saved by stock DeepSpeed, by another number of ranks, or converted: its random "
+                f"generators and plans are not used, and counts of paths are{' not either' if paths is None else ''}"
             )
             return None if paths is None else RankState(None, None, paths)
         fits = not layout.differences
@@ -292,13 +292,12 @@ class Checkpoints:
         """Check that states of the optimizer that stock DeepSpeed has saved can be loaded."""
         why = None
         if layout.has_parts_anywhere:
-            why = "whose states of the optimizer are not spread as these experts are"
+            why = "whose optimizer states are distributed differently from these experts"
         elif not reads_own_states(self._engine):
             why = "which does not find the states of its BF16_Optimizer again without ZeRO"
         if why is not None:
             raise CheckpointError(
-                f"{place} was saved by stock DeepSpeed, {why}: load it with load_optimizer_states=False, which takes "
-                "the weights"
+                f"{place} was saved by stock DeepSpeed, {why}: load it with load_optimizer_states=False (weights only)"
             )
 
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
@@ -306,8 +305,8 @@ class Checkpoints:
         now = optimizer_name(self._engine)
         if index is not None and index.optimizer != now:
             raise CheckpointError(
-                f"{place} has states of {index.optimizer}, and this job's optimizer is {now}. Load it with "
-                "load_optimizer_states=False, which takes the weights, or with the optimizer of then"
+                f"{place} has optimizer states of {index.optimizer}, and this job's optimizer is {now}. Load it "
+                "with load_optimizer_states=False (weights only), or with the original optimizer"
             )
 
     def _check_move(self, place: Path, differences: Sequence[str], reading: Reading) -> None:
@@ -316,8 +315,8 @@ class Checkpoints:
             reading.check_states()
         except CheckpointError as error:
             raise CheckpointError(
-                f"{place} was saved in another layout ({'; '.join(differences)}), to which it cannot be moved: "
-                f"{error}. Load it with load_optimizer_states=False, which takes the weights, or in the layout of then"
+                f"{place} was saved in another layout ({'; '.join(differences)}) and cannot be converted: {error}. "
+                "Load it with load_optimizer_states=False (weights only), or in the original layout"
             ) from error
 
     def _check_files(self, place: Path, manifest: Manifest, with_optimizer: bool, beside: list[int]) -> None:

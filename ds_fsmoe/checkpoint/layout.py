@@ -79,7 +79,7 @@ def described(engine: Any) -> StageOfLayers | None:
 
 
 def without_tying(engine: Any) -> AbstractContextManager[None]:
-    """Keep stages from sharing what they have in common within the block; :func:`tie` does it on all of them.
+    """Keep stages from sharing tied parameters inside the block; :func:`tie` shares them on all stages.
 
     DeepSpeed shares it while it loads a stage without MoE layers, and not with one: the first would wait for the other.
     """
@@ -87,7 +87,8 @@ def without_tying(engine: Any) -> AbstractContextManager[None]:
 
 
 def tie(engine: Any) -> None:
-    """Share what stages have in common, from the first of them. Collective; call it where no rank can have failed."""
+    """Broadcast the parameters that stages share, from the first of them. Collective; no rank may have failed
+    before."""
     if engine.pipeline_parallelism:
         getattr(engine.module, _TIE)()
 
@@ -112,8 +113,8 @@ def check_stages(engine: Any, place: Path, manifest: Manifest) -> None:
     before = manifest.stages[stage_of(engine)]
     if (before.first, before.end) != (own.first, own.end):
         raise CheckpointError(
-            f"{place}: stage {stage_of(engine)} of the pipeline has {before.layers} there and {own.layers} here: give "
-            "PipelineModule the partition_method of then"
+            f"{place}: stage {stage_of(engine)} of the pipeline had {before.layers} and has {own.layers} now: use "
+            "the original partition_method of PipelineModule"
         )
 
 
@@ -169,7 +170,7 @@ class Comparison:
         return self._manifest is not None and STAGE_3 in stages
 
     def _own(self) -> tuple[list[str], bool, bool]:
-        """Return what differs, in words; whether the files of this rank's experts would; whether it has parts."""
+        """Return the differences in words; whether the files of this rank's experts differ; whether it has parts."""
         manifest, sizes, has_parts = self._manifest, sizes_of(self._engine), bool(self._parts)
         if manifest is None:
             # Stock's, and whatever else has no manifest, has whole experts.
@@ -215,9 +216,9 @@ def check_reach(engine: Any, place: Path, differences: Sequence[str]) -> None:
         CheckpointError: it cannot.
     """
     if sizes_of(engine).mp > 1 or any(each.startswith("mp ") for each in differences):
-        raise CheckpointError(f"{place}: tensor-parallel ranks stay as they are")
+        raise CheckpointError(f"{place}: the number of tensor-parallel ranks cannot change")
     if engine.use_node_local_storage():
-        raise CheckpointError(f"{place} lies on several nodes, and its files are needed on all")
+        raise CheckpointError(f"{place} is split over node-local disks: copy all of its files to every node, then load")
 
 
 def check_packing(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str, PartSizes]) -> None:
@@ -232,7 +233,7 @@ def check_packing(engine: Any, place: Path, manifest: Manifest, parts: Mapping[s
     now = {each.ep for name, each in parts.items() if name in manifest.parts}
     if block.placement.policy == "lina" and was != now and manifest.sizes.world == dist.get_world_size():
         raise CheckpointError(
-            f'{place} was saved with ep_size = {max(was)}, and fsmoe.placement.policy = "lina" has chosen '
-            f'{max(now)} now: write "ep_size": {max(was)} in the fsmoe block and leave the policy out, or load it '
-            "with load_optimizer_states=False"
+            f'{place} was saved with ep_size = {max(was)}, and fsmoe.placement.policy = "lina" has chosen {max(now)} '
+            f'now: set "ep_size": {max(was)} in the fsmoe block and remove the policy, or load with '
+            "load_optimizer_states=False"
         )

@@ -46,7 +46,7 @@ from ds_fsmoe.distributed.waits import waiting
 
 
 def trusted_classes(names: list[str]) -> tuple[Any, ...]:
-    """Return what files may name beside plain data: DeepSpeed's few classes, and those that the config trusts."""
+    """Return the classes that files may name besides plain data: DeepSpeed's few, and those that the config trusts."""
     parts = (name.rpartition(".") for name in (*OF_DEEPSPEED, *names))
     return tuple(getattr(importlib.import_module(module), attribute) for module, _, attribute in parts)
 
@@ -101,7 +101,7 @@ class Relaid:
         self.main_file = self.main_files[stage]
 
     def file(self, path: Path) -> Any:
-        """Return what a file would hold, had this job saved it; ``None`` for a file that does not have to be made."""
+        """Return the content that a file would have, had this job saved it; ``None`` for a file that is not needed."""
         place, made = self._whole.place, None
         if path == self.main_file:
             made = self._weights()
@@ -145,7 +145,7 @@ class Relaid:
         return MASTER if self._sharper and self._whole.has_state(name, MASTER) else None
 
     def _frozen(self) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of what is not optimized."""
+        """Return this rank's pieces of parameters that are not optimized."""
         found = {}
         for name in self._engine._get_zero_frozen_param_attributes(lambda parameter: None):
             parameter = self._engine.module.get_parameter(name)
@@ -157,11 +157,11 @@ class Relaid:
         return found
 
     def _optimized(self) -> dict[str, Any]:
-        """Return this rank's pieces of what is optimized; its states are loaded afterwards."""
+        """Return this rank's pieces of optimized parameters; their states are loaded afterwards."""
         groups = live_groups(self._engine)
         if groups is None:
             raise CheckpointError(
-                f"{self._whole.place}: weights of ZeRO 3 that are swapped out cannot be laid out here"
+                f"{self._whole.place}: ZeRO 3 weights that are swapped out cannot be converted to another layout"
             )
         flat = [torch.empty(0)] * len(groups)
         for group in groups:
@@ -288,7 +288,7 @@ class Reading:
         """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
         name = str(path).removeprefix(f"{self._place}/")
         if self._manifest is not None and name != str(path) and name not in self._manifest.files:
-            raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
+            raise CheckpointError(f"{path} is not listed in {NAME}: it does not belong to this checkpoint")
 
     def check_weights(self, strict: bool) -> None:
         """Check, before anything is loaded, that the weights are of this model.
@@ -310,7 +310,7 @@ class Reading:
             wrong += [f"{name} is there and not here" for name in there if name not in here]
         if wrong:
             more = f"; and {len(wrong) - 3} others" if len(wrong) > 3 else ""
-            raise CheckpointError(f"{self._place} was saved of another model: {'; '.join(wrong[:3])}{more}")
+            raise CheckpointError(f"{self._place} was saved from another model: {'; '.join(wrong[:3])}{more}")
 
     def check_states(self) -> None:
         """Check, before anything is loaded, that the optimizer's states can be moved to this layout.
@@ -332,19 +332,21 @@ class Reading:
         optimizer_states.fill(self._engine, index, self._sources, self._place, has_masters)
 
     def round_weights(self) -> None:
-        """Give weights that no file has in their data type their values; called after :meth:`fill_optimizer`.
+        """Fill weights that no file holds in their own dtype; called after :meth:`fill_optimizer`.
         Collective."""
         if self._relaid is not None and self._relaid.rounds:
             with waiting("weights that are rounded after a load"):
                 optimizer_states.round_weights(self._engine)
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
-        """Return what the file of an expert would hold, had this job saved it."""
+        """Return the content of an expert's file, had this job saved it."""
         path = list(stock_layers(self._engine))[layer]
         parameters = list(self._engine.fsmoe.layers[path].experts.deepspeed_experts[0].state_dict())
         unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
         if strict and unexpected:
-            raise CheckpointError(f"{self._place}: experts of {path} have {', '.join(unexpected)} there, and not here")
+            raise CheckpointError(
+                f"{self._place}: experts of {path} have {', '.join(unexpected)} in the checkpoint, and not in the model"
+            )
         found = {}
         for each in parameters:
             name, here = self._meant(ExpertName(path, number, each))

@@ -257,12 +257,14 @@ def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: 
     """
     groups = live_groups(engine)
     if groups is None:
-        raise CheckpointError(f"{place}: the states of {type(engine.optimizer).__name__} cannot be laid out otherwise")
+        raise CheckpointError(
+            f"{place}: the states of {type(engine.optimizer).__name__} cannot be converted to another layout"
+        )
     copies, saved = Copies(), _with_states(index)
     for group in groups:
         of = next((saved[kind] for kind in map(_kind, group.names) if kind in saved), None)
         if of is None:
-            raise CheckpointError(f"{place} has no states of the optimizer for {', '.join(group.names[:3])}")
+            raise CheckpointError(f"{place} has no optimizer states for {', '.join(group.names[:3])}")
         _fill_options(group.options, of.options)
         items = [name for name in of.items if name != MASTER]
         for item in items:
@@ -296,7 +298,7 @@ def _with_states(index: Index) -> dict[str, Group]:
 
 
 def _kind(name: str) -> str:
-    """Return what the names of a parameter of any expert, or of any rank's part, have in common."""
+    """Return the common part of the names of a parameter, over experts and ranks."""
     expert = expert_name(name)
     return whole_name(name) if expert is None else f"{expert.layer}{EXPERTS}*.{expert.parameter}"
 
@@ -310,7 +312,7 @@ def refresh_masters(engine: Any) -> None:
 
 
 def round_weights(engine: Any) -> None:
-    """Give the weights the values of the optimizer's copies, in the weights' data type. Collective."""
+    """Copy the optimizer's master copies into the weights, in the weights' dtype. Collective."""
     if hasattr(engine.optimizer, "update_lp_params"):
         engine.optimizer.update_lp_params()
         return
@@ -341,17 +343,17 @@ def check_states(engine: Any, index: Index | None, place: Path) -> None:
     now = optimizer_name(engine)
     if index is None:
         raise CheckpointError(
-            f"{place} does not say where its states of the optimizer lie (saved by stock DeepSpeed, by an older "
-            "version, or with an optimizer that is not known)"
+            f"{place} does not contain the layout of its optimizer states (saved by stock DeepSpeed, by an older "
+            "version, or with an unknown optimizer)"
         )
     if index.optimizer != now:
-        raise CheckpointError(f"{place} has states of {index.optimizer}, and this job's optimizer is {now}")
+        raise CheckpointError(f"{place} has optimizer states of {index.optimizer}, and this job's optimizer is {now}")
     here = {_kind(name) for group in live_groups(engine) or () for name in group.names}
     there = _with_states(index).keys()
     if here != there:
         raise CheckpointError(
-            f"{place}: parameters with states here and not there: {', '.join(sorted(here - there)) or 'none'}; there "
-            f"and not here: {', '.join(sorted(there - here)) or 'none'}"
+            f"{place}: parameters with optimizer states in the job only: {', '.join(sorted(here - there)) or 'none'}; "
+            f"in the checkpoint only: {', '.join(sorted(there - here)) or 'none'}"
         )
 
 
@@ -372,7 +374,7 @@ def check_settings(engine: Any, place: Path) -> None:
     if missing:
         raise CheckpointError(
             f"{place} has states of another optimizer than {optimizer_name(engine)}: its groups lack "
-            f"{', '.join(missing)}. Load it with load_optimizer_states=False, which takes the weights"
+            f"{', '.join(missing)}. Load it with load_optimizer_states=False (weights only)"
         )
 
 

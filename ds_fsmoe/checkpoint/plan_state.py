@@ -134,7 +134,7 @@ class ReadPlans:
 
 
 def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
-    """Turn what :func:`plans_of` returned into plans again.
+    """Turn the result of :func:`plans_of` into plans again.
 
     Raises:
         KeyError, TypeError, ValueError: they are not such plans, or are those of another model.
@@ -189,7 +189,7 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
     """
     loaded = read_file(file)
     if loaded["format"] != STATE_FORMAT:
-        raise CheckpointError(f"{file} is of format {loaded['format']!r}: this version reads {STATE_FORMAT}")
+        raise CheckpointError(f"{file} has format {loaded['format']!r}: this version reads {STATE_FORMAT}")
     check_random_states(loaded["random"])
     plans = json.loads(loaded["plans"])
     counted, paths = loaded.get("paths"), state.paths

@@ -125,8 +125,8 @@ class Saving:
     def _look(self) -> None:
         if not self._place.is_dir():
             raise FileNotFoundError(
-                f"{self._folder.absolute()} is not the folder that rank 0 writes to: give all ranks the same one on a "
-                "file system that they share, or set checkpoint.use_node_local_storage"
+                f"{self._folder.absolute()} is not the folder that rank 0 writes to: use one folder for all ranks "
+                "on a shared file system, or set checkpoint.use_node_local_storage"
             )
 
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,8 +179,8 @@ class Saving:
         self._ranks.on_leaders(f"writing {place / pieces.NAME}", write)
         if indices and not all(indices):
             log_on_rank_0(
-                f"{type(engine.optimizer).__name__} keeps states of which nothing is known: {self._folder / self._tag} "
-                "can be loaded in the layout of this job only"
+                f"{type(engine.optimizer).__name__} has states of unknown kind: {self._folder / self._tag} can be "
+                "loaded in the layout of this job only"
             )
 
     def _describe(self) -> None:
@@ -202,7 +202,7 @@ class Saving:
             self._publication.sync(self._written)
 
     def _of_stage(self) -> _OfStage | None:
-        """Describe what ranks of the same pipeline stage have in common, on the first of them."""
+        """Describe the state that ranks of the same pipeline stage share, on the first of them."""
         if stock_groups._get_data_parallel_rank() > 0:
             return None
         layers = [
@@ -259,14 +259,13 @@ def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:
     """Warn of the parts of a job that a checkpoint will not restore."""
     if engine.has_partial_gradients:
         log_on_rank_0(
-            f"{place} is saved in the middle of a step: gradients that have been summed up so far are not kept, and a "
-            "run that goes on from it begins that step anew; save after engine.step() of a step's last micro batch",
+            f"{place} is saved in the middle of a step: its accumulated gradients are not kept, and a resumed run "
+            "repeats that step; save after engine.step() of the last micro-batch",
             logging.WARNING,
         )
     for path in _arrays_not_read("client_state", client_state):
         log_on_rank_0(
-            f"{place}: {path} is a numpy array of something else than numbers or booleans, and load_checkpoint reads "
-            "none of those: keep it as a list",
+            f"{place}: {path} is a numpy array of objects, which load_checkpoint does not read: save it as a list",
             logging.WARNING,
         )
 
@@ -312,7 +311,7 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
 
 
 def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return what DeepSpeed writes for all ranks, without what is of one rank alone.
+    """Return the state that DeepSpeed writes for all ranks, without the parts of one rank.
 
     Args:
         state: what would be in the file of weights of a stage below 3.
@@ -336,7 +335,7 @@ def misleads_others(engine: Any) -> bool:
 
 
 def for_others(state: dict[str, Any], is_misleading: bool) -> dict[str, Any]:
-    """Return what DeepSpeed writes into a file so that its own readers read it rightly, or not at all."""
+    """Return the state of a file so that DeepSpeed's own readers read it correctly, or refuse it."""
     if not _TOPS & state.keys():  # one layer of a pipeline, or one expert of DeepSpeed's
         return state
     # Where a model has experts, DeepSpeed makes tuples of these shapes, and its reader of ZeRO 3 asks them for numel().

@@ -67,7 +67,7 @@ def find_tag(source: Path, tag: str | None) -> Path:
         return source
     tag = tags.latest(source) if tag is None else tag
     if tag is None:
-        raise CheckpointError(f"{source} has neither a {tags.LATEST} nor a {DENSE_FILE}: name a folder of checkpoints")
+        raise CheckpointError(f"{source} has neither a {tags.LATEST} nor a {DENSE_FILE}: pass a folder of checkpoints")
     recover(source, tag)
     if not (source / tag).is_dir():
         raise CheckpointError(f"{source / tag}: no such checkpoint")
@@ -81,9 +81,9 @@ def check_tag(tag: str) -> None:
         CheckpointError: it is not.
     """
     if not tags.is_inside(tag) or tag != tag.strip():
-        raise CheckpointError(f"--tag {tag!r}: must be the name of a folder, without .. and without blanks around it")
+        raise CheckpointError(f"--tag {tag!r}: must be the name of a folder, without .. and surrounding blanks")
     if tag in (tags.LATEST, f"{tags.LATEST}{tags.SAVING}") or tag.endswith((tags.SAVING, tags.BEFORE)):
-        raise CheckpointError(f"--tag {tag!r}: names of this kind are kept for what is written beside a checkpoint")
+        raise CheckpointError(f"--tag {tag!r}: this name is reserved for files next to a checkpoint")
 
 
 def open_checked(place: Path) -> Whole:
@@ -122,7 +122,7 @@ def export_tensors(
     whole.check_shared()
     if form == "huggingface" and (whole.place / CONFIG).is_file():
         if renames:
-            raise CheckpointError("--rename: the names are those of the model's own save_pretrained; leave it out")
+            raise CheckpointError("--rename: the names are those of the model's own save_pretrained; remove it")
 
         def like(name: str) -> torch.Tensor:
             found = whole.like(name)
@@ -140,15 +140,15 @@ def export_tensors(
         like = whole.like(name)
         if form == "fp32" and dtype is None and whole.index is None and like.dtype in _LOW:
             raise CheckpointError(
-                f"{whole.place} does not say where its fp32 weights lie (stock DeepSpeed's do not), and {name} has "
-                "less than fp32: --dtype float32 writes it as fp32 all the same"
+                f"{whole.place} does not contain the place of its fp32 weights (stock DeepSpeed's does not), and "
+                f"{name} is less than fp32: --dtype float32 converts it anyway"
             )
         wanted = like.dtype
         if like.is_floating_point():
             wanted = DTYPES[dtype or "float32"] if form == "fp32" or dtype else like.dtype
         new = renamed(to_huggingface(name) if form == "huggingface" else name, renames)
         if new in sources:
-            raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
+            raise CheckpointError(f"{name} would get the name {new}, which another parameter has")
         sources[new] = UnreadTensor(
             like.shape,
             like.numel() * wanted.itemsize,
@@ -174,8 +174,8 @@ def export_stock(whole: Whole, target: Path) -> Told:
         place.mkdir()
         if whole.parts and whole.num_stages > 1:
             raise CheckpointError(
-                f"{whole.place}: experts of a Hugging Face model in pipeline stages have no form that stock DeepSpeed "
-                "reads; --to fp32 writes them whole"
+                f"{whole.place}: experts of a Hugging Face model in pipeline stages cannot be written for stock "
+                "DeepSpeed; --to fp32 writes them whole"
             )
         if whole.parts or whole.is_shared_out:
             dense = {name: whole.weights(name) for name in whole.names() if expert_name(name) is None}
@@ -228,7 +228,7 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
     for name, each in read_tensors(source).items():
         new = renamed(name, renames)
         if new in found:
-            raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
+            raise CheckpointError(f"{name} would get the name {new}, which another parameter has")
         found[new] = each
     names = from_huggingface(found)
     experts = {each: found[name] for name in found if (each := expert_name(names[name])) is not None}
@@ -236,7 +236,7 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
     layers = sorted({each.layer for each in experts}, key=_by_numbers)
     if not layers:
         raise CheckpointError(
-            f"{source} has no experts: no name like <layer>.experts.0.w1.weight; is there a --rename?"
+            f"{source} has no experts: no name like <layer>.experts.0.w1.weight; is a --rename missing?"
         )
     shapes: dict[str, set[torch.Size]] = defaultdict(set)
     for each, tensor in experts.items():
@@ -273,12 +273,12 @@ def _num_experts(layer: str, names: Sequence[ExpertName]) -> int:
     for parameter, numbers in by_parameter.items():
         if numbers != set(range(count)):
             missing = sorted(set(range(count)) - numbers)
-            raise CheckpointError(f"{layer} has {count} experts, and no {parameter} of {missing or sorted(numbers)}")
+            raise CheckpointError(f"{layer} has {count} experts, but no {parameter} of {missing or sorted(numbers)}")
     return count
 
 
 def _dense_state(dense: dict[str, torch.Tensor], num_experts: Sequence[int]) -> dict[str, object]:
-    """Return what DeepSpeed expects in this file when it loads weights."""
+    """Return the state that DeepSpeed expects in this file when it loads weights."""
     state: dict[str, object] = dict.fromkeys(("optimizer", "lr_scheduler", "param_shapes", "ds_autoep_layers"))
     counts = dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0)
     sizes = {"dp_world_size": 1, "mp_world_size": 1}
@@ -295,13 +295,13 @@ def _into(target: Path, write: Callable[[Path], Told], source: Whole | None = No
     """Write a folder that appears whole or not at all, and that comes from one checkpoint alone."""
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is there already, and not empty")
+        raise FileExistsError(f"{target} exists and is not empty")
     publication = Publication(target.parent, target.name, secrets.token_hex(4))
     publication.begin()
     try:
         yield from write(publication.unfinished)
         if source is not None and read_manifest(source.place) != source.manifest:
-            raise CheckpointError(f"{source.place} was saved over while it was read: convert it again")
+            raise CheckpointError(f"{source.place} was overwritten while it was read: convert it again")
         publication.sync()
         publication.publish()
     except BaseException:  # whatever it is, nothing half written stays

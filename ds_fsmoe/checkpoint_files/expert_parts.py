@@ -52,7 +52,9 @@ class Shard:
         if self.dim is None:
             return torch.zeros_like(whole) if self.index else whole
         if whole.shape[self.dim] % (self.pieces * self.count):
-            raise ValueError(f"shape {list(whole.shape)}: dimension {self.dim} is not cut into {self.count} shards")
+            raise ValueError(
+                f"shape {list(whole.shape)}: dimension {self.dim} does not divide into {self.count} shards"
+            )
         each = whole.unflatten(self.dim, (self.pieces, self.count, -1))
         return each.select(self.dim + 1, self.index).flatten(self.dim, self.dim + 1)
 
@@ -73,7 +75,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Describes what of a whole parameter is on a rank."""
+    """Describes the part of a whole parameter that a rank has."""
 
     layout: Layout
     num_experts: int
@@ -87,7 +89,7 @@ class ExpertPart:
 
     def __post_init__(self) -> None:
         if self.shard is not None and self.layout != "stacked":
-            raise ValueError(f"layout = {self.layout!r}: only stacked experts are cut into shards")
+            raise ValueError(f"layout = {self.layout!r}: only stacked experts can be sharded")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r}: must be one of {', '.join(LAYOUTS)}")
         if self.ep_size < 1 or self.num_experts % self.ep_size:
@@ -160,7 +162,7 @@ class ExpertPart:
         """
         parts = list(parts)
         if len(parts) != self.num_parts:
-            raise ValueError(f"{len(parts)} parts: must be one of each rank ({self.num_parts})")
+            raise ValueError(f"{len(parts)} parts: must be one for each rank ({self.num_parts})")
         for each in parts:
             self._dim_of(each.shape, self.num_local)
         if self.shard is not None:
@@ -206,7 +208,7 @@ def part_of(parameter: torch.Tensor) -> ExpertPart | None:
 
 
 def describe_as(parameter: torch.Tensor, part: ExpertPart) -> None:
-    """Let a parameter say which part of a whole it is."""
+    """Mark a parameter with the part of a whole that it is."""
     setattr(parameter, _ATTRIBUTE, part)
 
 

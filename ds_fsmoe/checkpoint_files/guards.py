@@ -59,7 +59,7 @@ class _Guard:
 
 
 def guarded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file is to hold, with a guard in front."""
+    """Return the content of a file, with a guard in front."""
     return {KEY: _Guard()} | state
 
 

@@ -96,7 +96,7 @@ def _layer_of(name: str) -> str:
 
 
 def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> dict[str, UnreadTensor]:
-    """Return what the tensors of one layer become under published names, not read yet."""
+    """Return the tensors of one layer under published names, not read yet."""
     from transformers.core_model_loading import revert_weight_conversion
 
     kept: dict[str, torch.Tensor] = {}
@@ -137,7 +137,7 @@ def _empty_model(path: Path, num_tensors: int) -> Any:
         config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
         kind = getattr(transformers, config.architectures[0])
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-            raise TypeError(f"architectures = {config.architectures}: not the name of a model")
+            raise TypeError(f"architectures = {config.architectures}: not the name of a model class")
         inner = (transformers.MODEL_MAPPING.get(type(each), None) for each in vars(config).values())
         if not any(map(_has_experts, (kind, *inner))):
             raise TypeError(f"architectures = {config.architectures}: its experts do not follow transformers' contract")
@@ -250,7 +250,7 @@ def read_tensors(path: Path) -> dict[str, UnreadTensor]:
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{path} has no .safetensors files")
+        raise CheckpointError(f"{path} contains no .safetensors files")
     index = path / _INDEX
     if path.is_dir() and index.is_file():
         try:
@@ -259,7 +259,7 @@ def read_tensors(path: Path) -> dict[str, UnreadTensor]:
             raise CheckpointError(f"{index} cannot be read: {error!r}") from error
         missing = sorted(wanted - {each.name for each in files})
         if missing:
-            raise CheckpointError(f"{path} lacks {', '.join(map(str, missing))}, which {_INDEX} names")
+            raise CheckpointError(f"{path} lacks {', '.join(map(str, missing))}, listed in {_INDEX}")
     found: dict[str, UnreadTensor] = {}
     for file in files:
         if not file.is_file():
@@ -268,7 +268,7 @@ def read_tensors(path: Path) -> dict[str, UnreadTensor]:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
                     if name in found:
-                        raise CheckpointError(f"{path}: two files have a {name!r}")
+                        raise CheckpointError(f"{path}: two files contain {name!r}")
                     piece = opened.get_slice(name)
                     shape = torch.Size(piece.get_shape())
                     found[name] = UnreadTensor(shape, shape.numel(), lambda file=file, name=name: _read(file, name))

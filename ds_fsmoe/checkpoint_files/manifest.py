@@ -53,7 +53,7 @@ class Sizes:
     dtype: StrictStr
 
     def differences(self, now: Sizes) -> list[str]:
-        """Return what differs between this layout and the present one, in words."""
+        """Return the differences between this layout and the present one, in words."""
         after = vars(now)
         return [f"{name} {before} -> {after[name]}" for name, before in vars(self).items() if before != after[name]]
 
@@ -95,7 +95,7 @@ class PartSizes:
 
     @staticmethod
     def of(part: ExpertPart, stage: int = 0) -> PartSizes:
-        """Return what all parts of a parameter have in common."""
+        """Return the data that all parts of a parameter share."""
         sizes = part.layout, part.num_experts, part.ep_size
         if part.shard is None:
             return PartSizes(*sizes, stage=stage)
@@ -153,7 +153,7 @@ class Manifest:
 
 
 def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | None:
-    """Return what a file says, or ``None`` if there is no file.
+    """Return the content of a file, or ``None`` if there is no file.
 
     Args:
         path: the file.
@@ -176,18 +176,18 @@ def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | 
     try:
         if found["format"] != version:
             raise CheckpointError(
-                f"{path} is of format {found['format']!r}, and this version of ds_fsmoe ({VERSION}) reads {version}"
+                f"{path} has format {found['format']!r}, and this version of ds_fsmoe ({VERSION}) reads {version}"
             )
         return make(found)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, or not of a checkpoint: {error!r}") from error
+        raise CheckpointError(f"{path} is damaged, or not a manifest: {error!r}") from error
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is listed twice")
     return found
 
 
@@ -205,7 +205,7 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     manifest = made(Manifest, {each.name: found[each.name] for each in fields(Manifest) if each.name in found})
     for layer in manifest.layers:
         if layer.num_experts % layer.ep:
-            raise ValueError(f"{layer.num_experts} experts on {layer.ep} ranks of {layer.path}")
+            raise ValueError(f"{layer.path}: num_experts = {layer.num_experts}: must be divisible by ep = {layer.ep}")
     for part in manifest.parts.values():
         first = part.first()  # refuses experts that do not divide
         if first.num_parts > len(manifest.files):
@@ -253,16 +253,16 @@ def names_read(manifest: Manifest, with_optimizer: bool) -> list[str]:
 
 
 def advice(manifest: Manifest, found: Sequence[str], with_optimizer: bool) -> str:
-    """Return what to add to faults that were found in files of the optimizer's states alone."""
+    """Return the advice for faults in files of optimizer states alone."""
     if not all(f"{_STATES} " in each for each in found):
         return ""
     if manifest.sizes.zero_stage >= STAGE_3:
-        return ": at ZeRO 3 the weights are in these files, too, and nothing can be loaded without them"
+        return ": at ZeRO 3 these files hold the weights as well, so nothing can be loaded without them"
     return ": load_optimizer_states=False loads the weights without them" if with_optimizer else ""
 
 
 def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """Return what is wrong with some of the files, one sentence for each."""
+    """Return the faults of some of the files, one sentence for each."""
     found = []
     for name in names:
         path, wanted = folder / name, files[name]
@@ -281,7 +281,7 @@ def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> 
 
 
 def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
-    """Return what a manifest should list and does not, one sentence each: changes of such files would go unnoticed.
+    """Return the files that a manifest should list and does not, one sentence each: their changes would go unnoticed.
 
     Args:
         folder: the folder of the checkpoint.

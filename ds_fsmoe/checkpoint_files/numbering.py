@@ -56,7 +56,7 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 class ExpertFile(NamedTuple):
-    """What the name of an expert's file says."""
+    """The parts of the name of an expert's file."""
 
     stage: int
     """The stage of the pipeline; 0 without stages."""
@@ -115,7 +115,9 @@ class StageOfLayers:
 
     def __post_init__(self) -> None:
         if self.first > self.end:
-            raise ValueError(f"layers {self.first!r} to {self.end!r} of a stage")
+            raise ValueError(
+                f"stage: first = {self.first!r}, end = {self.end!r}: must be whole numbers, 0 <= first <= end"
+            )
         for file, path in self.files.items():
             if not path or Path(file).name != file:
                 raise ValueError(f"a layer {path!r} in {file!r}")
@@ -127,7 +129,7 @@ class StageOfLayers:
 
 
 def main_file(stage: int) -> str:
-    """Return DeepSpeed's name for the file with what a stage has beside its experts; 0 without stages."""
+    """Return DeepSpeed's name for the file of a stage's parameters other than experts; 0 without stages."""
     return f"mp_rank_{stage:02d}_model_states.pt"
 
 
@@ -174,7 +176,7 @@ def read_rename(text: str) -> Rename:
     try:
         return re.compile(pattern), replacement
     except re.error as error:
-        raise ValueError(f"--rename {text!r}: {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"--rename {text!r}: {pattern!r} is not a regular expression: {error}") from error
 
 
 def renamed(name: str, renames: Sequence[Rename]) -> str:
@@ -238,7 +240,7 @@ class AutoEPExperts:
 
 
 def names_of_auto_ep(main: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, AutoEPExperts]]:
-    """Return the names that the Hugging Face model has for what AutoEP has saved.
+    """Return the names that the Hugging Face model has for the parameters that AutoEP saved.
 
     Args:
         main: what the file of weights holds.
@@ -257,7 +259,7 @@ def names_of_auto_ep(main: Mapping[str, Any]) -> tuple[dict[str, str], dict[str,
 
 
 def _rename_router(names: dict[str, str], path: str) -> None:
-    """Give what is around the experts of a layer the names that the model has for it."""
+    """Rename the parameters around the experts of a layer to the names that the model has for them."""
     inner = {name.removeprefix(path): name for name in names if name.startswith(path)}
     # The same router by its own name, "gate" for example.
     aliases = {

@@ -108,7 +108,7 @@ class Index:
 
 
 def merged(indices: Iterable[Index]) -> Index:
-    """Merge what each rank knows; what several ranks have a copy of is kept once."""
+    """Merge the indices of all ranks; entries that several ranks have are kept once."""
     groups: dict[tuple[str, Keys, tuple[str, ...]], Group] = {}
     scaler: Mapping[str, float | bool] = {}
     optimizer = ""
@@ -202,7 +202,7 @@ _WEIGHTS_OF_RANK = re.compile(r"^zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_mo
 
 
 def stock_index(names: Iterable[str], main: Mapping[str, Any], read: Callable[[str], Any]) -> Index:
-    """Return an index of the weights alone: of the optimizer's states only DeepSpeed itself knows what they mean.
+    """Return an index of the weights alone: only DeepSpeed knows the layout of the optimizer states.
 
     Args:
         names: the files of the checkpoint.
@@ -294,13 +294,13 @@ def joined(sources: Iterable[Source]) -> torch.Tensor:
 
 
 class Copies:
-    """Collects what is to be copied out of files, and copies file by file, so that each is opened once."""
+    """Collects copies out of files, and copies file by file, so that each is opened once."""
 
     def __init__(self) -> None:
         self._all: list[tuple[Source, torch.Tensor]] = []
 
     def add(self, sources: Iterable[Source], target: torch.Tensor) -> None:
-        """Have the elements of sources copied into a flat tensor, one behind the other."""
+        """Copy the elements of sources into one flat tensor, one behind the other."""
         at = 0
         for each in sources:
             self._all.append((each, target[at : at + each.size]))
@@ -330,11 +330,11 @@ class OpenFiles:
         self._opened = lru_cache(_OPEN_FILES)(lambda name: read(place / name))
 
     def __call__(self, name: str) -> Any:
-        """Return what a file holds."""
+        """Return the content of a file."""
         return self._opened(name)
 
     def at(self, name: str, keys: Keys) -> Any:
-        """Return what a file holds under keys.
+        """Return the value in a file under keys.
 
         Raises:
             CheckpointError: it has nothing there.
@@ -473,7 +473,7 @@ def _lie_alike(was: ExpertPart, here: ExpertPart) -> bool:
 def _expert(
     was: ExpertPart, here: ExpertPart, shape: Sequence[int], number: int, saved: Saved
 ) -> tuple[str, Callable[[], torch.Tensor]]:
-    """Return the first file, and what reads this rank's shard of one of its experts."""
+    """Return the first file, and a function that reads this rank's shard of one of its experts."""
     part, place = divmod(here.experts[number], was.num_local)
     mine = was.part_shape(shape)
     one = (mine[0] // was.num_local, *mine[1:])
@@ -493,7 +493,7 @@ def _expert(
 def _some_rows(
     was: ExpertPart, here: ExpertPart, shape: Sequence[int], number: int, saved: Saved
 ) -> tuple[str, Callable[[], torch.Tensor]]:
-    """Return the first file, and what reads this rank's experts in some rows."""
+    """Return the first file, and a function that reads this rank's experts in some rows."""
     rank, experts, theirs = shape[1] // was.num_experts, here.experts, was.num_local
     top, rows = number * _ROWS, min(_ROWS, shape[0] - number * _ROWS)
     width = rank * theirs

@@ -58,7 +58,7 @@ class Publication:
         self.unfinished = folder / f"{tag}.{token}{SAVING}"
 
     def begin(self) -> None:
-        """Make a folder for this save alone, and remove what killed saves of this tag have left.
+        """Make a folder for this save alone, and remove the remains of killed saves of this tag.
 
         Raises:
             CheckpointError: the tag's place is taken by something other than a folder.
@@ -97,7 +97,7 @@ class Publication:
             to_disk(each)
 
     def publish(self) -> None:
-        """Move what was written to the tag's place. Other files in a folder that is already there stay in it.
+        """Move the written files to the tag's place. Other files in an existing folder stay in it.
 
         Raises:
             CheckpointError: another job has saved this tag, or removed what was written, since :meth:`begin`.
@@ -122,7 +122,7 @@ class Publication:
         self.end()
 
     def abandon(self) -> None:
-        """Remove what was written, and nothing else; called after an error."""
+        """Remove the written files, and nothing else; called after an error."""
         if self._ownership is not None:
             owner = owner_of(self.unfinished)
             if owner is not None and owner.token == self._token:
@@ -195,7 +195,7 @@ def recover(folder: Path, tag: str) -> bool:
 
 
 def _clear(folder: Path, tag: str) -> None:
-    """Remove what killed saves of a tag have left."""
+    """Remove the remains of killed saves of a tag."""
     place = folder / tag
     for unfinished, owner in _leftovers(place, SAVING):
         if owner is not None and owner.life == "dead":
@@ -242,7 +242,7 @@ def state_of(place: Path) -> str:
 
 
 def _finish(before: Path, place: Path) -> None:
-    """Remove what stood at a tag's place; move whatever no save has written to the new folder."""
+    """Remove the old folder of a tag; move files that no save has written to the new one."""
     known: set[str] = set()
     with suppress(CheckpointError):
         manifest = manifests.read_manifest(before)

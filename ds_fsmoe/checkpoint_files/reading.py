@@ -189,7 +189,7 @@ def read_file(
     map_location: str | Callable[..., Any] = "cpu",
     in_place: bool = False,
 ) -> Any:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Args:
         path: a file that :func:`torch.save` has written.
@@ -231,7 +231,7 @@ def read_file(
 
 
 def _trusted_by_script() -> list[Any]:
-    """Return what the script has told torch to trust, except numpy's classes, which are dangerous without checks."""
+    """Return the classes that the script told torch to trust, except numpy's, which are dangerous without checks."""
     kept = ("numpy", "_codecs")
     return [each for each in torch.serialization.get_safe_globals() if _full_name(each).partition(".")[0] not in kept]
 
@@ -282,7 +282,7 @@ def _without_advice(error: BaseException) -> BaseException:
 
 
 def _strangers(path: Path, trusted: Sequence[Any]) -> list[str]:
-    """Return what a file names that is neither plain nor trusted."""
+    """Return the names in a file that are neither plain nor trusted."""
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a file that is not one: the first error says so

@@ -60,7 +60,7 @@ def point(folder: Path, tag: str) -> None:
 
 
 def latest(folder: Path) -> str | None:
-    """Return what ``latest`` names, or ``None`` if there is no such file.
+    """Return the tag in ``latest``, or ``None`` if there is no such file.
 
     Raises:
         CheckpointError: it cannot be read, is empty, or names something outside of the folder.
@@ -86,7 +86,7 @@ def latest(folder: Path) -> str | None:
 
 
 def latest_there(folder: Path) -> str:
-    """Return what ``latest`` names. Where there is no such file, DeepSpeed warns, and the run would begin anew.
+    """Return the tag in ``latest``. Without such a file DeepSpeed only warns, and training would start from scratch.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -98,7 +98,7 @@ def latest_there(folder: Path) -> str:
 
 
 def found_in(folder: Path) -> str:
-    """Return what a folder holds in which a checkpoint was not found, and what to do, for messages."""
+    """Return the content of a folder without the wanted checkpoint, and an advice, for messages."""
     if any(folder.glob("*mp_rank_*_model_states.pt")):
         own = folder.absolute()
         return f"this is the folder of one checkpoint: call load_checkpoint({str(own.parent)!r}, tag={own.name!r})"

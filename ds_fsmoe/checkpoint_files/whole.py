@@ -167,7 +167,7 @@ class Whole:
         return [each for each in found if not each.name.startswith(OURS)]
 
     def names(self) -> Iterable[str]:
-        """The names of all parameters and buffers; what several stages share is named once."""
+        """The names of all parameters and buffers; those that stages share are listed once."""
         found: dict[str, None] = {}
         for stage in range(self.num_stages):
             found |= dict.fromkeys(self.dense_names_of(stage))
@@ -199,7 +199,7 @@ class Whole:
 
     @property
     def dense_files(self) -> set[str]:
-        """The files that have what no single rank has, beside them what DeepSpeed stores of each stage."""
+        """The files with parameters that no single rank has, together with DeepSpeed's data of each stage."""
         stages = () if self.manifest is None else self.manifest.stages
         return {*self.main_files, *(file for stage in stages for file in stage.files)}
 
@@ -354,11 +354,11 @@ class Whole:
         return places.get(self._stage) or next(iter(places.values()), (self.main_files[0], ("module", saved)))
 
     def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
-        """Return stage -> file and keys in it, of what no single rank has."""
+        """Return stage -> file and keys in it, of parameters that no single rank has."""
         return {stage: each[saved] for stage, each in self._dense.items() if saved in each}
 
     def check_shared(self) -> None:
-        """Check that what several stages have under one name is the same on all.
+        """Check that parameters of one name are the same on all stages.
 
         Raises:
             CheckpointError: it is not, as of a ``TiedLayerSpec`` only its ``tied_weight_attr`` is.

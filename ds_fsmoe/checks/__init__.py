@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks models and configs before training and at the first forwards, and reports what it finds."""
+"""Checks models and configs before training and at the first forwards, and logs problems."""

@@ -61,7 +61,7 @@ class ExpertResults:
         self.place(path, experts)
 
     def place(self, path: str, experts: Sequence[int]) -> None:
-        """Take note of which experts this rank computes from now on.
+        """Set the experts that this rank computes from now on.
 
         Args:
             path: the path of their layer in the model.
@@ -71,7 +71,7 @@ class ExpertResults:
             self._here[path] = torch.tensor([*experts], dtype=torch.int64, device=self._found_E[path].device)
 
     def watch(self, call: LayerCall) -> None:
-        """Check what the experts of a layer return in training."""
+        """Check the outputs of a layer's experts in training."""
         if not call.is_training:
             return
         if isinstance(call.experts, WholeExperts):
@@ -89,7 +89,7 @@ class ExpertResults:
         return looked_at
 
     def look(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
-        """Check what the experts of this rank were given and what they returned."""
+        """Check the inputs and outputs of this rank's experts."""
         self._note(path, _is_bad(x_NeCM), _is_bad(y_NeCM))
 
     def _note(self, path: str, given_e: torch.Tensor, made_e: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class ExpertResults:
         self._note(path, _is_bad_row(x_RM, sizes), _is_bad_row(y_RM, sizes))
 
     def before_step(self, step: int) -> None:
-        """Let all ranks look at what was found since the last time. Collective.
+        """Share the findings since the last step with all ranks. Collective.
 
         Raises:
             ExpertResultError: raised on every rank, if something was found and losses are not scaled.
@@ -122,11 +122,13 @@ class ExpertResults:
         made = [expert for expert, state in enumerate(row) if state == _MADE]
         if made:
             named = ", ".join(map(str, made[:_MOST])) + (f" and {len(made) - _MOST} more" if len(made) > _MOST else "")
-            said = f"{path}, step {step}: expert {named} made nan or infinity of rows that had none"
+            said = f"{path}, step {step}: expert {named} returned nan or infinity for finite rows"
         else:
-            said = f"{path}, step {step}: the experts were given nan or infinity; look at what comes before this layer"
+            said = (
+                f"{path}, step {step}: the input of the experts has nan or infinity; check the layers before this one"
+            )
         if not self._is_scaled:
-            raise ExpertResultError(f"{said}; no optimizer step was made with it")
+            raise ExpertResultError(f"{said}; the optimizer step was skipped")
         log_on_rank_0(said, logging.WARNING)
 
 

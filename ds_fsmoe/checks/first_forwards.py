@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records and logs what is known when the layers of an engine first run in training, such as their sizes."""
+"""Records and logs facts that are known once the layers of an engine have run in training, such as sizes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FirstForwards:
         self._is_told = False
 
     def watch(self, call: LayerCall) -> None:
-        """Compare what a layer's ranks exchange, before it is called, and record how the layer is called.
+        """Compare the sizes that a layer's ranks exchange, before it is called, and record how the layer is called.
 
         In the first forward in training, and in the first in evaluation, ranks compare what they will exchange:
             different sizes would end the process, or hang.
@@ -124,7 +124,7 @@ class FirstForwards:
         self.calls.clear()
 
     def tell(self) -> None:
-        """Log once, after a forward of the engine, what is kept for its backward."""
+        """Log once, after a forward of the engine, the memory that is kept for its backward."""
         if self._is_told or not self._seen:
             return
         self._is_told = True
@@ -139,9 +139,9 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
     label, num_slots, degrees = min(layers, key=lambda each: each[1])
     others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
     return (
-        f"{label}{others}: {degrees[0]} chunks forward and {degrees[1]} backward, but {num_slots} slot(s) of each "
-        "expert, or tokens where rows are sent: the chunks beyond them are empty and cost their collectives; use a "
-        "smaller fsmoe.num_chunks"
+        f"{label}{others}: num_chunks is {degrees[0]} forward and {degrees[1]} backward, but each expert has "
+        f"{num_slots} slot(s) (or tokens, if dispatch is unpadded). The other chunks are empty and still cost their "
+        "collectives; use a smaller fsmoe.num_chunks"
     )
 
 

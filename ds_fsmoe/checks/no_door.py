@@ -13,8 +13,9 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, refuse_misspelt_block
 from ds_fsmoe.log import log_on_rank_0
 
 _DOORS = (
-    "Make the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() before it is made, or start the script with "
-    "deepspeed --module ds_fsmoe.run, or any launcher with DS_FSMOE=1 in the environment of every rank"
+    "Create the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() before it is created, or start the "
+    "script with deepspeed --module ds_fsmoe.run, or with any launcher and DS_FSMOE=1 in the environment of every "
+    "rank"
 )
 _is_said = False
 """Whether it has been said: once in a process, however many layers and engines there are."""
@@ -49,15 +50,16 @@ def warn_of_unread_block(engine: Any) -> None:
         return
     block = ds_config.get(BLOCK, {"enabled": False})
     if not isinstance(block, Mapping) or block.get("enabled") is not False:
-        _warn("the config has an fsmoe block, and the model is trained by")
+        _warn("the config has an fsmoe block, but the model is trained by")
 
 
 def _warn(whose: str) -> None:
     global _is_said
     if not _is_said:
         log_on_rank_0(
-            f"{whose} an engine of DeepSpeed's own, which does not read the fsmoe block: nothing is cut, overlapped, "
-            f"measured or checked. {_DOORS} (with fsmoe.enabled = false each of these trains as stock DeepSpeed does)",
+            f"{whose} an engine of DeepSpeed, which does not read the fsmoe block: no layer is chunked, overlapped, "
+            f"measured or checked. {_DOORS} (with fsmoe.enabled = false each of these trains as stock DeepSpeed "
+            "does)",
             logging.WARNING,
         )
     _is_said = True

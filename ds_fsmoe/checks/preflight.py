@@ -69,8 +69,8 @@ def check_gate_hooks(layers: Mapping[str, Any], gate: GateBlock | None) -> None:
     for name, layer in layers.items():
         if any(getattr(layer.deepspeed_moe.gate, kind) for kind in kinds):
             raise ConfigError(
-                f"{BLOCK}.gate.type = {shown(gate.type)}: {name}.deepspeed_moe.gate has hooks, which the gate that "
-                f"takes its place would not have; put them on after initialize(), or leave {BLOCK}.gate out"
+                f"{BLOCK}.gate.type = {shown(gate.type)}: {name}.deepspeed_moe.gate has hooks, which the new gate "
+                f"would not have. Register them after initialize(), or remove {BLOCK}.gate"
             )
 
 
@@ -183,7 +183,7 @@ def check_zero_stage(ds_config: Mapping[str, Any], stock: Mapping[str, Any]) -> 
 
 
 def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
-    """Refuse to run as stock's layer what that layer would compute wrongly.
+    """Refuse layers that stock DeepSpeed would compute wrongly.
 
     Raises:
         ConfigError: names the layers.
@@ -191,9 +191,9 @@ def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
     names = [name for name, layer in layers.items() if getattr(layer, "sequence_parallel", False)]
     if names and mp_size > 1:
         raise ConfigError(
-            f"{BLOCK}.enabled = false, but sequence_parallel = True in {', '.join(names)} and mpu has {mp_size} "
-            "tensor-parallel ranks: stock's layer takes their tokens for the same and drops all but a part; set "
-            f"{BLOCK}.enabled to true, or give the layers whole sequences and leave sequence_parallel out"
+            f"{BLOCK}.enabled = false, but {', '.join(names)} have sequence_parallel = True and mpu has {mp_size} "
+            "tensor-parallel ranks: DeepSpeed's layer assumes that these have equal tokens and drops all but a "
+            f"part. Set {BLOCK}.enabled to true, or pass whole sequences and remove sequence_parallel"
         )
 
 
@@ -246,7 +246,7 @@ _CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], Any], str], ...] = (
 
 
 def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed's own blocks ask for that does not go together with an enabled ``fsmoe`` block.
+    """Refuse settings of DeepSpeed's own blocks that conflict with an enabled ``fsmoe`` block.
 
     Raises:
         ConfigError: says what to change, all clashes at once.
@@ -347,7 +347,7 @@ def speed_warnings(
 
 
 def _of_environment(environment: Mapping[str, str]) -> dict[str, bool]:
-    """Return sentences on what CUDA, NCCL and torch read from the environment of a process, and whether they apply."""
+    """Return sentences about the variables that CUDA, NCCL and torch read, and whether they apply."""
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS = 1: kernels of all streams queue up in one line, so links and experts hardly "
         "overlap; leave it out, or use 8 or more, unless something else of the model needs it": (

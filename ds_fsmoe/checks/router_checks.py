@@ -70,6 +70,6 @@ class RouterCheck:
         if len(tokens_of) > _MOST_RANKS:
             parts.append(f"{len(tokens_of) - _MOST_RANKS} more ranks")
         raise RouterInputError(
-            f"{path}, step {self.step}: nan or infinity in the router's input on {', '.join(parts)}; look at what "
-            "comes before this layer, at the loss scale and at the learning rate"
+            f"{path}, step {self.step}: nan or infinity in the router's input on {', '.join(parts)}; check the "
+            "layers before this one, the loss scale and the learning rate"
         )

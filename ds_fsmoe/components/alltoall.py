@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every all-to-all is."""
+"""The base class of all-to-alls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's six hooks: where user code may look at, or replace, what travels through a layer."""
+"""The paper's six hooks: user code may read or replace the tokens on their way through a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_fsmoe.components.routing import RoutingBase
 
 @dataclass(frozen=True)
 class CallbackArgs:
-    """What a hook is given.
+    """The arguments of a hook.
 
     Args:
         tensor: the data at this point of the way, in the shape that each hook of :class:`CallbackBase` says.
@@ -62,7 +62,7 @@ class CallbackBase:
     """
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """Before the gate: the layer's input [..., M]. What is returned may have other leading dimensions."""
+        """Before the gate: the layer's input [..., M]. The result may have other leading dimensions."""
 
     def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
         """Before the first all-to-all: [E, c, M] or [rows, M], contiguous. Another type or width travels as it is."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an expert is, and how the experts of one rank are called."""
+"""The base class of experts, and the call of the experts of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertArgs:
-    """What an expert is given.
+    """The arguments of an expert.
 
     Args:
         tokens: [..., M]: the rows that arrived, empty slots (zero rows) among them.
@@ -51,7 +51,7 @@ class ExpertBase(nn.Module):
     """
 
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:
-        """Return what the expert makes of rows, [..., M], row by row.
+        """Return the expert's output for rows, [..., M], row by row.
 
         Args:
             args: the rows are ``args.tokens``, [..., M].

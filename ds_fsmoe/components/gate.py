@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every gate is."""
+"""The base class of gates."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class GateBase(GateCallOptions, nn.Module):
         super().__init__()
 
     def build_once(self, model_dim: int, num_experts: int) -> None:
-        """What a layer calls when it takes the gate in: :meth:`build`, and never again.
+        """Build the gate for a layer by :meth:`build`, and refuse a second time.
 
         Args:
             model_dim: M, the width of a token.
@@ -89,7 +89,7 @@ class GateBase(GateCallOptions, nn.Module):
             ValueError: impossible sizes, or a gate that another layer has already.
         """
         if self._is_built:
-            raise ValueError(f"this {type(self).__name__} belongs to another layer: make a gate for every layer")
+            raise ValueError(f"this {type(self).__name__} belongs to another layer: create a gate per layer")
         if model_dim < 1 or num_experts < 1:
             raise ValueError(f"model_dim = {model_dim}, num_experts = {num_experts}: both must be at least 1")
         self.build(model_dim, num_experts)
@@ -121,7 +121,7 @@ class GateBase(GateCallOptions, nn.Module):
         raise TypeError(f"{type(self).__name__} must define forward(x_SM, used_token_S, group)")
 
     def counts_to_sum(self) -> torch.Tensor | None:
-        """What this rank has counted since the last optimizer step, for a gate that learns from counts.
+        """The counts of this rank since the last optimizer step, for a gate that learns from counts.
 
         Returns:
             Integers, of the same shape on all ranks; ``None``, on all of them, if there is nothing to learn.
@@ -142,7 +142,7 @@ class GateBase(GateCallOptions, nn.Module):
 
 
 def update_gates(gates: Iterable[GateBase], groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
-    """Let gates learn from what they have counted: to be called after each optimizer step, by every rank.
+    """Update gates by their counts; every rank calls this after each optimizer step.
 
     An engine of ours does that by itself. Collective where a gate has counts: one all-reduce over each of the groups
     for all gates together.
@@ -239,7 +239,7 @@ class OptionError(ValueError):
 def option(
     default: Any, *, least: float | None = None, above: float | None = None, choices: tuple[str, ...] = ()
 ) -> Any:
-    """A field of settings, with what it may hold besides what its type says."""
+    """A field of settings, with limits besides its type."""
     return field(default=default, metadata={"least": least, "above": above, "choices": choices})
 
 
@@ -283,7 +283,7 @@ class CapacitySettings:
 
 
 def _problem(value: Any, kinds: tuple[type, ...], bounds: typing.Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a value; ``None`` if nothing is."""
+    """Return the problem of a value; ``None`` if there is none."""
     # True is an int in Python, and here it is not.
     fits = type(value) in kinds or (type(value) is int and float in kinds)
     if bounds.get("choices"):
@@ -343,8 +343,7 @@ class SettingsGate(GateBase):
         unknown = sorted(set(settings) - set(names))
         if unknown:
             raise ValueError(
-                f"{type(self).__name__} has no setting {', '.join(map(repr, unknown))}: the choices are "
-                f"{', '.join(names)}"
+                f"{type(self).__name__} has no setting {', '.join(map(repr, unknown))}: choose from {', '.join(names)}"
             )
         self.settings = self.Settings(**settings)
         self.settings.check(type(self).__name__)
@@ -412,7 +411,7 @@ def which_are_used(used_token_S: torch.Tensor | None, num_tokens: int) -> torch.
         return None
     used_S = used_token_S.reshape(-1).ne(0)
     if len(used_S) != num_tokens:
-        raise ValueError(f"used_token has {len(used_S)} entries for {num_tokens} tokens: one per token is needed")
+        raise ValueError(f"used_token has {len(used_S)} entries for {num_tokens} tokens: must be one per token")
     return used_S
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate of one's own is made with, by the path that scripts written for 0.2.0 import it from."""
+"""The bases and helpers for gates of one's own, at the path that scripts of version 0.2.0 import."""
 
 from ds_fsmoe.components.gate import CapacitySettings, OptionError, SettingsGate, option, takes_options_of
 

@@ -96,7 +96,7 @@ class HierarchicalAllToAll(AllToAllBase):
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does in one step."""
+    """One rank's part in one step."""
 
     link: Link
     pack: tuple[int, ...]
@@ -220,7 +220,7 @@ class Relays:
         return tuple(map(tuple, hears)), tuple(map(tuple, tells))
 
     def hop(self, step: int, rank: int) -> Hop:
-        """What a rank does in a step."""
+        """Return a rank's part in a step."""
         (part,) = (each for each in self.parts(step) if rank in each)
         before = self._sent_to(step - 1, rank) if step else [(rank, d) for d in range(self.nodes.size)]
         sent = sorted(before, key=lambda pair: self._sending_order(step, pair))
@@ -255,14 +255,14 @@ def _places(wanted: Sequence[tuple[int, int]], present: Sequence[tuple[int, int]
 def _check(paths: Mapping[tuple[int, int], tuple[int, ...]], alltoall: HierarchicalAllToAll, nodes: Nodes) -> None:
     name = type(alltoall).__name__
     for (source, destination), path in paths.items():
-        way = f"{name} takes blocks of rank {source} to rank {destination} over {list(path[1:-1])}"
+        way = f"{name} sends blocks of rank {source} to rank {destination} over {list(path[1:-1])}"
         if len(path) != len(alltoall.links) + 1 or not all(0 <= rank < nodes.size for rank in path):
-            raise ValueError(f"{way}: {len(alltoall.links) - 1} of the {nodes.size} ranks are needed for its links")
+            raise ValueError(f"{way}: its links need {len(alltoall.links) - 1} of the {nodes.size} ranks")
         for link, one, other in zip(alltoall.links, path, path[1:], strict=False):
             same_node = nodes.node_of_rank[one] == nodes.node_of_rank[other]
             if one != other and same_node != (link == "intra"):
                 lie = "on one node" if same_node else "on two nodes"
-                raise ValueError(f"{way}: it is said to go from {one} to {other} on an {link} link, and they are {lie}")
+                raise ValueError(f"{way}: from {one} to {other} on an {link} link, but they are {lie}")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every order is."""
+"""The base class of orders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OrderBase(ABC):
 
     @abstractmethod
     def arrange(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """Lay out what travels: [E, C, M] slots; a slot that no token took is zero.
+        """Lay out the tokens to send: [E, C, M] slots; a slot that no token took is zero.
 
         Args:
             x_SM: [S, M], the tokens of this rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate decides. There is a kind of routing for every way of deciding it, and an order reads some of them.
+"""The decision of a gate. There is a kind of routing for every kind of decision; an order reads some of them.
 
 Here is what all kinds have in common, and the usual one, in which every token chooses its experts.
 """
@@ -41,7 +41,7 @@ class ReplayedRouting:
 
 
 class RoutingBase(ABC):
-    """The decision of one gate call: which tokens go to which slots, and what of the results comes back to whom.
+    """The decision of one gate call: the slots of tokens, and the weights of results.
 
     Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert, R = E * C slots, or
     the rows in which they lie. A gate gives a :class:`Routing`, a :class:`SlotRouting` or a :class:`DenseRouting`. All
@@ -82,7 +82,7 @@ class RoutingBase(ABC):
         return self.counts_E.sum(), self.counts_E.sum()
 
     def given(self) -> ReplayedRouting | None:
-        """What a gate needs to decide the same again; ``None`` where it has nothing to choose."""
+        """The data with which a gate repeats its decision; ``None`` where it has no choice."""
         return None
 
     @abstractmethod
@@ -201,7 +201,7 @@ class RowPlaces:
 
 
 def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> RowPlaces | None:
-    """What ``place`` does to all slots; ``None`` if every slot's row has the slot's own number."""
+    """Return the effect of ``place`` on all slots; ``None`` if every slot's row has the slot's own number."""
     slots = torch.arange(num_slots, device=device)
     row_of_slot = place(slots)
     if row_of_slot is slots and num_rows == num_slots:
@@ -336,7 +336,7 @@ StockMasks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def stock_routes(routing: Routing) -> StockRoutes:
-    """Return what DeepSpeed's gate returns with ``sparse_routes=True``."""
+    """Return the routing as DeepSpeed's gate returns it with ``sparse_routes=True``."""
     is_kept_KS, expert_KS, position_KS = _places(routing)
     return (
         routing.aux_loss,
@@ -350,7 +350,7 @@ def stock_routes(routing: Routing) -> StockRoutes:
 
 
 def stock_masks(routing: Routing) -> StockMasks:
-    """Return what DeepSpeed's gate returns without ``sparse_routes``."""
+    """Return the routing as DeepSpeed's gate returns it without ``sparse_routes``."""
     num_tokens = routing.slots_KS.shape[1]
     # One column more, for what was dropped.
     weights_SR = routing.weights_KS.new_zeros(num_tokens, routing.num_slots + 1)

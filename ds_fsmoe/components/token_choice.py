@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all gates have in common in which each token chooses its experts.
+"""The common part of gates in which each token chooses its experts.
 
 Scores -> the k best experts of each token -> who stays in a full expert -> slots, weights, counts, losses. A gate says
 how experts are scored and what a choice weighs; the rest is here. Nothing goes over single tokens, and nothing waits
@@ -35,7 +35,7 @@ from ds_fsmoe.ops.reference import Slots, with_capacity
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceSettings(CapacitySettings):
-    """And what the auxiliary loss is made of; a model multiplies it with a factor of its own on top."""
+    """Capacity options plus the weights of the auxiliary losses. The model applies its own factor on top."""
 
     balance_loss_factor: float = option(1.0, least=0)
     """Of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is 1 in balance."""
@@ -45,7 +45,7 @@ class ChoiceSettings(CapacitySettings):
 
 @dataclass(frozen=True)
 class Scores:
-    """What a router thinks of every expert for every token."""
+    """A router's scores of every expert for every token."""
 
     logits_SE: torch.Tensor
     """[S, E], before softmax or sigmoid."""
@@ -102,8 +102,8 @@ class TokenChoiceGate(SettingsGate):
         self.check_k(num_experts)
         if self.settings.k == 1 and self.weights_sum_to_1():
             warnings.warn(
-                f"{type(self).__name__}: with k = 1 every weight is 1, because the weights of a token sum to 1: the "
-                "router learns from its auxiliary loss alone; use k >= 2, or another gate",
+                f"{type(self).__name__}: with k = 1 every weight is 1, as the weights of a token sum to 1, so the "
+                "router is trained by its auxiliary loss only; use k >= 2, or another gate",
                 stacklevel=2,
             )
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
@@ -121,7 +121,7 @@ class TokenChoiceGate(SettingsGate):
         raise TypeError(f"{type(self).__name__} must define score(x_SM)")
 
     def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
-        """Return [S, K]: what the chosen experts' outputs are multiplied with, if they have room for the token.
+        """Return [S, K]: the weights of the chosen experts' outputs, if they have room for the token.
 
         Args:
             scores: what :meth:`score` has returned.

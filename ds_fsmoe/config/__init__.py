@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the ``"fsmoe"`` block of ds_config.json: its fields, how it is read, what it may hold. Needs no torch."""
+"""Reads the ``"fsmoe"`` block of ds_config.json: its fields, their values and how they are read. Needs no torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of the ``"fsmoe"`` block of ds_config.json, what they may hold, and their defaults.
+"""The fields of the ``"fsmoe"`` block of ds_config.json, their types and defaults.
 
 Every default means "the best that exists by now". What a field means together with others is checked in ``reading.py``.
 """
@@ -107,22 +107,24 @@ class GateBlock(StrictShape):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field("topk", description="stock's gate (topk), one of the package, or your own", examples=["mixtral"])
+    type: str = Field(
+        "topk", description="name of a gate: DeepSpeed's (topk), one of the package, or your own", examples=["mixtral"]
+    )
     k: Int = Field(
-        None, alias="top_k", description="experts per token, between 1 and the layer's num_experts", examples=[2]
+        None, alias="top_k", description="experts per token, from 1 to the layer's num_experts", examples=[2]
     )
     capacity_factor: float = Field(
         None,
         gt=0,
-        description="slots per expert while training, over the mean; null: drop_tokens is false",
+        description="slots per expert in training, relative to the mean; null: drop_tokens is false",
         json_schema_extra={"type": ["number", "null"]},
         examples=[1.25],
     )
-    eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating", examples=[2.0])
-    min_capacity: Int = Field(None, ge=0, description="slots per expert at the least", examples=[4])
+    eval_capacity_factor: float = Field(None, gt=0, description="the same in evaluation", examples=[2.0])
+    min_capacity: Int = Field(None, ge=0, description="least number of slots per expert", examples=[4])
     drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs", examples=[False])
     drop_policy: Literal["probs", "position"] = Field(
-        None, description="who stays in a full expert: the likeliest or the first", examples=["probs"]
+        None, description="which tokens a full expert keeps: the most probable or the first", examples=["probs"]
     )
 
     @model_validator(mode="before")
@@ -136,7 +138,7 @@ class GateBlock(StrictShape):
         }
 
     def options(self, names: Collection[str] = ("k",)) -> dict[str, Any]:
-        """Return what a user wrote for the gate, as keyword arguments.
+        """Return the options that a user set for the gate, as keyword arguments.
 
         Args:
             names: what the gate's constructor calls its options; a gate of a user may say ``top_k`` as the block does.
@@ -152,46 +154,50 @@ class PipelineDegreeBlock(StrictShape):
 
     forward: Degree = Field("auto", description="chunks in the forward phase", examples=[2])
     backward: Degree = Field("auto", description="chunks in the backward phase", examples=[2])
-    max: Int = Field(16, ge=1, le=MOST_CHUNKS, description="the most chunks that auto may choose")
+    max: Int = Field(16, ge=1, le=MOST_CHUNKS, description="largest number of chunks that auto chooses")
 
 
 class GradientPartitionBlock(StrictShape):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
     mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
-        "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
+        "auto", description="when gradients are reduced; auto: by the schedule, off: by DeepSpeed"
     )
     solver: Literal["dp", "de"] = Field(
-        "dp", description="with autotune, adaptive slices by a dynamic program or by evolution"
+        "dp",
+        description=("with autotune: how slices of mode adaptive are chosen, by a dynamic program or by evolution"),
     )
     chunk_bytes: Int = Field(
         31457280,
         ge=1,
-        description="slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which is "
-        "30000000 where this is left out",
+        description="slice size of fixed_chunk, of micro_ops, and of all-to-alls with the schedule lina (there "
+        "30000000 if left out)",
     )
     collective: Annotated[Literal["auto", "all_reduce", "reduce_scatter"], NullIsAuto()] = Field(
         "auto",
-        description="who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and 2, "
-        "but for slices of micro_ops",
+        description="which ranks get a sum: all of them, or each the part that it updates; auto: the latter at "
+        "ZeRO 1 and 2, except in mode micro_ops",
     )
     levels: Annotated[Literal["auto", 1, 2], NullIsAuto()] = Field(
         "auto",
-        description="2: add up inside each node, then between nodes; auto: whichever is measured to be faster",
+        description="2: reduce inside each node, then between nodes; auto: the faster one, as measured",
     )
     gather_parameters: Annotated[Literal["auto", "overlapped", "at_end"], NullIsAuto()] = Field(
         "auto",
-        description="when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end of the step; "
-        "auto: the former where gradients are ours to reduce",
+        description="when updated parameters are gathered at ZeRO 1 and 2: during the next forward or at the end "
+        "of the step; auto: the former where ds_fsmoe reduces the gradients",
     )
     accumulate: Annotated[Literal["auto", "before_sum", "after_sum"], NullIsAuto()] = Field(
         "auto",
-        description="at ZeRO 2 with gradient accumulation: add micro-batches up on each rank, in room for all "
-        "gradients, and sum over ranks once a step, or sum each as DeepSpeed does; auto: the latter, and the former "
-        "once a GPU is known to have the room",
+        description="ZeRO 2 with gradient accumulation: before_sum adds micro-batches on each rank (memory for all "
+        "gradients) and reduces once a step, after_sum reduces each, as DeepSpeed does; auto: "
+        "after_sum, and before_sum on a GPU with enough memory",
     )
     all_used: bool = Field(
-        False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
+        False,
+        description=(
+            "true: every parameter gets one gradient in every backward, so ranks need not check for late ones"
+        ),
     )
 
     @property
@@ -204,10 +210,12 @@ Wire = Literal["model", "fp8"]
 
 
 class WiresBlock(StrictShape):
-    """``fsmoe.wires``: what rows are on their way between the ranks that share the experts."""
+    """``fsmoe.comm_dtype``: dtype of rows between the ranks that share the experts."""
 
-    dispatch: Wire = Field("model", description="to the experts, and of gradients back from them")
-    combine: Wire = Field("model", description="from the experts, and of gradients to them")
+    dispatch: Wire = Field(
+        "model", description=("dtype of rows sent to the experts, and of the gradients of these rows")
+    )
+    combine: Wire = Field("model", description="dtype of rows returned by the experts, and of their gradients")
 
 
 class AutotuneBlock(StrictShape):
@@ -215,24 +223,26 @@ class AutotuneBlock(StrictShape):
 
     enabled: Annotated[bool | Auto, NullIsAuto()] = Field(
         "auto",
-        description="measure, and choose by it how layers are run: true: at once; auto: after ten steps, where there "
-        "is something to gain; false: never",
+        description="measure and choose how layers run; true: at once; auto: after ten steps, if there is "
+        "something to gain; false: never",
         examples=[True],
     )
-    details: bool = Field(False, description="log all that was measured, and not only what was chosen and why")
-    cache_dir: str | None = Field(
-        None, description="folder in which rank 0 keeps measurements", examples=["fsmoe_cache"]
+    details: bool = Field(False, description="log all measurements, not only the choice and its reason")
+    cache_dir: str | None = Field(None, description="folder where rank 0 keeps measurements", examples=["fsmoe_cache"])
+    trials: Int = Field(
+        3,
+        ge=0,
+        description=("steps of training with each of the best plans; 0: take the plan that is predicted to be fastest"),
     )
-    trials: Int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
-    watch_every: Int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
-    drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
-    retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
+    watch_every: Int = Field(10, ge=0, description="compare every n-th step with its prediction; 0: never")
+    drift_threshold: float = Field(0.25, gt=0, description="share by which a step may differ from its prediction")
+    retune_on_drift: bool = Field(False, description="measure again if steps no longer match the prediction")
 
 
 class TopologyBlock(StrictShape):
     """``fsmoe.topology``: where ranks lie."""
 
-    ranks_per_node: Count = Field("auto", description="ranks that share a host", examples=[8])
+    ranks_per_node: Count = Field("auto", description="ranks per host", examples=[8])
 
 
 class TraceBlock(StrictShape):
@@ -240,34 +250,38 @@ class TraceBlock(StrictShape):
 
     enabled: bool = Field(False, description="write a trace")
     start_step: Int = Field(10, ge=0, description="first traced step")
-    num_steps: Int = Field(3, ge=1, description="how many steps are traced")
-    path: str = Field("fsmoe_trace", description="folder of the files; trace in that of a record")
+    num_steps: Int = Field(3, ge=1, description="number of traced steps")
+    path: str = Field(
+        "fsmoe_trace", description=("folder for the trace files; default: trace inside the folder of record")
+    )
     cluster: str | None = Field(
-        None, description="what it should take, from a cluster's name or its JSON file", examples=["testbed_a"]
+        None,
+        description=("cluster for predicted times in the trace, next to the measured ones: a name or a JSON file"),
+        examples=["testbed_a"],
     )
 
 
 class RecordBlock(StrictShape):
-    """``fsmoe.record``: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
+    """``fsmoe.record``: the data that ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
 
     dir: str | None = Field(
         None,
-        description="folder for it, the same on every rank; what it has of a run is replaced",
+        description="folder for the record, the same on every rank; an older record in it is replaced",
         examples=["runs/one"],
     )
-    stop_after: Int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
+    stop_after: Int = Field(0, ge=0, description="stop after this many optimizer steps; 0: never")
 
 
 class RoutingBlock(StrictShape):
     """``fsmoe.routing``: which token goes to which experts, as data."""
 
     record: str | None = Field(
-        None, description="folder in which each rank records the choices of its tokens", examples=["routes"]
+        None, description="folder where each rank records the experts of its tokens", examples=["routes"]
     )
-    weights: bool = Field(False, description="record the weights of choices, too")
-    every: Int = Field(1, ge=1, description="optimizer steps from one that is recorded to the next")
+    weights: bool = Field(False, description="record the weights as well")
+    every: Int = Field(1, ge=1, description="record every n-th optimizer step")
     replay: str | None = Field(
-        None, description="folder or packed file of recorded choices, by which training goes", examples=["routes"]
+        None, description="folder or packed file of a recording that training replays", examples=["routes"]
     )
 
 
@@ -276,42 +290,46 @@ class PlacementBlock(StrictShape):
 
     policy: str = Field(
         "off",
-        description="off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name",
+        description=("off, balanced, lina (chooses ep_size at the start), or your own function as package.module.name"),
         examples=["balanced"],
     )
-    spare_experts: Int = Field(0, ge=0, description="read and ignored: experts had replicas in version 0.2.0")
-    every: Int = Field(50, ge=1, description="optimizer steps of which loads are measured before each decision")
-    moves_per_step: Int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
-    pays_within: Int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")
+    spare_experts: Int = Field(0, ge=0, description="ignored: experts had replicas in version 0.2.0")
+    every: Int = Field(50, ge=1, description="optimizer steps between decisions; loads are measured over them")
+    moves_per_step: Int = Field(2, ge=1, description="expert swaps per step, over all layers")
+    pays_within: Int = Field(1000, ge=1, description="largest number of optimizer steps until a move breaks even")
     file: str | None = Field(
         None,
-        description="a placement to begin with, as engine.fsmoe.placement.save writes it",
+        description="initial placement, a file written by engine.fsmoe.placement.save",
         examples=["placement.json"],
     )
     profile_paths: bool = Field(
         False,
-        description="count which experts follow which, for ds_fsmoe.inference: up to 4096 tokens of every 16th forward",
+        description=(
+            "count which experts follow which, for ds_fsmoe.inference: up to 4096 tokens of every 16th forward"
+        ),
     )
 
 
 class CheckpointBlock(StrictShape):
-    """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
+    """``fsmoe.checkpoint``: limits for reading untrusted checkpoint files."""
 
     trusted: list[str] = Field(
         [],
-        description="classes, as package.module.Name, that files of checkpoints may hold",
+        description="classes that checkpoint files may contain, as package.module.Name",
         examples=[["my_package.Settings"]],
     )
 
 
 class DebugBlock(StrictShape):
-    """``fsmoe.debug``: what is checked while training goes on."""
+    """``fsmoe.debug``: checks during training."""
 
-    check_every: Int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
-    hang_timeout_s: float = Field(300, gt=0, description="seconds without progress: say where, and end")
-    check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
-    check_results: bool = Field(False, description="find the expert that makes nan or infinity of finite numbers")
-    check_router: bool = Field(False, description="stop all ranks at nan or infinity in a router's input")
+    check_every: Int = Field(0, ge=0, description="compare plans across ranks every n steps; 0: at the start only")
+    hang_timeout_s: float = Field(
+        300, gt=0, description=("seconds without progress after which the stacks are written and the job ends")
+    )
+    check_experts: bool = Field(False, description="check at the first training forward that experts are row-wise")
+    check_results: bool = Field(False, description="find the expert that returns nan or infinity for finite numbers")
+    check_router: bool = Field(False, description="stop all ranks if a router's input has nan or infinity")
 
 
 Dispatch = Literal["auto", "rows", "slots"]
@@ -321,22 +339,20 @@ Dispatch = Literal["auto", "rows", "slots"]
 class FSMoEBlock(StrictShape):
     """The whole block."""
 
-    enabled: bool = Field(False, description="false is exactly stock DeepSpeed", examples=[True])
+    enabled: bool = Field(False, description="false: exactly stock DeepSpeed", examples=[True])
     schedule: Literal[
         "deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best"
-    ] = Field("best", description="in which order a layer's traffic and computation run, and what overlaps")
+    ] = Field("best", description="order and overlap of a layer's communication and computation")
     gate: Annotated[
         GateBlock | None,
         OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
-    ] = Field(None, description="left out: each layer keeps its own gate", examples=[{"type": "mixtral"}])
-    order: Part = Field(
-        "auto", description="how rows are laid out: auto, as the gate is read, or a name", examples=["einsum"]
-    )
-    alltoall: Part = Field("auto", description="how rows travel: auto, as was measured, or a name", examples=["2dh"])
+    ] = Field(None, description="routing; left out: each layer keeps its own gate", examples=[{"type": "mixtral"}])
+    order: Part = Field("auto", description="layout of rows: auto (by the gate), or a name", examples=["einsum"])
+    alltoall: Part = Field("auto", description="all-to-all algorithm: auto (as measured), or a name", examples=["2dh"])
     dispatch: Annotated[Dispatch, NullIsAuto()] = Field(
         "auto",
-        description="what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest "
-        "expert has; auto: rows where nothing is dropped",
+        description="unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert "
+        "has; auto: unpadded where nothing is dropped",
     )
     wires: Annotated[
         WiresBlock,
@@ -345,17 +361,20 @@ class FSMoEBlock(StrictShape):
         ),
     ] = Field(
         WiresBlock(),
-        description="what rows are on their way: of the layer's own type (model), or 8-bit with a scale for each (fp8)",
+        description="dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)",
         examples=[{"dispatch": "fp8"}],
     )
     ep_size: Count = Field(
         "auto",
-        description="ranks over which the experts of a Hugging Face model are spread; auto: as many of a node as "
-        "divide its experts. deepspeed.moe.layer.MoE has its own",
+        description="ranks that share the experts of a Hugging Face model; auto: the largest divisor of the "
+        "experts inside a node. deepspeed.moe.layer.MoE has its own",
         examples=[8],
     )
     esp_size: Int = Field(
-        1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's width"
+        1,
+        ge=1,
+        alias="expert_tensor_parallel_size",
+        description=("ranks that share one expert, along its hidden width"),
     )
     pipeline_degree: Annotated[
         PipelineDegreeBlock,
@@ -369,40 +388,45 @@ class FSMoEBlock(StrictShape):
     gradient_partition: GradientPartitionBlock = Field(GradientPartitionBlock(), examples=[{"mode": "adaptive"}])
     autotune: Annotated[AutotuneBlock, AUTO_SWITCH] = Field(AutotuneBlock(), examples=[{"enabled": True}])
     topology: TopologyBlock = Field(TopologyBlock(), examples=[{"ranks_per_node": 8}])
-    overlap: bool = Field(True, description="false: one lane and one task after another, which is the reference")
+    overlap: bool = Field(True, description="false: one lane and one task after another, as a reference")
     split_batch: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="two halves of each batch take turns, and one computes while the tokens of the other travel: auto "
-        "tries it where plans are tried, on does it wherever it can be done",
+        description="two-batch overlap: split each batch in two, and compute one part while the tokens of the "
+        "other are sent; auto: try it with the other plans, on: always where possible",
     )
     split_blocks: list[str] = Field(
         [],
-        description="class names of the blocks to run by halves; none: the elements of the model's lists of modules",
+        description=(
+            "class names of the blocks that run in two-batch overlap; default: the elements of the model's module lists"
+        ),
         examples=[["MyBlock"]],
     )
-    max_ctas: ThreadBlocks = Field(
-        16, description="thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes"
+    max_ctas: ThreadBlocks = Field(16, description="most thread blocks of a collective on NCCL; auto: NCCL's choice")
+    recompute: bool = Field(
+        False, description=("keep only the input of experts, and compute the rest again in the backward")
     )
-    recompute: bool = Field(False, description="keep only the input of experts; compute the rest again")
     deterministic: bool = Field(
         False,
-        description="every run rounds alike: nothing is decided by a clock, nothing added up in the order of arrival",
+        description="reproducible rounding: no decision by timings, no sum in order of arrival",
     )
     ops: Annotated[Literal["auto", "plain", "reference", "required"], NullIsAuto()] = Field(
         "auto",
-        description="compiled ops: auto: where they can be had, required: or stop; plain: torch's; reference: slow",
+        description=(
+            "compiled ops; auto: if available, required: stop without them; plain: torch operators; reference: slow"
+        ),
         examples=["plain"],
     )
-    hooks: list[str] = Field([], description="callbacks by dotted name", examples=[["ds_fsmoe.BFloat16Wire"]])
+    hooks: list[str] = Field([], description="callback classes, as dotted names", examples=[["ds_fsmoe.BFloat16Wire"]])
     plugins: list[str] = Field(
         [],
-        description="modules with parts of your own, imported before parts are looked up",
+        description="modules with your own gates, orders or all-to-alls, imported first",
         examples=[["my_package.my_parts"]],
     )
     metrics: Literal["off", "brief", "detailed"] = Field(
-        "brief", description="what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed"
+        "brief",
+        description=("metrics for DeepSpeed's monitors: brief (sums over layers) or detailed (each layer as well)"),
     )
-    metrics_every: Int = Field(10, ge=1, description="optimizer steps from one that monitors hear of to the next")
+    metrics_every: Int = Field(10, ge=1, description="optimizer steps between two reports to monitors")
     trace: Annotated[TraceBlock, SWITCH] = Field(TraceBlock(), examples=[{"enabled": True}])
     record: RecordBlock = Field(RecordBlock(), examples=[{"dir": "runs/one"}])
     routing: RoutingBlock = Field(RoutingBlock(), examples=[{"record": "routes"}])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the ``"fsmoe"`` block in Python: what is written is checked at once, and is a dict all the same.
+"""Builds the ``"fsmoe"`` block in Python; values are checked at once, and the result is a dict.
 
 The keys are those of ``blocks.py``; the file ``builder.pyi`` beside this one tells type checkers and editors of them.
 """
@@ -20,7 +20,7 @@ from ds_fsmoe.shapes import shape_in, words_for
 
 
 class Written(dict[str, Any]):
-    """Holds what was written for a block, as a dict: DeepSpeed, JSON and other libraries take it as they take that."""
+    """Holds the values of a block, as a dict: DeepSpeed, JSON and other libraries accept it as one."""
 
     _word: ClassVar[str | None] = None
     """The word for a block inside the whole one; ``None``: it is the whole one."""
@@ -31,7 +31,7 @@ class Written(dict[str, Any]):
         read_block({BLOCK: self if self._word is None else {"enabled": False, self._word: self}})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a copy in plain dicts, with what was given and nothing else."""
+        """Return a copy in plain dicts, with the given values only."""
         return {
             key: value.as_dict() if isinstance(value, Written) else copy.deepcopy(value) for key, value in self.items()
         }
@@ -73,7 +73,7 @@ class Config(Written):
 
 
 def _signature(block: type[BaseModel]) -> inspect.Signature:
-    """Return what shells show and complete, which have no type checker."""
+    """Return the signature that shells without a type checker show and complete."""
     kind = inspect.Parameter.KEYWORD_ONLY
     found = [inspect.Parameter(word, kind, default=..., annotation=hint) for word, hint in hints_of(block).items()]
     if block.model_config["extra"] == "allow":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes down what type checkers and editors have to know of ``ds_fsmoe.Config``, from the fields of the block.
+"""Writes the type hints of ``ds_fsmoe.Config`` for editors and type checkers, from the fields of the block.
 
 ``python -m ds_fsmoe.config.hints > ds_fsmoe/config/builder.pyi`` writes the file that comes along.
 """
@@ -38,7 +38,7 @@ def class_name(word: str) -> str:
 
 
 def hints_of(block: type[BaseModel]) -> dict[str, str]:
-    """Return, by its word of today, what each field of a block may be given, as a type hint."""
+    """Return today's name of each field of a block -> type hint of its values."""
     whole = _schema()
     described = whole if block is FSMoEBlock else whole["$defs"][block.__name__]
     kinds_of = {word: dict.fromkeys(_kinds(word, each)) for word, each in described["properties"].items()}
@@ -68,7 +68,7 @@ def _kinds(word: str, said: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _init(block: type[BaseModel], indent: str) -> str:
-    """Return the method that takes the fields of a block, and what each of them is."""
+    """Return the method that takes the fields of a block, with their types and descriptions."""
     width = _WIDTH - len(indent)
     taken = [f"    {word}: {hint} = ...," for word, hint in hints_of(block).items()]
     taken += ["    **options: Any,"] if block.model_config["extra"] == "allow" else []

@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 class Finder:
-    """Finds what the other finders find, and has one module changed as soon as it has run.
+    """Finds modules as the other finders do, and changes one of them as soon as it has run.
 
     Args:
         name: the full name of the module.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the ``"fsmoe"`` block of ds_config.json: its fields, what they may hold, and what this version can do.
+"""Reads the ``"fsmoe"`` block of ds_config.json: fields, values and the limits of this version.
 
 Everything that is wrong with a block is found here, on every rank, before any process group is made, and reported in
 one error that lists each path with its value and the choices. Every default means "the best that exists by now"; an
@@ -156,7 +156,7 @@ _OF_MOVES = ("every", "moves_per_step", "pays_within")
 
 @dataclass(frozen=True)
 class Asked:
-    """Holds what a check is told."""
+    """Holds the input of a check."""
 
     block: FSMoEBlock
     written_gate: Any
@@ -168,7 +168,7 @@ class Asked:
 def problems_together(
     block: FSMoEBlock, written: Mapping[str, Any], ds_config: Mapping[str, Any], wrong: Collection[str]
 ) -> list[str]:
-    """Return what is wrong with fields that are right each for itself.
+    """Return problems with combinations of fields that are valid each by itself.
 
     Args:
         block: the block, enabled, in which wrong fields have their defaults.
@@ -184,7 +184,7 @@ def problems_together(
 
 
 def _unfit_collective(asked: Asked) -> list[str]:
-    """Return what is wrong with a reduce-scatter: every rank updates all parameters, or a slice is of one tensor."""
+    """Return problems with a reduce-scatter: every rank updates all parameters, or a slice is of one tensor."""
     block, stage = asked.block, asked.stage
     if block.gradient_partition.collective != "reduce_scatter":
         return []
@@ -218,7 +218,7 @@ def _unfit_gradients(of: Asked) -> list[str]:
 
 
 def _unfit_autotune(asked: Asked) -> list[str]:
-    """Return problems with options that only the autotuner uses, and with what conflicts with it."""
+    """Return problems with options that only the autotuner uses, and conflicts with it."""
     block = asked.block
     enabled = f"{BLOCK}.autotune.enabled"
     by_no_clock = block.deterministic and block.autotune.enabled == "auto"
@@ -240,9 +240,9 @@ def _unfit_autotune(asked: Asked) -> list[str]:
         },
         "num_chunks.max": (block.pipeline_degree.max, block.pipeline_degree.max if max_is_used else 1),
     }
-    why = "it is false; leave it out"
+    why = "it is false; remove it"
     if by_no_clock:
-        why = f"{BLOCK}.deterministic = true measures nothing; leave one of them out"
+        why = f"{BLOCK}.deterministic = true measures nothing; remove one of them"
     return [
         f'{BLOCK}.{path} = {shown(value)}: only with {enabled} = true or "auto", and {why}'
         for path, (value, idle) in written.items()
@@ -281,7 +281,8 @@ def _unfit_degrees(of: Asked) -> list[str]:
 
 
 def _pipeline_of(schedule: str) -> str:
-    """Return what the degrees of a schedule follow from, see :class:`~ds_fsmoe.planning.decide.presets.Switches`."""
+    """Return the rule that gives a schedule its numbers of chunks, see
+    :class:`~ds_fsmoe.planning.decide.presets.Switches`."""
     if schedule == "best":
         return ""
     from ds_fsmoe.planning.decide.presets import PRESETS
@@ -315,7 +316,7 @@ def _unknown_cluster(asked: Asked) -> list[str]:
 
 @dataclass(frozen=True)
 class NotImported:
-    """Says what could not be imported."""
+    """Holds the reason why something could not be imported."""
 
     field: str
     """The field of the block that names it."""
@@ -324,7 +325,7 @@ class NotImported:
 
 
 def not_imported(block: FSMoEBlock) -> list[NotImported]:
-    """Import what a block names, and return what cannot be.
+    """Import the modules and classes that a block names; return those that fail.
 
     Args:
         block: the block, enabled.
@@ -407,7 +408,7 @@ def _unknown_gate_options(asked: Asked) -> list[str]:
 
 
 def _unfit_placement(of: Asked) -> list[str]:
-    """Return what cannot be of the placement that a block asks for."""
+    """Return problems with the placement of a block."""
     block, asked, path = of.block, of.block.placement, f"{BLOCK}.placement"
     problems = []
     if asked.policy not in STAY:

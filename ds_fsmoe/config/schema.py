@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a JSON schema of the ``"fsmoe"`` block, so that editors complete it and say what a field is for.
+"""Makes a JSON schema of the ``"fsmoe"`` block, for completion and descriptions in editors.
 
 ``python -m ds_fsmoe.config.schema > ds_configs/ds_config.schema.json`` writes the one that comes along.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds under which words a user has written the fields of the ``"fsmoe"`` block, and where what is no field belongs.
+"""Finds the names by which a user wrote the fields of the ``"fsmoe"`` block, and the right place of unknown keys.
 
 Some fields have two words, the one of the research field and an older one of this project, and some blocks may be
 written as one value. Messages are made with either word; what a user reads has the paths that the user wrote.
@@ -71,7 +71,7 @@ def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], 
         if len(used) > 1:
             both = " and ".join(f"{path}.{word} = {shown(values[word])}" for word in used)
             older = f"{path}.{used[1]}"
-            found.twice[older] = f"{both}: must be one of the two, which are names of the same; leave {older} out"
+            found.twice[older] = f"{both}: must be one of the two, which are names of the same key; remove {older}"
             del once[used[1]]
         if used[0] != words[0]:
             found.old.append(f"{here} is now called {path}.{words[0]}; both work")

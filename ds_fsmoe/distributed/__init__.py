@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes process groups, finds the ranks' nodes, compares what ranks agree on, and raises errors on all of them."""
+"""Makes process groups, finds the ranks' nodes, checks that ranks agree, and raises errors on all of them."""

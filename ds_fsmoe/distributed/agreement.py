@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what all ranks have to agree on before they communicate: once, cheaply, with names of what differs.
+"""Checks that all ranks agree before they communicate: once, cheaply, naming the differences.
 
 Ranks that issue other collectives than their peers do not fail, they hang. So each rank states facts, a few short texts
 by name; what is compared is one digest of all of them, and only ranks that differ exchange the texts.

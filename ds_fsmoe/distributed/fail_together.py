@@ -85,7 +85,7 @@ def most_of(
 
 
 def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:
-    """Return what the first rank of a group has given, on every rank of it. Collective."""
+    """Return the first rank's value on every rank of a group. Collective."""
     if world_size_now() == 1:
         return value
     held = [value]
@@ -95,7 +95,7 @@ def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:
 
 
 def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return what each rank of a group has given, in the order of the ranks. Collective."""
+    """Return the values of all ranks of a group, in the order of the ranks. Collective."""
     if world_size_now() == 1:
         return [value]
     of_ranks = [value] * dist.get_world_size(group)
@@ -105,7 +105,7 @@ def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]
 
 
 def on_first_rank(value: _T) -> list[_T] | None:
-    """Return what each rank of the job has given on rank 0, and ``None`` on the others. Collective."""
+    """Return the values of all ranks of the job on rank 0, and ``None`` on the others. Collective."""
     if world_size_now() == 1:
         return [value]
     of_ranks: list[_T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None

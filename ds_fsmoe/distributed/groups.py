@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the communicators of an MoE layer, and sets what DeepSpeed has to be told for its own.
+"""Makes the communicators of an MoE layer, and registers them with DeepSpeed.
 
 The ranks of a pipeline stage are ep x esp x edp. DeepSpeed knows no sharding of experts, so it is told that
 ``ep * esp`` ranks share the experts: its own function then makes the groups it calls ``ep_size_{ep*esp}``, a *block* of
@@ -98,7 +98,7 @@ _made_under: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 
 def _made() -> _Made:
-    """Return what was made under the present default process group."""
+    """Return the groups that exist for the present default process group."""
     world = dist.group.WORLD
     # What was made may name the group it was made under, which would then never go by itself.
     for other in [each for each in _made_under if each is not world]:

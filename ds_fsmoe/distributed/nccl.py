@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets what NCCL needs so that lanes may be at work at the same time; on other backends nothing is done.
+"""Configures NCCL so that lanes can run at the same time; does nothing on other backends.
 
 A collective of NCCL is a kernel that stays on its GPU until those of all its ranks have come. Lanes may overlap where
 kernels start in one order on all ranks (see ``launch_order.py``), and they leave room for each other and the experts

@@ -30,7 +30,7 @@ def is_shared_out(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Have parameters whole meanwhile. Collective over the ranks that share them, if there are such."""
+    """Gather whole parameters inside the block. Collective over the ranks that share them, if any."""
     shared = [each for each in parameters if is_shared_out(each)]
     with ExitStack() as stack:
         if shared:
@@ -42,7 +42,7 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Let ZeRO 3 gather parameters for the calls of a module that is not theirs, forward and backward.
+    """Register ZeRO 3 gathers of parameters for the calls of another module, forward and backward.
 
     Args:
         module: the module.
@@ -55,7 +55,7 @@ def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> None:
-    """Let ZeRO 3 gather the weights of each module for its own calls, in blocks that contain certain modules.
+    """Make ZeRO 3 gather the weights of each module for its own calls, in blocks that contain certain modules.
 
     DeepSpeed marks the MoE blocks of some families as leaves, whose weights it gathers together, since which of their
     experts run differs. Of a leaf whose input requires no gradient, as in the first layer of a model with adapters, it
@@ -74,7 +74,7 @@ def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> N
 
 
 def run_compiled(model: nn.Module) -> None:
-    """Let ZeRO 3 run modules that ``torch.compile`` has put around others before the engine was made.
+    """Make ZeRO 3 run modules that ``torch.compile`` wrapped before the engine was made.
 
     DeepSpeed puts a dict of its own into each module and marks it at every forward. A compiled module hands on what is
     put into it, which is empty, to the one within.
@@ -96,7 +96,7 @@ def run_compiled(model: nn.Module) -> None:
 
 
 def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
-    """Let DeepSpeed gather parameters in one order on all ranks, and never because of what lanes do meanwhile.
+    """Make DeepSpeed gather parameters in the same order on all ranks, whatever the lanes do.
 
     Args:
         optimizer: the engine's at stage 3, or what stands for it where nothing is optimized.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes what this process waits for, since when, and what it did last: for a watchdog, from any thread.
+"""Records the present waits of this process, their start and its last action, for a watchdog in any thread.
 
 A collective whose other ranks never come says nothing. Each one of ours that blocks the host, and is no task of a lane,
 is marked by :class:`waiting`, which costs a few microseconds and no lock.
@@ -81,7 +81,7 @@ def at_work(what: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
 
 
 class _Last:
-    """Holds what this process did last."""
+    """Holds the last action of this process."""
 
     forward: tuple[object, float] | None = None
     step: int | None = None
@@ -107,7 +107,7 @@ def is_patient(wait: _Mark) -> bool:
 
 
 def said() -> str:
-    """Return what this process waits for and what it did last, in a line."""
+    """Return the present waits and the last action of this process, as one line."""
     parts = [f"waits for other ranks in {each.what}, {_since(each.since_s)}" for each in waiting.now()]
     parts = parts or ["is in no wait of ds_fsmoe"]
     parts += [f"is {each.what}, {_since(each.since_s)}" for each in working.now()]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines DeepSpeed's engines with our layers: how they are made, what they know, what they report."""
+"""Defines DeepSpeed engines with ds_fsmoe layers: construction, state and reports."""

@@ -10,7 +10,7 @@ from typing import Any
 
 OPTION = "--fsmoe"
 HELP = "the block, as a file or as JSON; it takes the place of any that the script's own config has"
-_EXAMPLE = """a file, or a JSON object such as '{"enabled": true}'"""
+_EXAMPLE = "a file, or a JSON object such as '{\"enabled\": true}'"
 
 
 def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
@@ -33,7 +33,7 @@ def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[s
             others.append(name + equals + written)
             continue
         if value is not None:
-            raise ValueError(f"{OPTION} is given twice; leave one of them")
+            raise ValueError(f"{OPTION} is given twice; remove one")
         if not equals and not left:
             raise ValueError(f"{OPTION} needs a value: {_EXAMPLE}")
         value = written if equals else left.pop(0)
@@ -66,7 +66,7 @@ def read_given(text: str) -> dict[str, Any]:
 
 def _read_file(path: str) -> Any:
     if not Path(path).is_file():
-        raise ValueError(f"{OPTION} {path}: no such file; what can be given is {_EXAMPLE}")
+        raise ValueError(f"{OPTION} {path}: no such file; the value is {_EXAMPLE}")
     from ds_fsmoe.engine.compat import load_ds_config
 
     try:

@@ -396,7 +396,7 @@ def problem_with(expected: Mapping[str, tuple[str, ...] | None]) -> str | None:
 
 
 def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()) -> None:
-    """Check that DeepSpeed's ``initialize``, or what another library has put in its place, takes what we pass.
+    """Check that DeepSpeed's ``initialize``, or its replacement by another library, takes our arguments.
 
     Args:
         function: the function to check.
@@ -422,10 +422,8 @@ def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()
         signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
         raise IncompatibleError(
-            f"{name_and_place(function)} stands in the place of deepspeed.initialize and does not take its arguments: "
-            "it "
-            f"takes {signature} ({error}). ds_fsmoe passes them on by name; do without this wrapper, or let it take "
-            "**kwargs"
+            f"{name_and_place(function)} replaces deepspeed.initialize and does not accept its arguments: it takes "
+            f"{signature} ({error}). ds_fsmoe passes them by name; remove this wrapper, or let it accept **kwargs"
         ) from error
 
 

@@ -109,26 +109,26 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
         named = "; ".join(f"{name}, a {kind}" for name, kind in list(left_out.items())[:4])
         more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
         raise LayerError(
-            f"{type(model).__name__} has experts that ds_fsmoe cannot take over ({named}{more}): every rank would "
-            "train all of them by itself. ds_fsmoe takes over deepspeed.moe.layer.MoE, and the experts modules of "
-            "transformers 5 (one module with stacked weights, decorated with use_experts_implementation); build the "
-            f"model with one of these, or set {BLOCK}.enabled to false"
+            f"{type(model).__name__} has experts that ds_fsmoe cannot convert ({named}{more}): every rank would "
+            "train all of them. ds_fsmoe supports deepspeed.moe.layer.MoE, and the experts modules of transformers "
+            "5 (one module with stacked weights, decorated with use_experts_implementation). Build the model with "
+            f"one of these, or set {BLOCK}.enabled to false"
         )
     if experts and (wrapper := wrapped_by(model)) is not None:
-        raise LayerError(f"{wrapper}: give initialize() the model itself, DeepSpeed shares it out")
+        raise LayerError(f"{wrapper}: pass the model itself to initialize(); DeepSpeed partitions it")
     owners: dict[int, str] = {}
     for name, module in experts.items():
         for parameter_name, parameter in module.named_parameters():
             path = f"{name}.{parameter_name}"
             if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
                 raise LayerError(
-                    f"{path} is {str(parameter.dtype).removeprefix('torch.')}: quantised experts cannot be trained "
-                    "here; load the model without a quantization_config"
+                    f"{path} is {str(parameter.dtype).removeprefix('torch.')}: quantized experts cannot be trained; "
+                    "load the model without quantization_config"
                 )
             if id(parameter) in owners:
                 raise LayerError(
-                    f"{path} is the same parameter as {owners[id(parameter)]}: tied experts cannot be spread over "
-                    "ranks; give each layer its own"
+                    f"{path} is the same parameter as {owners[id(parameter)]}: tied experts cannot be distributed "
+                    "over ranks; give each layer its own"
                 )
             owners[id(parameter)] = path
         wrappers = wrappers_around(model, name)
@@ -136,7 +136,7 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
             contract = contract_of(module)
         except ContractError as error:
             raise LayerError(
-                f"{name}, a {type(module).__name__}, follows the contract of transformers' experts by name, but {error}"
+                f"{name}, a {type(module).__name__}, has the attributes of transformers' experts modules, but {error}"
             ) from error
         # Beside experts that were loaded by parts adapters are of all; beside those that an engine has left, of these.
         left = part_of(module.down_proj) if loaded_part(module) is None else None
@@ -152,7 +152,7 @@ def check_hugging_face(
     mpu: Any,
     adapted: Sequence[str] = (),
 ) -> None:
-    """Refuse what does not go with the experts of a Hugging Face model, or with their absence.
+    """Refuse settings that conflict with the experts of a Hugging Face model, or with their absence.
 
     Args:
         block: the block.
@@ -169,25 +169,24 @@ def check_hugging_face(
     check_zero_stage(ds_config, stock)
     if stock and block.placement.policy == "lina":
         raise ConfigError(
-            f'{BLOCK}.placement.policy = "lina": chooses the ep_size of Hugging Face models, and {next(iter(stock))} '
-            "is a deepspeed.moe.layer.MoE, whose ep_size is the script's: write it in MoE(..., ep_size=...), with as "
-            "many experts on each rank as you want, and leave the policy out"
+            f'{BLOCK}.placement.policy = "lina" chooses the ep_size of Hugging Face models, and {next(iter(stock))} '
+            "is a deepspeed.moe.layer.MoE. Remove the policy, and set MoE(..., ep_size=...) in the script"
         )
     if not experts:
         if not has_stages:  # another stage may have some
             refuse_ep_size(block)
         if block.placement.policy == "lina":
             raise ConfigError(
-                f'{BLOCK}.placement.policy = "lina": chooses the ep_size of Hugging Face models, and this model, or '
-                "this stage of one, has no experts of theirs: leave the policy out"
+                f'{BLOCK}.placement.policy = "lina" chooses the ep_size of Hugging Face models, and this model (or '
+                "pipeline stage) has no such experts. Remove the policy"
             )
         return
     first = next(iter(experts))
     for name, module in experts.items():
         if any(each.is_meta for each in module.parameters(recurse=False)):
             raise LayerError(
-                f"{name} is on the meta device and has no weights: make the model with from_pretrained or from_config "
-                "within ds_fsmoe.own_experts(config), where no rank holds all experts"
+                f"{name} is on the meta device and has no weights: create the model with from_pretrained or "
+                "from_config inside ds_fsmoe.own_experts(config), where no rank holds all experts"
             )
     if has_stages:
         _check_in_stages(block, experts, adapted)
@@ -211,7 +210,7 @@ def check_hugging_face(
 
 
 def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module], adapted: Sequence[str]) -> None:
-    """Refuse what experts in a ``PipelineModule`` cannot have."""
+    """Refuse settings that experts in a ``PipelineModule`` do not support."""
     if adapted:
         raise LayerError(
             f"{adapted[0]}: adapters on experts are not supported in a PipelineModule; leave target_parameters out, or "
@@ -219,20 +218,20 @@ def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module], adapte
         )
     if block.placement.policy == "lina":
         raise ConfigError(
-            f'{BLOCK}.placement.policy = "lina": measures the experts of a whole model, and a stage of a '
-            f"PipelineModule has a part of them ({next(iter(experts))}): write {BLOCK}.ep_size, or leave it out for "
-            "the largest inside a node, and leave the policy out"
+            f'{BLOCK}.placement.policy = "lina" measures the experts of a whole model, and a stage of a '
+            f"PipelineModule has only a part of them ({next(iter(experts))}). Remove the policy; set "
+            f"{BLOCK}.ep_size or leave it to auto"
         )
     for name, module in experts.items():
         if name.split(".")[0] == "tied_modules":
             raise LayerError(
-                f"{name}: experts in a TiedLayerSpec cannot be spread over ranks, as stages would share them; use a "
-                "LayerSpec for layers with experts"
+                f"{name}: experts in a TiedLayerSpec cannot be distributed over ranks, as stages would share them; "
+                "use a LayerSpec for layers with experts"
             )
         if loaded_part(module) is not None:
             raise LayerError(
-                f"{name} was made within ds_fsmoe.own_experts, which knows nothing of the stages of a PipelineModule: "
-                "make its layers without it"
+                f"{name} was created inside ds_fsmoe.own_experts, which does not support PipelineModule: create its "
+                "layers outside of it"
             )
 
 
@@ -346,8 +345,8 @@ def refuse_ep_size(block: FSMoEBlock) -> None:
     """
     if block.ep_size != "auto":
         raise ConfigError(
-            f"{BLOCK}.ep_size = {shown(block.ep_size)}: is for the experts of Hugging Face models, and this model "
-            "has none: deepspeed.moe.layer.MoE(..., ep_size=...) has it"
+            f"{BLOCK}.ep_size = {shown(block.ep_size)} applies to Hugging Face models, and this model has no such "
+            "experts; set deepspeed.moe.layer.MoE(..., ep_size=...)"
         )
 
 
@@ -409,8 +408,8 @@ def convert_experts(
     if (loaded := loaded_part(module)) is not None:
         if loaded != part:
             raise LayerError(
-                f"{path} was loaded with {loaded}, and here has to be {part}: give own_experts() and initialize() the "
-                "same config"
+                f"{path} was loaded with {loaded}, but needs {part}: pass the same config to own_experts() and "
+                "initialize()"
             )
         for name in contract.weights:
             describe_as(getattr(module, name), part)
@@ -433,7 +432,7 @@ def convert_experts(
 
 
 def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
-    """Let what the router before a converted module chooses be seen and replaced, where the block around both runs.
+    """Make the router's choices before a converted module visible and replaceable, if the block around both runs.
 
     Args:
         model: the model.
@@ -479,7 +478,7 @@ def agree_on_forms(layers: Sequence[FSMoEExperts], group: dist.ProcessGroup | No
 
 
 def table_of(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int) -> Message:
-    """Return what was taken over, as a table for the log.
+    """Return the converted experts as a table for the log.
 
     Args:
         layers: the layers taken over, at least one.
@@ -503,7 +502,10 @@ def table_of(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int) -> Me
     ]
     left = f"; {stock} layer(s) of deepspeed.moe.layer.MoE besides" if stock else ""
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    head = f"ds_fsmoe takes over the experts of {family}, over ep_size = {ep_size} rank(s){left}; all else is theirs"
+    head = (
+        f"ds_fsmoe converted the experts of {family}: ep_size = {ep_size} rank(s){left}; the rest of the model "
+        "is unchanged"
+    )
     return Message([head, Table(heads, rows, indent="  ", has_rule=False)])
 
 

@@ -60,19 +60,19 @@ def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
         if type(inner) not in (StockMOELayer, FSMoELayer):
             raise LayerError(
                 f"{name}.deepspeed_moe is a {type(inner).__module__}.{type(inner).__name__}; ds_fsmoe replaces the "
-                "forward of deepspeed.moe.sharded_moe.MOELayer itself, and would lose what this class does"
+                "forward of deepspeed.moe.sharded_moe.MOELayer, so the behaviour of this class would be lost"
             )
         if inner.use_tutel:
-            raise LayerError(f"{name}: use_tutel = True runs Tutel's kernels, which ds_fsmoe replaces; leave it out")
+            raise LayerError(f"{name}: use_tutel = True runs Tutel's kernels, which ds_fsmoe replaces; remove it")
         if gate is not None and not _has_gate(layer, gate) and type(inner.gate) not in (StockTopKGate, FSMoEGate):
             raise LayerError(
-                f"{name} has a gate of its own, a {type(inner.gate).__name__}, which fsmoe.gate would not reach: leave "
-                "fsmoe.gate out, or give the layer stock's gate"
+                f"{name} has its own gate, a {type(inner.gate).__name__}, which fsmoe.gate would not change: remove "
+                "fsmoe.gate, or use DeepSpeed's gate in the layer"
             )
 
 
 def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str, str]:
-    """Return what all ranks have to have alike of the tensor parallelism around the layers, as short texts by name."""
+    """Return the tensor parallelism around the layers that all ranks must agree on, as short texts by name."""
     facts = {
         "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
         "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
@@ -93,8 +93,8 @@ def check_mpu(mpu: Any) -> None:
     """
     if not has_neighbours(mpu):
         raise LayerError(
-            f"mpu: the {sizes_of_mpu(mpu)[0]} tensor-parallel ranks of a group are not neighbours, as Megatron and "
-            "DeepSpeed number them; number the ranks so, or set fsmoe.enabled to false"
+            f"mpu: the {sizes_of_mpu(mpu)[0]} tensor-parallel ranks of a group are not consecutive, as they are in "
+            "Megatron and DeepSpeed; number them so, or set fsmoe.enabled to false"
         )
 
 
@@ -135,7 +135,7 @@ def check_left(layers: dict[str, StockMoE], is_enabled: bool = True) -> None:
             why = "a gate of fsmoe.gate, which DeepSpeed's own layer does not run"
         if why:
             raise LayerError(
-                f"{name}: an engine of ds_fsmoe has left it {why}: build a new model and load a checkpoint"
+                f"{name}: an earlier engine of ds_fsmoe left it {why}: build a new model and load a checkpoint"
             )
 
 
@@ -179,21 +179,21 @@ def convert(
 def _warn_of_later_tokens(gate: str) -> None:
     """Warn once for each class of gates, however many layers there are."""
     log_on_rank_0(
-        f"{gate} decides on a token by the other tokens of its batch, later ones of its sequence too. A causal "
-        "language model is then trained with what it cannot know when it generates, and its training loss looks better "
-        'than it is. If the model is none, "causal": false in fsmoe.gate ends this warning',
+        f"{gate} routes a token by other tokens of its batch, later ones of its sequence included. A causal "
+        "language model would be trained with information that it does not have in generation, and its training "
+        'loss looks better than it is. If the model is not causal, set "causal": false in fsmoe.gate',
         logging.WARNING,
     )
 
 
 def tensor_parallel_use(layer: StockMoE) -> TensorParallelUse:
-    """Return what a layer was told of the tensor parallelism around it."""
+    """Return the settings of the tensor parallelism around a layer."""
     same_tokens = not getattr(layer, "sequence_parallel", False)
     return TensorParallelUse(same_tokens, layer.enable_expert_tensor_parallelism)
 
 
 def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter, nn.Parameter]:
-    """Give this rank its part of each of its experts, if they are to be sharded."""
+    """Give this rank its shard of each of its experts, if experts are sharded."""
     ep_size, esp_size = layer.deepspeed_moe.ep_size, running.block.esp_size
     if esp_size == 1:
         return {}
@@ -264,8 +264,8 @@ def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> Ga
     for name in ours.state_dict():
         if "expert" in name:
             raise LayerError(
-                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed takes every name "
-                "with 'expert' in it for an expert's when it saves: rename it"
+                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed saves every name "
+                "that contains 'expert' as an expert's: rename it"
             )
     return ours
 
@@ -354,8 +354,8 @@ class MoE(StockMoE):
         if ep_size < 1 or num_experts % ep_size:
             sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
             raise LayerError(
-                f"MoE: num_experts = {num_experts} is not divisible by ep_size = {ep_size}; for {num_experts} experts "
-                f"the sizes are {', '.join(map(str, sizes))}"
+                f"MoE: num_experts = {num_experts} is not divisible by ep_size = {ep_size}; with {num_experts} "
+                f"experts ep_size can be {', '.join(map(str, sizes))}"
             )
         if not 1 <= k <= num_experts:
             raise LayerError(f"MoE: k = {k}: must be between 1 and num_experts ({num_experts})")

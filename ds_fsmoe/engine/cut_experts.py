@@ -111,7 +111,7 @@ def shards_of(contract: Contract, count: int, index: int) -> dict[str, Shard | N
 
 
 def contract_of_shard(contract: Contract, index: int) -> Contract:
-    """Return what a module of shards says of its weights."""
+    """Return the contract of the weights of a module of shards."""
     return contract if index == 0 else replace(contract, adds_down_bias=False)
 
 
@@ -135,26 +135,28 @@ def check_shards_of_experts(
     said = f"{BLOCK}.expert_tensor_parallel_size = {count}"
     if ds_config.get("zero_optimization", {}).get("stage", 0) == 3:
         raise ConfigError(
-            f"{said}: at ZeRO 3 experts of a Hugging Face model ({next(iter(experts))}) are not cut; leave it out, or "
-            "use stage 2"
+            f"{said}: not supported at ZeRO 3 with experts of a Hugging Face model ({next(iter(experts))}); remove "
+            "it, or use stage 2"
         )
     for name in adapted:
-        raise ConfigError(f"{said}: {name} has adapters, and experts with adapters are not cut; leave it out")
+        raise ConfigError(f"{said}: not supported for {name}, whose experts have adapters; remove it")
     for name, module in experts.items():
         contract = contract_of(module)
         if loaded_part(module) is not None:
             raise LayerError(
-                f"{said}: {name} was loaded with this rank's experts only, which are not cut; leave it out"
+                f"{said}: not supported for {name}, which was loaded with this rank's experts only; remove it"
             )
         if contract.has_post_expert_norm:
-            raise LayerError(f"{said}: {name} norms the results of its experts, which shards have in parts; use 1")
+            raise LayerError(
+                f"{said}: {name} normalizes the output of its experts, of which a shard has only a part; use 1"
+            )
         part = part_of(getattr(module, contract.down))
         if part is not None and part.shard is not None:
             if part.shard.count == count:
                 continue  # tried when they were cut
             raise LayerError(
-                f"{said}: an engine has left {name} in {part.shard.count} shards: call ds_fsmoe.make_whole(model) on "
-                "every rank first, and give initialize() its parameters"
+                f"{said}: an earlier engine left {name} in {part.shard.count} shards: call "
+                "ds_fsmoe.make_whole(model) on every rank first, and pass its parameters to initialize()"
             )
         down = shape_of(getattr(module, contract.down)) or (0, 0, 0)
         hidden = down[1] if contract.is_transposed else down[2]
@@ -163,15 +165,14 @@ def check_shards_of_experts(
             raise LayerError(f"{said}: must divide the hidden width of {name} ({hidden}); the choices are {choices}")
         if not computes_by_contract(module, contract, count):
             raise LayerError(
-                f"{said}: the experts of {name}, a {type(module).__name__}, compute something else in shards: their "
-                "own forward is not what transformers' contract says, or what lies between the products mixes "
-                "hidden elements; use 1"
+                f"{said}: the experts of {name}, a {type(module).__name__}, give other results in shards: their "
+                "forward differs from transformers' contract, or mixes elements of the hidden width; use 1"
             )
 
 
 @torch.no_grad()
 def computes_by_contract(module: nn.Module, contract: Contract, count: int = 1) -> bool:
-    """Return whether a module's own forward gives what the contract says of its weights, tried on a few rows.
+    """Return whether a module's own forward follows the contract of its weights, tested on a few rows.
 
     Args:
         module: a module of experts with weights on this rank; without any it is taken at its word.
@@ -286,7 +287,9 @@ def _chosen(
     dtype: torch.dtype | None,
 ) -> int:
     if len(packings(sizes)) == 1:
-        log_on_rank_0(f"expert packing (lina): ep_size = {max(sizes)}, as these ranks and experts have no half of it")
+        log_on_rank_0(
+            f"expert packing (lina): ep_size = {max(sizes)}, the only size that these ranks and experts allow"
+        )
         return max(sizes)
     asked = block.gradient_partition.asked_bytes
     found = pack_by_times(
@@ -298,8 +301,8 @@ def _chosen(
     wanted = f'write "ep_size": {found.ep_size}'
     if block.deterministic:
         raise ConfigError(
-            f'{BLOCK}.placement.policy = "lina": goes against {BLOCK}.deterministic = true, as it follows from a '
-            f"clock; it would choose ep_size = {found.ep_size} here: {wanted} and leave the policy out"
+            f'{BLOCK}.placement.policy = "lina" and {BLOCK}.deterministic = true cannot both be on: packing depends '
+            f"on timings. It would choose ep_size = {found.ep_size}: {wanted} and remove the policy"
         )
     per_rank = " or ".join(map(str, found.experts_per_rank(found.ep_size)))
     head = (
@@ -353,7 +356,7 @@ def wrappers_around(model: nn.Module, path: str) -> dict[str, nn.Module]:
         if own_name == "base_layer" and _WRAPPER in bases:
             found = {parent: module, **found}
         elif what := next((_OF_PEFT[each] for each in of_peft if each in _OF_PEFT), None):
-            raise LayerError(f"{path}: PEFT has put a {type(module).__name__} around the experts, {what}")
+            raise LayerError(f"{path}: PEFT has wrapped the experts in a {type(module).__name__}, {what}")
         parent, _, own_name = parent.rpartition(".")
     return found
 
@@ -373,14 +376,14 @@ def check_wrappers(wrappers: Mapping[str, nn.Module], contract: Contract, num_ex
         name = wrapper.parameter_name
         if name not in (contract.up, contract.down):
             raise LayerError(
-                f"{path}: an adapter of {name} has one A for all experts, which cannot be cut; "
-                f"target_parameters may have {contract.up} and {contract.down}"
+                f"{path}: an adapter of {name} has one A for all experts, which cannot be distributed; "
+                f"target_parameters can be {contract.up} and {contract.down}"
             )
         known = {f"{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B") for adapter in wrapper.lora_A}
         present = {each for each, _ in wrapper.named_parameters() if not each.startswith("base_layer.")}
         if present != known:
             raise LayerError(
-                f"{path}: has parameters {', '.join(sorted(present ^ known))} other than A and B of plain LoRA, which "
+                f"{path}: has parameters {', '.join(sorted(present ^ known))} besides A and B of plain LoRA, which "
                 "is not supported for experts"
             )
         weight = shape_of(getattr(wrapper.get_base_layer(), name)) or ()
@@ -437,7 +440,7 @@ def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
 
 
 def gather_as_they_run(model: nn.Module, layers: Sequence[FSMoEExperts]) -> None:
-    """Let ZeRO 3 gather what a layer needs for the calls of its experts.
+    """Make ZeRO 3 gather the weights of a layer for the calls of its experts.
 
     A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts. So is what
     modules within the experts have, such as a norm behind them, which is called chunk by chunk.

@@ -82,7 +82,7 @@ from ds_fsmoe.versions import VERSION
 
 
 class FSMoEEngine(GroupsEngine, SavingEngine):
-    """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
+    """DeepSpeed's engine with ds_fsmoe layers; ``engine.fsmoe`` is their state."""
 
     fsmoe: FSMoEState
     _hf_layers: list[FSMoEExperts]
@@ -124,8 +124,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         # A stage without layers has other reasons than the others.
         if reason is not None and groups and state.block.gradient_partition.mode not in ("auto", "off"):
             raise ConfigError(
-                f"fsmoe.gradient_partition.mode = {mode!r}: gradients stay DeepSpeed's to reduce here, because "
-                f'{reason}; leave it out, or set it to "off"'
+                f"fsmoe.gradient_partition.mode = {mode!r} is not possible here, because {reason}: DeepSpeed "
+                'reduces the gradients. Remove it, or set it to "off"'
             )
         if mode != "off" and reason is not None:
             state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
@@ -136,9 +136,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
-                "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients in a stream of its own, beside the "
-                f"links, and NCCL may begin what is on both in another order on each rank: {state.running.one_link}; "
-                "set it to false, or let ours reduce them (fsmoe.gradient_partition.mode)",
+                "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients on its own stream, and NCCL "
+                f"may start collectives in another order on each rank and hang: {state.running.one_link}. Set it to "
+                "false, or let ds_fsmoe reduce them (fsmoe.gradient_partition.mode)",
                 logging.WARNING,
             )
         self._take_over_gather(groups, 'fsmoe.gradient_partition.mode is "off"' if mode == "off" else reason)
@@ -151,16 +151,16 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         """
         state, asked = self.fsmoe, self.fsmoe.block.gradient_partition.gather_parameters
         if self.pipeline_parallelism:
-            reason = "stages begin their forwards one after another"
+            reason = "the forwards of stages start one after another"
         elif type(self.optimizer) is not DeepSpeedZeroOptimizer:
             reason = "updated parameters are gathered at zero_optimization.stage 1 and 2"
         elif not partitions_are_ours(self.optimizer, groups):
-            reason = "ZeRO has cut parameters over other ranks than those that share them"
+            reason = "ZeRO partitions parameters over other ranks than those that share them"
         reason = reason or state.running.one_link
         if asked == "overlapped" and reason is not None:
             raise ConfigError(
-                f'fsmoe.gradient_partition.gather_parameters = "overlapped": cannot be here, because {reason}; the '
-                'choices are "auto" and "at_end"'
+                f'fsmoe.gradient_partition.gather_parameters = "overlapped" is not possible here, because {reason}; '
+                'use "auto" or "at_end"'
             )
         if asked != "at_end" and reason is None:
             state.updated = UpdatedParameters(self, state.reduction, groups, [*state.layers.values()])
@@ -178,7 +178,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take DeepSpeed's optimizer step; before it, check and share what this step's forwards have found. Collective.
+        """Take DeepSpeed's optimizer step, after the findings of this step's forwards are shared. Collective.
 
         Raises:
             ExpertResultError: results of experts are not what they should be, and that is looked at.
@@ -202,7 +202,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     @torch._disable_dynamo
     def _begin_forward(self, has_batch: bool = True) -> StepClock | None:
-        """Do what is due at the start of a forward, which is collective, whoever has a batch; return its clock."""
+        """Start a forward, which is collective for all ranks, with or without a batch; return its clock."""
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
@@ -242,7 +242,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         return result
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's step; the trace ends with the step, and not with what comes after it."""
+        """Run DeepSpeed's step; the trace of the step ends here."""
         number, ends_step = self.global_steps, self.is_gradient_accumulation_boundary()
         result = super().step(*args, **kwargs)
         self.has_partial_gradients = not ends_step
@@ -250,7 +250,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         return result
 
     def _after_step(self, is_over: bool) -> None:
-        """Do what is due after a step of DeepSpeed's, which need not be the end of an optimizer step."""
+        """Update the state after a step of DeepSpeed, which need not be an optimizer step."""
         state = self.fsmoe
         if self.was_step_applied():
             state.after_optimizer_step()
@@ -271,7 +271,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def destroy(self) -> None:
-        """End the lanes, then what DeepSpeed ends. Layers run on as they lie, without the engine."""
+        """End the lanes, then the engine. Layers go on as they are, without the engine."""
         try:
             if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
                 self.fsmoe.close()
@@ -294,8 +294,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         """
         if self.zero_optimization_partition_weights():
             raise RuntimeError(
-                "fsmoe_dummy_forward: at ZeRO 3 every layer gathers its weights from all ranks, so a rank without a "
-                "batch cannot run the MoE layers alone: give every rank equally many batches"
+                "fsmoe_dummy_forward: at ZeRO 3 every layer gathers its weights from all ranks, so a rank without "
+                "a batch cannot run the MoE layers alone: give every rank the same number of batches"
             )
         clock = self._begin_forward(has_batch=False)
         total, telemetry = torch.zeros(()), self.fsmoe.telemetry
@@ -389,8 +389,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.fsmoe.why_untuned = untuned
         if untuned is not None and needs_numbers(asked):
             log_on_rank_0(
-                f'fsmoe.schedule = "{asked.schedule}" runs in one chunk, as fsmoe.num_chunks gives no numbers and '
-                f"nothing is measured: {untuned}",
+                f'fsmoe.schedule = "{asked.schedule}" runs in one chunk, as fsmoe.num_chunks is auto and nothing is '
+                f"measured: {untuned}",
                 logging.WARNING,
             )
         return sources
@@ -403,7 +403,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             self.num_experts.extend(each.total_experts for each in self._hf_layers)
 
     def _validate_zero3_moe_compatibility(self) -> None:
-        """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""
+        """Check DeepSpeed's requirements for experts at stage 3, which DeepSpeed itself checks for AutoEP only."""
         if not self._hf_layers or len(self._hf_layers) < len(self.fsmoe.layers):
             super()._validate_zero3_moe_compatibility()
         gather_as_they_run(self.module, self._hf_layers)
@@ -430,7 +430,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         """The micro batches of this batch whose backwards have begun."""
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's ``train_batch``, with what is due at the start and at the end of a step."""
+        """Run DeepSpeed's ``train_batch``, and update the state at the start and at the end of the step."""
         state = self.fsmoe
         state.at_step(self.global_steps)
         state.before_forward()

@@ -65,7 +65,7 @@ from ds_fsmoe.ops.loading import LIBRARIES
 
 
 def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Refuse what cannot be trained, as far as one rank can see that by itself.
+    """Refuse models and configs that cannot be trained, by the checks that need one rank only.
 
     Args:
         block: the block.
@@ -82,8 +82,8 @@ def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mode
     device_type = get_accelerator().device_name()
     if block.ops == "required" and device_type not in LIBRARIES:
         raise ConfigError(
-            f"fsmoe.ops = 'required': there are compiled ops for {' and '.join(LIBRARIES)}, and this is {device_type}; "
-            "use 'auto' or 'plain'"
+            f"fsmoe.ops = 'required': there are compiled ops for {' and '.join(LIBRARIES)}, and this is "
+            f"{device_type}; use 'auto' or 'plain'"
         )
     if isinstance(model, DualPipeVModule):
         raise LayerError("a DualPipeVModule is not supported in this version: use a PipelineModule")
@@ -259,7 +259,7 @@ def _function_beneath() -> Callable[..., Any]:
 
 
 def _call_beneath(arguments: dict[str, Any]) -> Any:
-    """Call DeepSpeed's own function, if need be through what other libraries have put in its place."""
+    """Call DeepSpeed's own function, or the replacement by another library."""
     global _depth
     function = _function_beneath()
     _depth += 1
@@ -280,9 +280,8 @@ def _engine_of(made: Any) -> Any:
     engine = next((each for each in (made if isinstance(made, tuple) else (made,)) if hasattr(each, "fsmoe")), None)
     if engine is None:
         raise compat.IncompatibleError(
-            f"{compat.name_and_place(_function_beneath())} stands in the place of deepspeed.initialize and has not "
-            "returned "
-            "an engine of ds_fsmoe: it has to call deepspeed.initialize and to return what that returns"
+            f"{compat.name_and_place(_function_beneath())} replaces deepspeed.initialize and has not returned an "
+            "engine of ds_fsmoe: it must call deepspeed.initialize and return its result"
         )
     return engine
 
@@ -294,14 +293,14 @@ def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     has_layers = any(isinstance(each, StockMoE) or follows_contract(each) for each in model.modules())
     if getattr(model, "num_stages", 1) == 1 and not has_layers:
         log_on_rank_0(
-            f"{type(model).__name__} has no MoE layers of DeepSpeed's or transformers' kind, so the fsmoe block given "
-            "from outside is not for it: stock DeepSpeed trains it",
+            f"{type(model).__name__} has no MoE layers of DeepSpeed or transformers, so the fsmoe block of the "
+            "command line does not apply: stock DeepSpeed trains it",
             logging.WARNING,
         )
         return others
     _given.is_used = True
     if ds_config.get(BLOCK, _given.block) != _given.block:
-        log_on_rank_0("the fsmoe block given from outside takes the place of the one in the script's own config")
+        log_on_rank_0("the fsmoe block of the command line replaces the one in the script's config")
     return others | {BLOCK: _given.block}
 
 
@@ -391,8 +390,8 @@ def _refuse_to_be_gone_past(functions: Sequence[Callable[..., Any]]) -> None:
         for alias, value in list(vars(module).items()):
             if any(value is each for each in functions):
                 raise RuntimeError(
-                    f"{name} took deepspeed.initialize in before ds_fsmoe.install(), as {alias}, and would go past it: "
-                    "call install() first, or use ds_fsmoe.initialize"
+                    f"{name} imported deepspeed.initialize before ds_fsmoe.install(), as {alias}, and would bypass "
+                    "it: call install() first, or use ds_fsmoe.initialize"
                 )
 
 
@@ -402,7 +401,7 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well.
+    """Undo :func:`install`, with the block given to it; replacements by others since then are undone as well.
 
     Examples:
         >>> import deepspeed, ds_fsmoe
@@ -424,6 +423,6 @@ def warn_if_unused() -> None:
     """Warn if no engine has taken the block that was given from outside."""
     if _given is not None and not _given.is_used and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "the fsmoe block given from outside has done nothing: deepspeed.initialize was not called with a config "
+            "the fsmoe block of the command line was not used: deepspeed.initialize was not called with a config "
             "and a model that has MoE layers"
         )

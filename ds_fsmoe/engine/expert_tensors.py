@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a Hugging Face model with this rank's experts only, and reads of its files what this rank needs.
+"""Builds a Hugging Face model with this rank's experts only, and reads this rank's part of its files.
 
 Of a model's files that is the dense part, and of the experts this rank's own. Files keep experts stacked, one tensor
 for all of a layer, or one by one; transformers merges the latter by converters. Of stacked ones a range is read, of the
@@ -87,7 +87,7 @@ class Build:
             yield
 
     def cut(self, model: nn.Module) -> None:
-        """Give each module of experts its part of them, without weights. Collective.
+        """Give each module of experts its shard, without weights. Collective.
 
         Raises:
             ConfigError: ``ep_size`` does not fit; see :func:`chosen_ep_size`.
@@ -155,14 +155,14 @@ class Build:
         )
         of_zero = next((each for each in model.parameters() if is_shared_out(each)), None)
         if of_zero is None:
-            raise LayerError(f"{type(model).__name__}: zero.Init has shared out no parameter")
+            raise LayerError(f"{type(model).__name__}: zero.Init has partitioned no parameter")
         mine = {model.get_parameter(name): part for name, part in self.own.items()}
         for each, part in mine.items():
             tag_as_experts(each, part, stock_names(self._ep_size, 1).expert_group_name)
         share_out_over_replicas(list(mine), of_zero)
 
     def finish(self, model: nn.Module) -> None:
-        """Draw what no file had, and mark what was cut: it runs under an engine only."""
+        """Initialize weights that no file holds, and mark shards: they need an engine to run."""
         self.draw(model, self._undrawn)
         for name, part in self.own.items():
             parameter = model.get_parameter(name)
@@ -174,7 +174,9 @@ class Build:
             for name, part in self.parts.items():
                 leave_alone(model.get_submodule(name), loaded=part)
             PEFT_COUNTS_ALL.begin()
-            log_on_rank_0(f"{type(model).__name__} has this rank's experts only, of ep_size = {self._ep_size} rank(s)")
+            log_on_rank_0(
+                f"{type(model).__name__} was loaded with this rank's experts only (ep_size = {self._ep_size})"
+            )
 
     def read(
         self,
@@ -204,7 +206,8 @@ class Build:
         for name, why in (("hf_quantizer", "is quantised"), ("device_mesh", "is sharded by transformers")):
             if getattr(load_config, name, None) is not None:
                 raise LayerError(
-                    f"{type(model).__name__} {why}: its experts cannot be loaded by ranks; load it without"
+                    f"{type(model).__name__} {why}: its experts cannot be loaded per rank; load it outside of "
+                    "own_experts()"
                 )
         conversions = importlib.import_module(CONVERSIONS)
         with ExitStack() as stack:
@@ -248,7 +251,7 @@ def _keep_off_memory(module: nn.Module, name: str, parameter: nn.Parameter | Non
 
 
 def _zero_init_leaves_experts() -> AbstractContextManager[None]:
-    """Let ``zero.Init`` leave parameters without memory as they are; it would share them out over all ranks."""
+    """Make ``zero.Init`` skip parameters without memory, which it would partition over all ranks."""
     theirs = partition_parameters.Init._post_init_method
 
     def around(self: Any, module: nn.Module) -> None:
@@ -354,7 +357,7 @@ def split_tensors(
 def _own_of(
     names: list[str], tensors: Mapping[str, Any], part: ExpertPart, num_dims: int, converter: Any
 ) -> dict[str, Any] | None:
-    """Return what of alike tensors is this rank's, ``None`` where that is known behind the converter only.
+    """Return this rank's tensors among equal ones; ``None`` where only the converter knows them.
 
     Raises:
         LayerError: they have another number of experts than the model.
@@ -381,7 +384,7 @@ def _own_of(
 
 
 def _mixes_experts(operation: Any) -> bool:
-    """Return whether a conversion may do anything along the first dimension; what is not known may."""
+    """Return whether a conversion may mix elements of the first dimension; unknown ones may."""
     dims = [getattr(operation, name) for name in ("dim", "dim0", "dim1") if hasattr(operation, name)]
     return not dims or any(not isinstance(each, int) or each <= 0 for each in dims)
 
@@ -391,7 +394,7 @@ def _cutting_after(conversions: ModuleType, converters: Mapping[int, tuple[Any, 
     """Have the results of converters cut, meanwhile: id -> (converter, this rank's part)."""
 
     class CutExperts(conversions.ConversionOps):  # type: ignore[name-defined, misc]
-        """Cuts the experts of this rank out of what a converter has made."""
+        """Takes this rank's experts from the results of a converter."""
 
         def __init__(self, part: ExpertPart) -> None:
             self.part = part

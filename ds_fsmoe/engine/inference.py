@@ -43,7 +43,7 @@ from ds_fsmoe.telemetry.paths import PathProfiler
 
 @dataclass
 class Inference:
-    """Says what happens in the layers meanwhile."""
+    """Tells how the layers run inside :func:`inference`."""
 
     layers: dict[str, LayerRecord] = field(default_factory=dict)
     """Label -> what happened, of the layers whose experts come and go."""
@@ -121,12 +121,12 @@ def inference(
             f"and 1, and one of {', '.join(get_args(Where))}"
         )
     if not estimate and not second_phase:
-        raise ValueError("estimate = False, second_phase = False: one of them must be on, or nothing is known of loads")
+        raise ValueError("estimate = False, second_phase = False: one of them must be true, or loads are unknown")
     model = getattr(engine, "module", engine)
     if isinstance(model, PipelineModule):
         raise ValueError(
-            "ds_fsmoe.inference: not yet with a PipelineModule, whose stages run on different ranks: evaluate it by "
-            "engine.eval_batch, with all experts where they are"
+            "ds_fsmoe.inference: not supported with a PipelineModule, whose stages run on different ranks; "
+            "evaluate it with engine.eval_batch"
         )
     found = {
         module.fsmoe.label: module
@@ -135,9 +135,9 @@ def inference(
     }
     record = Inference(weights=weights)
     if not found:
-        log_on_rank_0("ds_fsmoe.inference: the model has no MoE layer of ours", logging.WARNING)
+        log_on_rank_0("ds_fsmoe.inference: the model has no MoE layer of ds_fsmoe", logging.WARNING)
     elif is_under_way(next(iter(found.values())).fsmoe.running):
-        raise RuntimeError("ds_fsmoe.inference: the model is in it already; leave it before it is entered again")
+        raise RuntimeError("ds_fsmoe.inference: already active for this model; leave it before entering again")
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         stack.enter_context(torch.no_grad())
@@ -170,9 +170,9 @@ def _come_and_go(
     if profiles is None:
         profiles = _profiles_of(running) if estimate else {}
     if estimate and not any(each.num_counted for each in profiles.values()):
-        reason = "no paths of tokens were counted in training (fsmoe.placement.profile_paths)"
+        reason = "training counted no paths of tokens (fsmoe.placement.profile_paths)"
         if not options.second_phase:
-            raise ValueError(f"second_phase = False: nothing can be estimated, as {reason}")
+            raise ValueError(f"second_phase = False: loads cannot be estimated, as {reason}")
         log_on_rank_0(f"ds_fsmoe.inference: experts are scheduled after each gate, as {reason}", logging.WARNING)
         profiles = {}
     record.left |= left_by_any(found)
@@ -236,7 +236,7 @@ def _installed(module: FSMoEExperts | FSMoELayer, layer: InferenceLayer, run: In
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation meanwhile, and each of its modules as before afterwards."""
+    """Set a model to evaluation mode inside the block, and restore the mode of each module afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -264,7 +264,7 @@ class Coming:
 
     @classmethod
     def of(cls, module: FSMoEExperts | FSMoELayer, options: Options) -> Coming:
-        """Return what is known of a layer."""
+        """Return the data of a layer."""
         state: Any = module.fsmoe
         num_ranks, num_local = module.ep_size, module.num_local_experts
         at_start = ExpertPlacement.at_start(num_ranks * num_local, num_ranks)
@@ -318,15 +318,17 @@ def made_room(layers: Mapping[str, Coming], weights: Where) -> tuple[Where, dict
         give_back_host_memory()
         if where != ways[-1]:
             log_on_rank_0(
-                f"ds_fsmoe.inference: weights are fetched from the ranks where they are at home, as not every host has "
-                f"memory for all: {why}",
+                "ds_fsmoe.inference: weights are fetched from the ranks that own them, as not every host has "
+                f"memory for all experts: {why}",
                 logging.WARNING,
             )
-    raise MemoryError(f"ds_fsmoe.inference: experts have no room: {why}; a smaller most_per_rank may need less")
+    raise MemoryError(
+        f"ds_fsmoe.inference: not enough memory for experts: {why}; a smaller most_per_rank may need less"
+    )
 
 
 def _first_problem(own: str) -> str:
-    """Return what the first rank with a problem says of it; empty: no rank has one. Collective."""
+    """Return the problem of the first rank that has one; empty: no rank has. Collective."""
     return next((f"rank {rank}: {each}" for rank, each in enumerate(on_every_rank(own)) if each), "")
 
 
@@ -344,7 +346,7 @@ def _lacking(layers: Mapping[str, Coming], where: Where) -> str:
         wanted["the device's"] = on_device, free_bytes(device) + kept
     for whose, (needed, free) in wanted.items():
         if needed > free:
-            return f"{needed / 2**20:,.0f} MiB of {whose} memory are needed, and {free / 2**20:,.0f} are free"
+            return f"{needed / 2**20:,.0f} MiB of {whose} memory are needed, {free / 2**20:,.0f} are free"
     return ""
 
 
@@ -369,7 +371,7 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
     """
     state = module.fsmoe
     if state.groups is None or state.pipeline is None:
-        return "its groups were not made"
+        return "its process groups do not exist yet"
     if (reason := obstacle_to_placement(module)) is not None:
         return reason
     if isinstance(module, FSMoEExperts):
@@ -377,9 +379,9 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
     if (reason := module.why_called()) is not None:
         return reason
     if module.local_experts() is None:
-        return "its experts are in a module that is not known"
+        return "its experts are in a module of unknown type"
     if state.pipeline.collectives.exchange_rows is None:
-        return "its all-to-all is for slots only"
+        return "its all-to-all supports padded dispatch only"
     return None
 
 

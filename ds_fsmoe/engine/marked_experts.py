@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the parameters of experts that an engine has spread over ranks, and guards what is loaded and saved.
+"""Marks the parameters of experts that are distributed over ranks, and checks loading and saving.
 
 See :mod:`~ds_fsmoe.layer.expert_shard` for what a marked parameter does. A state dict that a script takes holds marked
 tensors, too: it can be looked at, and is refused where it would be written.
@@ -79,7 +79,7 @@ def _with_gradients(value: Any) -> Any:
 
 @contextmanager
 def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> Iterator[None]:
-    """Have marked parameters whole for a while. Collective to enter and to leave.
+    """Gather marked parameters inside the block. Collective to enter and to leave.
 
     Args:
         parameters: marked ones, in an order that is the same on every rank.
@@ -106,7 +106,7 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
 
 @torch.no_grad()
 def _take_changes(parameter: ExpertShard, own: torch.Tensor, modifier_rank: int | None) -> None:
-    """Bring what was changed into this rank's part; at ZeRO 3 without a modifier nothing counts, as with others."""
+    """Copy changes into this rank's part; at ZeRO 3 without a modifier rank changes are ignored, as DeepSpeed does."""
     if modifier_rank is None and is_shared_out(parameter):
         return
     if modifier_rank is not None:
@@ -119,7 +119,7 @@ def _take_changes(parameter: ExpertShard, own: torch.Tensor, modifier_rank: int 
 
 
 def gather_experts_whole() -> None:
-    """Let ``GatheredParameters`` give whole experts, from now on in this process. Without effect the second time."""
+    """Make ``GatheredParameters`` return whole experts, from now on in this process. Idempotent."""
     if hasattr(GatheredParameters, "_ds_fsmoe_gathering"):
         return
     begin, enter, leave = (getattr(GatheredParameters, each) for each in ("__init__", "__enter__", "__exit__"))
@@ -178,7 +178,7 @@ def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     if is_shared_out(parameter):
         raise LayerError(
-            f"whole_weight: ZeRO 3 has shared {origin.name} out; compute the loss within "
+            f"whole_weight: ZeRO 3 has partitioned {origin.name}; compute the loss inside "
             "deepspeed.zero.GatheredParameters(parameter), where it has all experts and a gradient"
         )
     return WholeOfParts.apply(parameter, origin.whole(parameter), origin.cut, origin.group)
@@ -216,13 +216,13 @@ def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 WHOLE = (
-    "call state_dict = ds_fsmoe.whole_state_dict(engine) on every rank, which the first one gets, or engine.save_16bit_"
-    "model(folder)"
+    "call state_dict = ds_fsmoe.whole_state_dict(engine) on every rank (rank 0 gets it), or "
+    "engine.save_16bit_model(folder)"
 )
 
 
 def mark_experts(model: nn.Module) -> Callable[[], None]:
-    """Mark the experts of an engine's model, and return what takes the marks and guards off, once.
+    """Mark the experts of an engine's model; return the function that removes the marks, once.
 
     Args:
         model: the model, whose experts are in their final place.
@@ -273,9 +273,9 @@ def refuse_hooks(path: str, module: nn.Module) -> None:
     """
     if hooked := hooks_on(module):
         raise LayerError(
-            f"{path}.{hooked[0]} has gradient hooks (register_hook or register_post_accumulate_grad_hook), which ds_"
-            "fsmoe cannot keep, as each rank will have the gradient of its own experts only: put them on after "
-            "initialize(), where ds_fsmoe.own_experts_of(parameter) says which experts these are, or set "
+            f"{path}.{hooked[0]} has gradient hooks (register_hook or register_post_accumulate_grad_hook), which "
+            "ds_fsmoe cannot keep: each rank will have the gradient of its own experts only. Register them after "
+            "initialize() (ds_fsmoe.own_experts_of(parameter) returns the experts of this rank), or set "
             "fsmoe.ep_size = 1"
         )
 
@@ -295,11 +295,13 @@ def refuse_parts(name: str) -> None:
     Raises:
         CheckpointError: says what to call instead.
     """
-    raise CheckpointError(f"ds_fsmoe has spread {name} over ranks, and this rank has its own experts only: {WHOLE}")
+    raise CheckpointError(
+        f"ds_fsmoe has distributed {name} over ranks, and this rank has its own experts only: {WHOLE}"
+    )
 
 
 def _guard(module: nn.Module) -> Iterator[Any]:
-    """Let a module that has marked parameters itself load this rank's part of whole weights; others as they are."""
+    """Make a module with marked parameters load this rank's part of whole weights."""
     own = {name: each for name, each in module.named_parameters(recurse=False) if isinstance(each, ExpertShard)}
     if not own:
         return
@@ -318,7 +320,7 @@ def _guard(module: nn.Module) -> Iterator[Any]:
 
 
 def _save_whole() -> None:
-    """Let ``torch.save`` refuse this rank's experts before it begins a file, from now on in this process."""
+    """Make ``torch.save`` refuse this rank's experts before it opens a file, from now on in this process."""
     if hasattr(torch.save, "_ds_fsmoe_checked"):
         return
     save = torch.save
@@ -350,8 +352,8 @@ def check_whole(given: Mapping[str, Any], model: nn.Module) -> None:
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if isinstance(found, torch.Tensor) and part.num_parts > 1 and tuple(found.shape) != part.whole_shape(shape):
             raise CheckpointError(
-                f"save_pretrained: {name} in the state dict given is {list(found.shape)}, and the model has "
-                f"{list(part.whole_shape(shape))}: ds_fsmoe has spread it over ranks: {WHOLE}"
+                f"save_pretrained: {name} in the given state dict is {list(found.shape)}, and the model's is "
+                f"{list(part.whole_shape(shape))}: ds_fsmoe has distributed it over ranks: {WHOLE}"
             )
 
 
@@ -369,7 +371,7 @@ _torchs_norm: Callable[..., torch.Tensor]
 
 
 def count_all_experts(engine: Any) -> None:
-    """Let torch's ``clip_grad_norm_`` and ``get_total_norm`` count the experts of all ranks in gradients of an engine.
+    """Make torch's ``clip_grad_norm_`` and ``get_total_norm`` include the experts of all ranks.
 
     Args:
         engine: our engine; with ZeRO nothing is changed, as parameters have no gradients there for a script to clip.
@@ -413,8 +415,8 @@ def gradient_norm(engine: Any, norm_type: float = 2.0) -> torch.Tensor:
     """
     if _has_other_parts(engine):
         raise ValueError(
-            "ds_fsmoe.gradient_norm: the engine has pipeline stages or tensor-parallel ranks, whose gradients are not "
-            "added up here; engine.get_global_grad_norm() has the norm of the last step"
+            "ds_fsmoe.gradient_norm: not supported with pipeline stages or tensor-parallel ranks; "
+            "engine.get_global_grad_norm() returns the norm of the last step"
         )
     norms, own = [], {}
     for parameter in engine.module.parameters():
@@ -436,7 +438,7 @@ def _has_other_parts(engine: Any) -> bool:
 
 
 def _ranks_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """Return the ranks over which experts are spread, ``None`` for what is none of theirs."""
+    """Return the ranks over which experts are distributed; ``None`` for other parameters."""
     group = stock_groups._get_expert_parallel_group(parameter.group_name) if is_moe_param(parameter) else None
     return group if group is not None and group.size() > 1 else None
 
@@ -448,7 +450,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Do what torch's function does, with the norm over all ranks in the place of each gradient of experts.
+    """Compute torch's total norm, with the norm over all ranks for each gradient of experts.
 
     A norm of norms is the norm of the whole. Collective, if such gradients are among the tensors.
     """
@@ -472,7 +474,7 @@ def _total_norm(
 
 
 def _combine(norms: Any, own: Mapping[int, dist.ProcessGroup], norm_type: float) -> None:
-    """Replace norms of what this rank has of experts by those of what all have, in place. Collective.
+    """Replace the norms of this rank's experts by those of all ranks, in place. Collective.
 
     Args:
         norms: number -> norm.

@@ -60,7 +60,7 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, ScriptGroups] = weakref
 
 
 def with_expert_groups(client: Any) -> Any:
-    """Return a script's optimizer, or what makes it, with groups of experts; in place.
+    """Return a script's optimizer, or its factory, with groups of experts; in place.
 
     Args:
         client: an optimizer, a function that makes one of parameters, or ``None``.
@@ -164,7 +164,7 @@ def _remember(optimizer: torch.optim.Optimizer, known: list[int], came_off: dict
 
 @contextmanager
 def as_script_knows(optimizer: Any) -> Iterator[None]:
-    """Have an optimizer show the groups of its script meanwhile, and no others.
+    """Show an optimizer's original parameter groups inside the block, and no others.
 
     Args:
         optimizer: torch's or one of DeepSpeed's; one whose groups have not been split is left alone.
@@ -183,7 +183,7 @@ def as_script_knows(optimizer: Any) -> Iterator[None]:
 
 
 def show_scripts_groups(scheduler: Any) -> None:
-    """Have a scheduler go on to see the groups of its script.
+    """Show a scheduler the original groups of its script.
 
     Args:
         scheduler: one that was made within :func:`as_script_knows`, or anything else, which is left alone.
@@ -307,7 +307,7 @@ class GroupsEngine(DeepSpeedEngine):
 
 
 def _count_scripts_groups() -> None:
-    """Let schedulers of torch and DeepSpeed that are made from now on count the groups that scripts know."""
+    """Make schedulers of torch and DeepSpeed count the original groups of scripts, from now on."""
     kinds = [each for module in (lr_scheduler, lr_schedules) for each in vars(module).values()]
     for kind in kinds:
         is_scheduler = isinstance(kind, type) and (
@@ -365,18 +365,18 @@ def warn_of_whole_tensors(engine: Any) -> None:
             if group.get("moe")
         )
     except Exception as error:  # whatever its own code raises: training is to show it, and not a trial
-        log_on_rank_0(f"whether {name} treats every element of a weight by itself could not be tried: {error!r}")
+        log_on_rank_0(f"could not test whether {name} updates each element of a weight independently: {error!r}")
         return
     if depends:
         why = "a rank has its own experts only"
         remedy = ', or spread no experts ("ep_size": 1)'
         if is_zero:
-            why = "ZeRO shows it flat partitions, which are cut otherwise with experts in groups of their own"
+            why = "ZeRO passes it flat partitions, which differ if experts have groups of their own"
             remedy = ""
         log_on_rank_0(
-            f"ds_fsmoe: {name} computes the update of a weight from others in the same tensor (tried on a small one: "
-            f"as a whole and in two halves it came out differently), and {why}. Trained experts will differ from those "
-            "of stock DeepSpeed, and with the number of ranks: take an optimizer that treats every element by itself "
+            f"ds_fsmoe: {name} updates a weight by other elements of the same tensor (tested on a small one, as a "
+            f"whole and in two parts), and {why}. Experts will be trained differently than by stock DeepSpeed, and "
+            "differently for each number of ranks. Use an optimizer that updates each element independently "
             f"(AdamW, SGD, Lion){remedy}",
             logging.WARNING,
         )
@@ -418,7 +418,7 @@ def _is_apart(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bo
 def _updated(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], start: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return what a new optimizer of the same class makes of a tensor."""
+    """Return the update of a tensor by a new optimizer of the same class."""
     parameter = torch.nn.Parameter(start.clone())
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in group.items() if name != "params"}

@@ -61,7 +61,7 @@ _build: Build | None = None
 
 @contextmanager
 def own_experts(config: Any = None) -> Iterator[None]:
-    """Let ``from_pretrained`` and ``from_config`` build Hugging Face models with this rank's experts only.
+    """Make ``from_pretrained`` and ``from_config`` build Hugging Face models with this rank's experts only.
 
     No rank then holds more than its own experts and the dense part of a model, and of the experts in its files each
     rank reads its own. :func:`ds_fsmoe.initialize`, given the same config, takes such a model as it is; before that it
@@ -97,16 +97,14 @@ def own_experts(config: Any = None) -> Iterator[None]:
     # First of all: without transformers that is the error.
     modeling = importlib.import_module(_MODULE)
     if (problem := compat.problem_with(_NAMES)) is not None:
-        raise compat.IncompatibleError(
-            f"{problem}; own_experts() works with transformers 5.23, load the model without it"
-        )
+        raise compat.IncompatibleError(f"{problem}; own_experts() needs transformers 5.23; load the model without it")
     _patch(modeling)
     ds_config = modeling.deepspeed_config() or {} if config is None else compat.load_ds_config(config)
     is_off = BLOCK in ds_config and _wanted(ds_config) is None
     wanted = None if is_off else _wanted(_with_block_from_outside(ds_config))
     if wanted is None and not is_off:
         raise ConfigError(
-            f"own_experts(): no {BLOCK} block is known yet; give it the DeepSpeed config that initialize() gets"
+            f"own_experts(): no {BLOCK} block is known yet; pass the DeepSpeed config that initialize() gets"
         )
     _asked.append(wanted)
     try:
@@ -131,7 +129,7 @@ def _patch_if_possible(modeling: ModuleType) -> None:
         _patch(modeling)
     else:
         log_on_rank_0(
-            f"{problem}: models are loaded with all experts on every rank, and cut when they get an engine",
+            f"{problem}: each rank loads all experts, and drops those of other ranks in initialize()",
             logging.WARNING,
         )
 
@@ -145,7 +143,7 @@ def _with_block_from_outside(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _wanted(ds_config: Mapping[str, Any]) -> _Wanted | None:
-    """Return what a DeepSpeed config wants, ``None`` where its block is not there or not enabled.
+    """Return the settings of a DeepSpeed config; ``None`` if its block is missing or not enabled.
 
     Raises:
         ConfigError: the block is wrong.
@@ -155,7 +153,7 @@ def _wanted(ds_config: Mapping[str, Any]) -> _Wanted | None:
 
 
 def _begin(modeling: ModuleType) -> Build | None:
-    """Return what builds the next model, ``None`` where it is built whole. Ranks find each other if they have not yet.
+    """Return the builder of the next model, ``None`` for a whole one. Connects ranks if needed.
     Collective."""
     if _build is not None:
         return None  # a model within a model
@@ -210,7 +208,7 @@ def _patch(modeling: ModuleType) -> None:
         model = made[0] if isinstance(made, tuple) else made
         if not build.is_cut:
             raise LayerError(
-                f"{cls.__name__}.from_pretrained: a distributed checkpoint is not read within own_experts()"
+                f"{cls.__name__}.from_pretrained: a distributed checkpoint cannot be loaded inside own_experts()"
             )
         build.finish(model)
         return made
@@ -243,7 +241,7 @@ def _patch(modeling: ModuleType) -> None:
     def refuse_or_save(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, _, part in loaded_in(self):
             raise LayerError(
-                f"{name} has {part.num_local} of {part.num_experts} experts: save_pretrained would lose all others"
+                f"{name} has {part.num_local} of {part.num_experts} experts: save_pretrained would lose the others"
             )
         return save(self, *args, **kwargs)
 

@@ -32,7 +32,7 @@ _NUMBERED = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 class RoutingData:
-    """Does for one engine what its block asks of routing. Collective to make.
+    """Records and replays routing for one engine, by its block. Collective to make.
 
     Args:
         state: the state of the engine, with its layers' groups made.
@@ -72,7 +72,7 @@ class RoutingData:
             state.running.records_routing = True
 
     def replay(self, indices: Any) -> None:
-        """Let the next forward route by these choices. Collective over all ranks of the job.
+        """Replay these choices in the next forward. Collective over all ranks of the job.
 
         Args:
             indices: [S, L, k] integers, as an array or a tensor: for each token of this rank's batch, in the order in
@@ -87,7 +87,7 @@ class RoutingData:
         self._agree(None if indices is None else lambda: self._choices(indices))
 
     def _agree(self, choose: Callable[[], dict[str, ReplayedRouting | None]] | None, said: str = "") -> None:
-        """Replay what all ranks choose, or nothing where none does. Collective.
+        """Replay the choices that all ranks have, or none. Collective.
 
         Args:
             choose: returns this rank's choices; ``None``: it has none.
@@ -144,7 +144,7 @@ class RoutingData:
                 self._replay.disarm()
 
     def at_step(self, step: int) -> None:
-        """Take note that optimizer step ``step`` is about to begin, or goes on."""
+        """Start, or continue, optimizer step ``step``."""
         if step != self._step:
             self._step, self._num_forwards = step, 0
         if self.recorder is not None:
@@ -173,7 +173,7 @@ class RoutingData:
         return RankFacts(rank_now(), world_size_now(), tuple(layers), node)
 
     def _read(self, path: Path) -> Recording:
-        """Read what is to be replayed.
+        """Read the recording to replay.
 
         Raises:
             ConfigError: it does not fit; on every rank.
@@ -182,7 +182,7 @@ class RoutingData:
         recording: Recording | None = None
         try:
             if self._has_stages:
-                raise ReplayError("must be left out with a PipelineModule, whose stages run forwards one by one")
+                raise ReplayError("must be removed with a PipelineModule, whose stages run forwards one by one")
             recording = read_routing(path)
             self._check_gates()
             self._check_recording(recording)
@@ -200,22 +200,22 @@ class RoutingData:
         rank, world_size = rank_now(), world_size_now()
         if recording.world_size != world_size or rank not in recording.ranks:
             raise ReplayError(
-                f"it was recorded on {recording.world_size} rank(s), of which {', '.join(map(str, recording.ranks))} "
-                f"are there, and here are {world_size}"
+                f"it was recorded on {recording.world_size} rank(s), of which files of "
+                f"{', '.join(map(str, recording.ranks))} exist, and this job has {world_size}"
             )
         here = {name: each.total_experts for name, each in self._state.layers.items()}
         there = {each.path: each.num_experts for each in recording.ranks[rank].layers}
         if here != there:
             wrong = [f"{name} has {there.get(name, 'no')} experts there and {here.get(name, 'no')} here"
                      for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]  # fmt: skip
-            raise ReplayError(f"it was recorded of another model: {'; '.join(wrong[:3])}")
+            raise ReplayError(f"it was recorded with another model: {'; '.join(wrong[:3])}")
 
     def _check_gates(self) -> None:
         for layer in self._layers.values():
             if not isinstance(layer, FSMoEExperts) and not getattr(layer.gate, "takes_given", False):
                 raise ReplayError(
-                    f"{layer.fsmoe.path}: the choices of a {type(layer.gate).__name__} cannot be replaced: it must be "
-                    'one in which each token chooses (a TokenChoiceGate, stock\'s, or "topk")'
+                    f"{layer.fsmoe.path}: the choices of a {type(layer.gate).__name__} cannot be replaced; use a "
+                    'gate in which each token chooses (a TokenChoiceGate, DeepSpeed\'s, or "topk")'
                 )
 
     def _recorded(self, micro_batch: int) -> dict[str, ReplayedRouting | None]:
@@ -280,7 +280,7 @@ class RoutingData:
         # The choices of a token; ``None``: a Hugging Face model's router has not run yet.
         k = getattr(getattr(gate, "settings", gate), "k", None)
         if k is not None and array.shape[1] != k:
-            raise ReplayError(f"{path}: {array.shape[1]} choices per token were given: must be k = {k}")
+            raise ReplayError(f"{path}: the replayed routing has {array.shape[1]} choices per token: must be k = {k}")
         is_stock = not isinstance(layer, FSMoEExperts)
         if not array.size:
             return
@@ -288,14 +288,15 @@ class RoutingData:
         if low < -1 or (high >= num_experts and (is_stock or not is_own)):
             wrong = low if low < -1 else high
             raise ReplayError(
-                f"{path}: expert {wrong} was given: must be 0 to {num_experts - 1}, or -1 for a token that is to "
-                "choose by itself"
+                f"{path}: the replayed routing has expert {wrong}: must be 0 to {num_experts - 1}, or -1 for a "
+                "token that the router decides"
             )
         is_live = array < 0
         if low < 0 and (is_live.any(axis=1) != is_live.all(axis=1)).any():
             token = int(np.flatnonzero(is_live.any(axis=1) != is_live.all(axis=1))[0])
             raise ReplayError(
-                f"{path}: token {token} was given {array[token].tolist()}: must be -1 for all its choices, or for none"
+                f"{path}: the replayed routing of token {token} is {array[token].tolist()}: -1 must be in all its "
+                "choices, or in none"
             )
         if is_stock and array.shape[1] > 1:
             ordered = np.sort(array, axis=1)
@@ -303,8 +304,8 @@ class RoutingData:
             if is_twice.any():
                 token = int(np.flatnonzero(is_twice)[0])
                 raise ReplayError(
-                    f"{path}: token {token} was given {array[token].tolist()}: must be different experts; give -1 for "
-                    "padding"
+                    f"{path}: the replayed routing of token {token} is {array[token].tolist()}: must be different "
+                    "experts; use -1 for padding"
                 )
 
     def _num_hidden_layers(self) -> int | None:

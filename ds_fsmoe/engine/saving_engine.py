@@ -69,14 +69,13 @@ class SavingEngine(DeepSpeedEngine):
         refuse_within(self.fsmoe.running, "save_checkpoint")
         if self.spreads_experts and self.checkpoint_engine.is_decoupled():
             raise CheckpointError(
-                f"checkpoint_engine {type(self.checkpoint_engine).__name__}: writes files while training goes on, "
-                "which is not supported with experts of a Hugging Face model; leave it out of the config"
+                f"checkpoint_engine {type(self.checkpoint_engine).__name__} writes files during training, which is "
+                "not supported with experts of a Hugging Face model; remove it from the config"
             )
         if self.fsmoe.placement is not None and self.checkpoint_engine.is_decoupled():
             raise CheckpointError(
-                f"checkpoint_engine {type(self.checkpoint_engine).__name__}: writes files while training goes on, "
-                "and experts that go home for a save would be on their way back; leave it out of the config, or use "
-                'fsmoe.placement.policy = "off"'
+                f"checkpoint_engine {type(self.checkpoint_engine).__name__} writes files during training, when "
+                'experts have moved on; remove it from the config, or use fsmoe.placement.policy = "off"'
             )
         tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
         save, checkpoints = super().save_checkpoint, Checkpoints(self)
@@ -92,7 +91,7 @@ class SavingEngine(DeepSpeedEngine):
             return checkpoints.save(save_dir, tag, write, save_latest, client_state)
 
     def _experts_at_home(self) -> AbstractContextManager[None]:
-        """Have all experts where they are in the model's own order meanwhile. Collective."""
+        """Restore the model's own order of experts inside the block. Collective."""
         placement = self.fsmoe.placement
         return nullcontext() if placement is None else placement.at_home()
 
@@ -171,9 +170,9 @@ class SavingEngine(DeepSpeedEngine):
         refuse_within(self.fsmoe.running, "load_checkpoint")
         if self.load_universal_checkpoint():
             raise CheckpointError(
-                f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
-                "reading of that form runs what files ask for. Leave it out of the config, and load the checkpoint "
-                "that was saved: ds_fsmoe moves it to another layout by itself"
+                f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal format for MoE layers. "
+                "Remove it from the config, and load the saved checkpoint: ds_fsmoe converts it to another layout "
+                "itself"
             )
         asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
         tag = None if tag is None else str(tag)
@@ -279,7 +278,7 @@ def _refusing(model: nn.Module, save: Any) -> Any:
 
 
 def _let_accelerate_gather() -> None:
-    """Let ``Accelerator.get_state_dict`` return whole weights below ZeRO 3; at ZeRO 3 it asks the engine."""
+    """Make ``Accelerator.get_state_dict`` return whole weights below ZeRO 3; at ZeRO 3 it asks the engine."""
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     theirs = getattr(accelerator, "get_state_dict", None)
     if theirs is None or hasattr(theirs, "__wrapped__"):
@@ -303,7 +302,7 @@ def _let_accelerate_gather() -> None:
 
 
 def show_whole_experts(engine: Any) -> None:
-    """Let DeepSpeed's functions for single parameters see the experts of all ranks, as they see those of one process.
+    """Make DeepSpeed's functions for single parameters see the experts of all ranks, as on one process.
 
     Args:
         engine: our engine, complete but for its placement.
@@ -319,7 +318,7 @@ def show_whole_experts(engine: Any) -> None:
 
 
 def _whole_of(own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the whole of what each rank has of a parameter, in the model's own order. Collective."""
+    """Return the whole of a parameter of which each rank has a part, in the model's own order. Collective."""
     origin = origin_of(parameter)
     return own if own is None or origin is None else origin.whole(own)
 
@@ -388,7 +387,7 @@ def _see_whole(parameter: nn.Parameter) -> None:
 
 
 def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None]:
-    """Let parameters of all groups find their states, and return what links them.
+    """Link the parameters of all groups to their states; return the links.
 
     DeepSpeed 0.19.8 links all groups once, after the step of the first one: the others have no states by then, and
     experts are in others.
@@ -412,7 +411,7 @@ def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None
 
 
 def put_over(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Put a method over that of a module's class, and return what takes it off again."""
+    """Replace a method of a module's class; return the function that undoes it."""
     setattr(module, name, method)
 
     def take_off() -> None:
@@ -423,7 +422,7 @@ def put_over(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
 
 
 def _together(generate: Any) -> Any:
-    """Let every rank take part in all forwards of a generation, as transformers does by itself at ZeRO 3 only."""
+    """Make every rank take part in all forwards of a generation, as transformers does at ZeRO 3 only."""
 
     @functools.wraps(generate)
     def together(*args: Any, **options: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets up what an engine has besides layers: ranks meet, pipeline stages, halves, experts that move, checkpointing."""
+"""Sets up the parts of an engine besides layers: barrier of ranks, pipeline stages, two-batch overlap, placement."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def wait_for_all_ranks(what: str, limit_s: float) -> None:
             return
         except dist.DistStoreError:
             missing = [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
-            said = f"{in_words(missing)} of {len(ranks)} did not come to {what} with ds_fsmoe and an enabled block"
+            said = f"{in_words(missing)} of {len(ranks)} did not call {what} with ds_fsmoe and an enabled block"
             if part_s < 0.5 * limit_s and dist.get_rank() == min({*ranks} - {*missing}):
                 logger.log(logging.WARNING, f"{said} within {part_s:g} s; the others wait for {limit_s:g} s")
     raise DisagreementError(
-        f"{said}, and rank {dist.get_rank()} did: a rank that trains with stock DeepSpeed would make all others wait. "
-        "Every rank needs DS_FSMOE=1 in its environment (DeepSpeed's launcher takes it to other nodes from a file "
-        ".deepspeed_env), or has to call ds_fsmoe.install() or ds_fsmoe.initialize, with the same block. For a rank "
-        f"that only takes longer to get there raise fsmoe.debug.hang_timeout_s (now {limit_s:g})"
+        f"{said}, and rank {dist.get_rank()} did: the other ranks would wait for a rank that trains with stock "
+        "DeepSpeed. Every rank needs the same block, and DS_FSMOE=1 in its environment (the launcher of DeepSpeed "
+        "passes it to other nodes by a file .deepspeed_env), ds_fsmoe.install() or ds_fsmoe.initialize. If a rank "
+        f"is only slow, raise fsmoe.debug.hang_timeout_s (now {limit_s:g})"
     )
 
 
@@ -97,7 +97,7 @@ def wait_for_all_ranks(what: str, limit_s: float) -> None:
 
 @contextmanager
 def refused_on_all_stages() -> Iterator[None]:
-    """Let what is refused of one stage's layers end all ranks: the others would wait for it. Collective.
+    """Raise a refusal of one stage's layers on all ranks; else the others would wait. Collective.
 
     Raises:
         LayerError: on the ranks of the stages that have nothing against theirs; the others raise what they found.
@@ -112,7 +112,7 @@ def refused_on_all_stages() -> Iterator[None]:
         raise found
     told = next(((rank, text) for rank, text in enumerate(of_ranks) if text is not None), None)
     if told is not None:
-        raise LayerError(f"rank {told[0]}, in another stage of the PipelineModule, has been refused: {told[1]}")
+        raise LayerError(f"rank {told[0]}, in another stage of the PipelineModule, refused: {told[1]}")
 
 
 def check_engine_stages(model: Any) -> None:
@@ -129,14 +129,14 @@ def check_engine_stages(model: Any) -> None:
         ranks, wanted = sorted(model.topology().filter_match(pipe=stage)), range(stage * size, (stage + 1) * size)
         if ranks != [*wanted]:
             raise LayerError(
-                f"stage {stage} of the PipelineModule has the ranks {ranks}, and DeepSpeed spreads the experts of a "
-                f"stage over neighbours, here {[*wanted]}: let pipe be the first axis of its topology, as with "
-                "num_stages, or set fsmoe.enabled to false"
+                f"stage {stage} of the PipelineModule has the ranks {ranks}, but DeepSpeed distributes the experts "
+                f"of a stage over consecutive ranks, here {[*wanted]}: make pipe the first axis of its topology, as "
+                "num_stages does, or set fsmoe.enabled to false"
             )
 
 
 def make_groups_on_every_stage(model: nn.Module, layers: Mapping[str, ConvertedLayer], running: LayerRuntime) -> None:
-    """Let every stage make the groups of the layers of all stages, which is collective: a stage may have no MoE layer.
+    """Make the groups of the layers of all stages on every rank, which is collective: a stage may have no MoE layer.
     Collective itself.
 
     Args:
@@ -157,8 +157,8 @@ def make_groups_on_every_stage(model: nn.Module, layers: Mapping[str, ConvertedL
     kinds = sorted({tuple(dict.fromkeys(size for size, _ in each)) for each in of_stages})
     if len(kinds) > 1:
         raise LayerError(
-            f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: in every "
-            "stage that has any it has to be the same; fsmoe.ep_size is that of experts of Hugging Face models"
+            f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: must "
+            "be equal in all stages; fsmoe.ep_size sets that of Hugging Face models"
         )
     spreads = list(dict.fromkeys(each for of_stage in of_stages for each in of_stage))
 
@@ -193,7 +193,7 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
     stock = [path for path, each in state.layers.items() if not isinstance(each, FSMoEExperts)]
     # The same on every rank.
     if in_stages:
-        state.why_whole = "a pipeline of stages has halves of its own: its micro-batches"
+        state.why_whole = "pipeline stages overlap their micro-batches already"
     elif stock:
         state.why_whole = f"{stock[0]} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
     else:
@@ -201,7 +201,7 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
         state.splitter = Splitter(model, state.layers, state.block.split_blocks, agree, state.keeps_batches_whole)
         state.why_whole = state.splitter.why_not
     if state.why_whole and asked == "on":
-        log_on_rank_0(f'fsmoe.split_batch = "on": batches stay whole: {state.why_whole}')
+        log_on_rank_0(f'fsmoe.two_batch_overlap = "on": not used, because {state.why_whole}')
 
 
 def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: Sequence[bool]) -> Sequence[bool]:
@@ -220,7 +220,7 @@ def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: S
 
 
 def begin_placement(engine: Any, has_stages: bool) -> None:
-    """Make what moves the experts of an engine, if its config asks for it. Collective.
+    """Make the mover of an engine's experts, if its config asks for one. Collective.
 
     Args:
         engine: our engine, with its layers, optimizer and reduction.
@@ -233,16 +233,15 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
     block = state.block.placement
     if block.spare_experts:
         log_on_rank_0(
-            f"fsmoe.placement.spare_experts = {block.spare_experts}: means nothing any more, as experts have no "
-            "replicas in training; they move as before. Leave it out",
+            f"fsmoe.placement.spare_experts = {block.spare_experts} is ignored: experts have no replicas since "
+            "version 0.2.0. Remove it",
             logging.WARNING,
         )
     if block.policy in STAY and block.file is None:
         return
     if has_stages:
         raise ConfigError(
-            f'fsmoe.placement.policy = "{block.policy}": not yet with a PipelineModule, whose experts stay where they '
-            'are; the choice is "off", without a file'
+            f'fsmoe.placement.policy = "{block.policy}": not supported with a PipelineModule; use "off", without a file'
         )
     paths = {layer.label: path for path, layer in state.layers.items()}
     layers = state.inner_layers
@@ -251,13 +250,13 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
     if not movable:
         state.why_not_placed = next(iter(obstacles.values()), None) or "there is no layer"
         log_on_rank_0(
-            f'fsmoe.placement.policy = "{block.policy}": every expert stays where it is, as {state.why_not_placed}',
+            f'fsmoe.placement.policy = "{block.policy}": no expert moves, as {state.why_not_placed}',
             logging.WARNING,
         )
         return
     if still := {label: why for label, why in obstacles.items() if why is not None}:
         label, why = next(iter(still.items()))
-        log_on_rank_0(f"experts of {paths[label]} ({len(still)} such layer(s)) stay where they are: {why}")
+        log_on_rank_0(f"experts of {paths[label]} ({len(still)} such layer(s)) do not move: {why}")
     state.placement = Placements(engine, movable, paths, state.stage_group)
     try:
         # Whether states can be moved is known now, and not only when they are to be.
@@ -273,7 +272,7 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
 
 
 def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) -> Prices | None:
-    """Return what steps and moves of a layer cost, if the autotuner has measured it.
+    """Return the costs of steps and moves of a layer, if the autotuner has measured it.
 
     Args:
         engine: our engine.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds what one engine knows of its MoE layers, and does what is due between its steps."""
+"""Holds the state of one engine's MoE layers, and updates it between steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ds_fsmoe.versions import VERSION
 
 
 class FSMoEState:
-    """Holds what is on, for one engine: ``engine.fsmoe``."""
+    """The state of one engine's MoE layers: ``engine.fsmoe``."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class FSMoEState:
             running.late_faults.begin_sharing(alone, running.device)
 
     def facts(self) -> dict[str, str]:
-        """Return what all ranks have to have alike, as short texts by name."""
+        """Return the facts that all ranks must agree on, as short texts by name."""
         if not self._facts:
             for label, layer in self.inner_layers.items():
                 for plan in (layer.pipeline.forward, layer.pipeline.backward):
@@ -151,7 +151,7 @@ class FSMoEState:
         return self._facts | placed | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
     def at_step(self, number: int) -> None:
-        """Take note that optimizer step ``number`` is about to begin, or goes on.
+        """Start, or continue, optimizer step ``number``.
 
         Raises:
             DisagreementError: every ``debug.check_every`` steps, if ranks differ by then.
@@ -185,7 +185,7 @@ class FSMoEState:
             self.plans_changed()
 
     def replay(self, indices: Any) -> None:
-        """Let the next forward route by choices that are given, such as those of a sampling engine. Collective.
+        """Replay given choices in the next forward, such as those of a sampling engine. Collective.
 
         Only the choice is replaced: weights, and with them the gradients of routers, come from the scores of the
         forward. Under activation checkpointing the forward that is computed again goes by the same choice.
@@ -229,7 +229,7 @@ class FSMoEState:
         return is_measuring or self.running.records_routing or self.running.replay.is_armed
 
     def begin_stages(self, stages: Stages) -> None:
-        """Take note that this rank runs one of several stages, between two batches of which plans are made.
+        """Set this rank to run one of several stages, between two batches whose plans differ.
 
         Args:
             stages: where this rank is.
@@ -242,7 +242,7 @@ class FSMoEState:
             self.watch = BatchWatch(block, clock, stages, lambda: self.autotune.result.of_stages, self._plan_again)
 
     def plans_changed(self) -> None:
-        """Take note that layers are run by other plans from now on. Collective.
+        """Update the state after a change of plans. Collective.
 
         Raises:
             DisagreementError: raised on every rank, if plans differ between ranks; in pipeline stages, where those of
@@ -269,7 +269,7 @@ class FSMoEState:
         self.uncut.begin(self.inner_layers)
 
     def _layers_uncut(self) -> None:
-        """Take note that some layers are not cut any more, on this rank for now."""
+        """Update the state after some layers were set to one chunk, on this rank for now."""
         self._facts = {}
         if self.telemetry is not None:
             self.telemetry.plans_changed()
@@ -313,7 +313,7 @@ class FSMoEState:
         self.autotune.request_again(reason)
 
     def after_optimizer_step(self) -> None:
-        """Let gates learn from their counts, as parameters have changed. Collective if there are such gates."""
+        """Update gates by their counts after an optimizer step. Collective if there are such gates."""
         inner, groups = list(self.inner_layers.values()), [self.stage_group]
         # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
         if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
@@ -330,7 +330,8 @@ class FSMoEState:
         }
 
     def close(self) -> None:
-        """Give back the reduction of gradients, and end what runs: layers run on without the engine. Once."""
+        """Give the reduction of gradients back to DeepSpeed, and end the lanes: layers run on without the engine.
+        Once."""
         if self.running.is_over:
             return
         for each in (self.autotune, self.telemetry, self.routing, self.splitter, self.updated, self.reduction):
@@ -346,7 +347,8 @@ class FSMoEState:
         return len(self.layers)
 
     def chosen(self) -> dict[str, str]:
-        """Return what runs, a word or two per field of the config, in the order a token meets them."""
+        """Return the active settings, a word or two per field of the config, in the order in which a token meets
+        them."""
         return {name: words for name, (words, _) in what_runs(self).items()}
 
 
@@ -412,7 +414,8 @@ _FIELDS = {
 
 
 def summary(state: FSMoEState) -> Message:
-    """Return what is on, as a table for the log: what was asked for or differs from stock, and the rest for details."""
+    """Return the active settings as a table for the log: requested or different from stock, and the rest for
+    details."""
     head = f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"
     asked = {_FIELDS.get(each, each) for each in state.block.model_fields_set}
     found, says_all = what_runs(state).items(), state.block.autotune.details
@@ -440,21 +443,21 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
     """Return whose order layers run in now, and why."""
     name, tuner = state.block.schedule, state.autotune
     if tuner is not None and tuner.trials is not None:
-        return f"{name}: plans are tried in turns"
+        return f"{name}: the autotuner is trying plans"
     if tuner is not None and tuner.result.outcome.num_plans:
         others = tuner.result.outcome.num_plans - 1
         if tuner.result.outcome.is_stock:
-            return f"DeepSpeed's, kept by the autotuner: none of {others} other plans was faster"
-        return f"{name}, chosen by the autotuner from {others + 1} plans"
+            return f"DeepSpeed's (kept by the autotuner: none of {others} other plans was faster)"
+        return f"{name} (chosen by the autotuner from {others + 1} plans)"
     if name == "deepspeed":
         return "DeepSpeed's"
     if is_cut or _in_halves(state) or state.micro_ops is not None:
         return name
     if tuner is not None and not tuner.is_settled:
-        return f"DeepSpeed's for now; {name} begins when measured"
+        return f"DeepSpeed's until measured, then {name}"
     if tuner is not None and tuner.result.rows:
         return f"{name}: one chunk, as predicted"
-    return f"{name}: one chunk, so DeepSpeed's order"
+    return f"{name} in one chunk, which is DeepSpeed's order"
 
 
 def _describe_halves(state: FSMoEState) -> str:
@@ -464,12 +467,12 @@ def _describe_halves(state: FSMoEState) -> str:
     if why:
         return "off" if why == asked == "off" else f"{asked}: batches stay whole: {why}"
     if splitter.is_wanted:
-        return f"{asked}: two halves take turns"
+        return f"{asked}: on"
     if splitter.is_planned or tuner is None:
-        return f"{asked}: batches are whole for now, and two halves take turns later"
+        return f"{asked}: off for now, on later"
     if not tuner.is_settled:
-        return f"{asked}: batches are whole for now, and halves are tried with other plans"
-    return f"{asked}: batches stay whole{', which was faster' if splitter.is_worth_trying else ''}"
+        return f"{asked}: off for now, tried with the other plans"
+    return f"{asked}: off{', which was faster' if splitter.is_worth_trying else ''}"
 
 
 def _describe_placement(state: FSMoEState) -> str:
@@ -478,7 +481,7 @@ def _describe_placement(state: FSMoEState) -> str:
     if block.policy == "off":
         return "the model's own order" if state.placement is None else "as the file says, and stays"
     if block.policy == "lina" and state.placement is None:
-        return "lina: ep_size was chosen at the start, and experts stay"
+        return "lina: ep_size was chosen at the start, and no expert moves"
     if state.placement is None:
         return f"{block.policy}: {state.why_not_placed}"
     return f"{block.policy}, decided every {block.every} steps"
@@ -492,11 +495,11 @@ def describe_dispatch(state: FSMoEState) -> str:
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
     if state.block.dispatch != "auto" or empty < WORTH_SAYING:
         return words
-    return f'{words}, of which at least {empty:.0%} are empty; "dispatch": "rows" sends none of these'
+    return f'{words}, of which at least {empty:.0%} are empty; "dispatch": "unpadded" does not send these'
 
 
 def _least_empty(gate: Any) -> float:
-    """Return the share of a gate's slots that no token can take: its capacity is so much above what is chosen."""
+    """Return the share of a gate's slots that no token can use, as capacity exceeds the number of choices."""
     factor = getattr(getattr(gate, "settings", gate), "capacity_factor", None)
     # A gate of a user's own may mean anything by it.
     return 1.0 - 1.0 / factor if isinstance(factor, (int, float)) and factor > 1.0 else 0.0
@@ -510,7 +513,7 @@ def describe_alltoall(state: FSMoEState) -> str:
 
 
 def describe_gate(gate: Any) -> str:
-    """Return what a gate is and what it is set to."""
+    """Return a gate's class and settings."""
     if not isinstance(gate, FSMoEGate):
         return gate.describe() if isinstance(gate, (GateBase, GivenRouter)) else type(gate).__name__
     return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports what an engine of ours measured at the end of its steps: to DeepSpeed's monitors, and to the run's record."""
+"""Reports measurements at the end of steps: to DeepSpeed's monitors, and to the run's record."""
 
 from __future__ import annotations
 
@@ -173,9 +173,7 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
     if asked.dir is None and not asked.stop_after:
         return None
     if _is_recording():
-        log_on_rank_0(
-            "fsmoe.record: another engine of this process is being recorded, so this one is not", logging.WARNING
-        )
+        log_on_rank_0("fsmoe.record: another engine of this process is recorded, so this one is not", logging.WARNING)
         return None
     folder = None if asked.dir is None else Path(asked.dir)
     facts |= {"block": config_of(block.model_dump(exclude_unset=True)), "cwd": str(Path.cwd())}
@@ -265,7 +263,7 @@ class Telemetry:
         call.pipeline = call.pipeline.watched(on_call=note)
 
     def _record_costs(self) -> None:
-        """Record what the layers are and what their tasks cost, where that is new."""
+        """Record the layers and the costs of their tasks, if they are new."""
         state, record = self._state, self.record
         tuner = state.autotune
         micro_batches = self._engine.gradient_accumulation_steps()
@@ -286,15 +284,15 @@ class Telemetry:
             self._recorded = self._shapes
 
     def _watch_own_routers(self) -> None:
-        """Look at the routers that are the model's own where they give their logits; experts see their choices only."""
+        """Watch the model's own routers where they return logits; experts see their choices only."""
         experts = {label: each for label, each in self._layers.items() if isinstance(each, FSMoEExperts)}
         found = router_outputs(self._engine.module, experts) if experts else {}
         for label, output in found.items():
             self._hooks.append(self.routers.watch(output, experts[label], label))
         if silent := [label for label in experts if label not in found]:
             log_on_rank_0(
-                f"router_entropy is without {', '.join(silent)}: {type(self._engine.module).__name__} does not declare "
-                "which module gives their router logits (_can_record_outputs); their load is reported"
+                f"router_entropy does not include {', '.join(silent)}: {type(self._engine.module).__name__} does "
+                "not declare which module returns router logits (_can_record_outputs)"
             )
 
     def _gates(self) -> dict[str, Any]:
@@ -371,7 +369,7 @@ class Telemetry:
         return found
 
     def plans_changed(self) -> None:
-        """Take note that layers are run by other plans from now on."""
+        """Record that plans have changed."""
         if self.record is None:
             return
         pipelines = {label: each.pipeline for label, each in self._layers.items()}
@@ -381,7 +379,7 @@ class Telemetry:
         self._record_costs()
 
     def close(self) -> None:
-        """Take note that the run is over, and look at routers no more."""
+        """End the record of the run, and stop watching routers."""
         for hook in self._hooks:
             hook.remove()
         if self.record is not None:

@@ -88,8 +88,8 @@ def make_whole(model: nn.Module) -> nn.Module:
     runtimes = _runtimes(model)
     if _alive(runtimes):
         raise RuntimeError(
-            "make_whole: the engine of this model has not ended: call engine.destroy() on every rank first, or "
-            "ds_fsmoe.whole_state_dict(engine) for its weights alone"
+            "make_whole: the engine of this model is still active: call engine.destroy() on every rank first, or "
+            "use ds_fsmoe.whole_state_dict(engine) for the weights"
         )
     stock = _stock_layers(model)
     check_left(stock)
@@ -127,9 +127,9 @@ def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) 
     for name, experts in () if is_enabled else _experts_in(model):
         if part_of(experts.down_proj).num_parts > 1:
             raise LayerError(
-                f"{name} has this rank's experts only, as an engine of ds_fsmoe has left it, and {BLOCK}.enabled = "
-                "false needs all of them: call engine.destroy() and ds_fsmoe.make_whole(model) on every rank first, "
-                "and give initialize() the parameters that it has then"
+                f"{name} has this rank's experts only (from an earlier engine of ds_fsmoe), and {BLOCK}.enabled = "
+                "false needs all of them: call engine.destroy() and ds_fsmoe.make_whole(model) on every rank "
+                "first, and pass the model's new parameters to initialize()"
             )
     alive = _alive(runtimes)
     for engine in alive:
@@ -151,7 +151,7 @@ def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) 
 
 
 def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
-    """Let a model whose engine of ZeRO 3 has ended say so when it is called while nothing gathers its parameters.
+    """Make a model that lost its ZeRO 3 engine raise when it is called while its parameters are partitioned.
 
     Args:
         model: the model, of any stage.
@@ -163,7 +163,7 @@ def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
     def refuse(module: nn.Module, inputs: Any) -> None:
         if any(is_shared_out(each) and each.numel() != each.ds_numel for each in module.parameters()):
             raise LayerError(
-                f"{type(module).__name__}: its engine has ended, and ZeRO 3 has left each rank a part of every "
+                f"{type(module).__name__}: its engine was destroyed, and each rank has a ZeRO 3 partition of every "
                 "parameter: call ds_fsmoe.make_whole(model) on every rank first"
             )
 
@@ -171,7 +171,8 @@ def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
 
 
 def unshare(model: nn.Module) -> None:
-    """Make plain parameters of what ZeRO 3 has shared out, in place, one at a time. Collective over those that share.
+    """Replace ZeRO 3 partitions by plain parameters, in place, one at a time. Collective over the ranks that share
+    them.
     A part of the experts stays a part.
 
     Args:
@@ -190,7 +191,7 @@ def unshare(model: nn.Module) -> None:
 
 
 def _runtimes(model: nn.Module) -> list[LayerRuntime]:
-    """Return what the engines that a model was given to have put into its layers, those that have ended too."""
+    """Return the runtimes that a model's engines, ended ones included, have attached to its layers."""
     inner = (each for each in model.modules() if isinstance(each, (FSMoEExperts, FSMoELayer)))
     return list({id(each.fsmoe.running): each.fsmoe.running for each in inner if each.fsmoe.running}.values())
 
@@ -217,10 +218,11 @@ def _stock_layers(model: nn.Module) -> dict[str, StockMoE]:
 
 
 def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> None:
-    """Take all of ours off a model; its experts stay as they lie. What asks for an engine of its hears why not."""
+    """Remove all hooks of ds_fsmoe from a model; its experts stay distributed. Later uses of its engine raise the
+    reason."""
 
     def refuse(*args: Any, **options: Any) -> NoReturn:
-        raise RuntimeError(f"this engine has no model any more, which {why}")
+        raise RuntimeError(f"this engine no longer has a model, which {why}")
 
     for running in runtimes:
         if not running.is_over:
@@ -328,7 +330,7 @@ def _held(module: nn.Module, wrappers: Iterable[nn.Module]) -> Iterator[tuple[nn
 
 
 def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
-    """Take off a parameter what engines have put on it.
+    """Remove the attributes that engines have attached to a parameter.
 
     Args:
         parameter: the parameter.
@@ -348,7 +350,7 @@ _RELEASED = "_PartitionedParameterCoordinator__params_to_release"
 
 
 def let_go_when_dropped(optimizer: Any) -> None:
-    """Have nothing but its own parts keep DeepSpeed's optimizer, and with it the engine.
+    """Release DeepSpeed's optimizer from outside references, and the engine with it.
 
     Args:
         optimizer: DeepSpeed's, of any kind, or what stands for it where nothing is optimized.
@@ -361,13 +363,13 @@ def let_go_when_dropped(optimizer: Any) -> None:
 
 
 def forget_graph(layer: Any) -> None:
-    """Let a layer's loss, which the step is over for, hold the graph of its forward no more, and the engine by that."""
+    """Release the graph of a layer's loss after the step, and the engine that the graph refers to."""
     if (loss := getattr(layer, "l_aux", None)) is not None:
         layer.l_aux = loss.detach()
 
 
 def _hold_hooks(optimizer: Any) -> None:
-    """Let the optimizer hold its gradient hooks, and parameters refer to them weakly.
+    """Make the optimizer own its gradient hooks, so that parameters refer to them weakly.
 
     Python's collector does not see the hooks that a parameter holds. One of DeepSpeed's knows its optimizer, which has
     the parameters: the collector would take all of them for used, for ever.
@@ -383,7 +385,7 @@ def _hold_hooks(optimizer: Any) -> None:
 
 
 def _remember_by_itself(coordinator: Any) -> None:
-    """Let what ZeRO 3 releases after a module be remembered by its coordinator, and not for all of the process."""
+    """Make ZeRO 3 remember released parameters in its coordinator, not for the whole process."""
     parts = [each.cell_contents for each in getattr(type(coordinator), _RELEASED).__closure__ or ()]
     cached = next((each for each in parts if hasattr(each, "cache_clear")), None)
     if cached is not None:
@@ -392,7 +394,7 @@ def _remember_by_itself(coordinator: Any) -> None:
 
 
 def _stand_weakly(stack: list[Any], model: Any) -> None:
-    """Let the model stand weakly at the bottom of the stack of modules that run, where ZeRO 3 leaves it for ever."""
+    """Keep only a weak reference to the model at the bottom of ZeRO 3's stack of running modules."""
 
     def leave(dead: Any) -> None:
         stack[:] = [each for each in stack if each is not dead]

@@ -47,7 +47,7 @@ class Half:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let layers that are called meanwhile pause."""
+        """Pause layers that are called inside the block."""
         token = _current.set(self)
         try:
             yield
@@ -65,7 +65,7 @@ def half_now() -> Half | None:
 
 
 class CallOfExperts(Protocol):
-    """One call of this rank's experts; keeps what its backward needs."""
+    """One call of this rank's experts; keeps the tensors of its backward."""
 
     def forward(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
         """Return the results of a chunk, slots [N, e, stop - start, M] or rows [stop - start, M] of the phase."""
@@ -190,7 +190,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Computes what the experts do, and sends it back; takes their parameters as :class:`AtOnce` does."""
+    """Runs the experts and sends their output back; takes their parameters as :class:`AtOnce` does."""
 
     @staticmethod
     def forward(ctx: Any, entered: torch.Tensor, call: Call, *parameters: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Waits for what the experts have sent; in the backward, sends gradients to them."""
+    """Waits for the experts' output; in the backward, sends gradients to them."""
 
     @staticmethod
     def forward(ctx: Any, computed: torch.Tensor, call: Call) -> torch.Tensor:
@@ -279,7 +279,7 @@ class Call:
         return self._end().result()
 
     def take_back(self, ctx: Any) -> None:
-        """Give the experts what they saved, ahead of the backward."""
+        """Restore the saved tensors of the experts, ahead of the backward."""
         # Read before anything runs: under checkpointing this is where the forward is run again.
         self.experts.restore(ctx.saved_tensors)
         # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
@@ -313,13 +313,13 @@ class Call:
         return phase.result(), phase.weight_gradients()
 
     def give_up(self) -> None:
-        """Let what is under way come to its end, and do no more."""
+        """Finish tasks that are in flight, and start no more."""
         run, self._phase, self._run = self._run, None, None
         if run is not None:
             run.abandon()
 
     def drop(self) -> None:
-        """Forget what the backward used."""
+        """Release the tensors of the backward."""
         self._held = []
         self.experts.release()
 

@@ -57,7 +57,7 @@ class Wires:
         return self.dispatch != "model", self.combine != "model"
 
     def shares(self, width: int, element_bytes: int) -> tuple[float, float]:
-        """Return how many bytes a row of this width has on each wire, as shares of what it has in the layer's type."""
+        """Return the bytes of a row of this width in each communication dtype, relative to the layer's own dtype."""
         return _share(self.dispatch, width, element_bytes), _share(self.combine, width, element_bytes)
 
 
@@ -172,7 +172,8 @@ class Collectives:
         return x_EcM.view(ranks, x_EcM.shape[0] // ranks, *x_EcM.shape[1:])
 
     def ready(self, kind: str, x_EcM: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return what a task of the all-to-all does with a chunk, for measuring; it may be called any number of times.
+        """Return a function that runs a task of the all-to-all on a chunk, for measuring; it may be called any number
+        of times.
 
         Collective, and so is every call of the returned function.
 

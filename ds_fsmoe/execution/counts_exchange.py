@@ -151,7 +151,7 @@ class RoutingError(ValueError):
 
 
 def raise_fault(headers_N: np.ndarray, block: RowBlock, name: str) -> None:
-    """Raise what is wrong with the decision of a rank, if anything is.
+    """Raise the fault of a rank's decision, if there is one.
 
     Args:
         headers_N: the header of each source: its fault and its forward.
@@ -168,9 +168,7 @@ def raise_fault(headers_N: np.ndarray, block: RowBlock, name: str) -> None:
     source = int(np.flatnonzero(faults_N)[0])
     index = block.sources[source]
     rank = index if block.group is None else dist.get_global_rank(block.group, index)
-    raise RoutingError(
-        f"{name or 'an MoE layer'}: what the gate of rank {rank} returned: {FAULTS[int(faults_N[source])]}"
-    )
+    raise RoutingError(f"{name or 'an MoE layer'}: the gate's result on rank {rank}: {FAULTS[int(faults_N[source])]}")
 
 
 @dataclass
@@ -324,7 +322,7 @@ def _passed(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _sent(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
-    """Return where what is sent lies among the header, the counts for each rank and the totals for each."""
+    """Return the positions of the header, the counts for each rank and the totals for each."""
     first = 1 + block.num_exchanging * (here - 1)
     found = []
     for ep, esp in block.places:
@@ -504,7 +502,7 @@ class NodeExchange:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """Holds what a rank knows of one call."""
+    """Holds one rank's data of one call."""
 
     sizes: RowSizes
     weights_R: torch.Tensor

@@ -30,7 +30,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Let this thread query events inside the block while other threads capture graphs.
+    """Allow this thread to query events inside the block while other threads capture graphs.
 
     CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an
     event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were
@@ -91,7 +91,7 @@ class HostCopy:
 
 
 class DeviceTables:
-    """Keeps tables by what they were made of.
+    """Caches tables by their sources.
 
     On CUDA each stream has its own, because nothing orders one stream's first use after the kernels of another stream
     that filled the table.

@@ -124,7 +124,7 @@ Body = Callable[[Task], None]
 
 
 class Observer:
-    """Is told what happens, on the lane where it happens; methods that are not overridden do nothing.
+    """Receives events on the lane where they happen; methods that are not overridden do nothing.
 
     On CUDA the lane's stream is the current one in all three, so an event recorded there is on the lane. On the CPU
     ``begin`` and ``end`` are called from the lane's thread, so several may be under way at once. An error of an
@@ -220,7 +220,7 @@ class LaneRun(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Give the run up and wait for what has been handed out. Nothing is raised, and nothing more is done."""
+        """Abandon the run, and wait for tasks that have started. Raises nothing."""
 
 
 class Lanes(ABC):
@@ -285,7 +285,7 @@ class Lanes(ABC):
         crossings = dependencies_of(schedule)
         if not crossings.kinds <= bodies.keys():
             missing = sorted(crossings.kinds - bodies.keys())
-            raise ValueError(f"no body for {', '.join(missing)}: there are bodies for {', '.join(sorted(bodies))}")
+            raise ValueError(f"no body for {', '.join(missing)}; bodies exist for {', '.join(sorted(bodies))}")
         if observer is not None:
             try:
                 observer = observer.of_run(schedule, label)
@@ -299,12 +299,12 @@ class Lanes(ABC):
             raise RuntimeError("these lanes are closed")
         if self._is_running and not self._nests:
             raise RuntimeError(
-                f"{type(self).__name__} are in a run already: a run inside a body (an expert that holds another MoE "
-                "layer), or from a second thread, needs lanes and process groups of its own"
+                f"{type(self).__name__} are running already: a nested run (an expert that holds another MoE layer), "
+                "or a run of a second thread, needs its own lanes and process groups"
             )
 
     def _let(self, run: LaneRun, stop: int | None, joins: bool) -> None:
-        """Let a run go on, and wait for what has been handed out if it is to be joined; see :meth:`LaneRun.go`."""
+        """Run up to the next stop, and wait for started tasks if the run is joined; see :meth:`LaneRun.go`."""
         self._check_free()
         was_running = self._is_running
         try:
@@ -341,7 +341,7 @@ class Lanes(ABC):
             RuntimeError: a run is under way.
         """
         if self._is_running:
-            raise RuntimeError(f"{type(self).__name__} cannot be closed in a run")
+            raise RuntimeError(f"{type(self).__name__} cannot be closed during a run")
         self._is_closed = True
 
 
@@ -409,7 +409,7 @@ def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = Fals
         return ThreadLanes()
     if device.type == "cuda":
         return StreamLanes(device, one_link)
-    raise ValueError(f"device {device}: lanes overlap on cpu and cuda; elsewhere turn overlap off")
+    raise ValueError(f"device {device}: lanes can overlap on cpu and cuda only; set overlap to false")
 
 
 class Together(Observer):

@@ -61,7 +61,7 @@ class Chunks:
         self._result_RM: torch.Tensor | None = None
 
     def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Refuse what a hook returns where it must not have another shape; it may, if it is whole again at the end."""
+        """Refuse a hook's output of another shape where it must not change; it may, if it is whole again at the end."""
 
     def quantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
         """Return a chunk as it travels. One of slots has its own type on any wire."""
@@ -85,7 +85,7 @@ class Chunks:
         return y
 
     def dispatched(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`dispatch` returns as :meth:`gather` takes it."""
+        """Return the output of :meth:`dispatch` as :meth:`gather` takes it."""
         return x
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:

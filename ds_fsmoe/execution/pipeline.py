@@ -121,7 +121,7 @@ class LayerPipeline:
     def __post_init__(self) -> None:
         kinds = dependencies_of(self.forward.schedule).kinds | dependencies_of(self.backward.schedule).kinds
         if kinds & {A2A_IN_NODE, A2A_OUT_NODE} and not self.collectives.legs:
-            raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, and the wires have no legs for it")
+            raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, but its two parts are missing")
         if (self.forward.narrow, self.backward.narrow) != (self.collectives.wires.narrow,) * 2:
             raise ValueError(f"{self.label}: conversions are planned for other wires than {self.collectives.wires}")
 
@@ -263,8 +263,8 @@ def run_whole(
         y_NecM = _computed(pipeline, experts, rows.view(call.shape))
         if y_NecM.requires_grad and not needs_backward:
             raise ValueError(
-                f"{experts.name}: neither its input nor a parameter of its own requires a gradient, and its result "
-                "does: hand what is trained there to the module as its parameter"
+                f"{experts.name}: neither its input nor its parameters require a gradient, but its result does: "
+                "register what is trained there as its parameter"
             )
         return _Leave.apply(y_NecM, call, token)
     except BaseException:
@@ -285,8 +285,8 @@ def _computed(pipeline: LayerPipeline, experts: WholeExperts, x_NecM: torch.Tens
         if not isinstance(y, torch.Tensor) or y.numel() != x_NecM.numel():
             made = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
             raise ValueError(
-                f"{experts.name} made {made} of {tuple(x_NecM.shape)}: it must return a tensor with a row of the same "
-                "width for every row"
+                f"{experts.name} returned {made} for {tuple(x_NecM.shape)}: it must return a tensor with a row of "
+                "the same width for every row"
             )
     except BaseException as error:
         if pipeline.lanes.on_error is not None:
@@ -347,7 +347,7 @@ class _WholeCall(Call):
 
     def __init__(self, pipeline: LayerPipeline, layout: Layout, hook: Hook | None) -> None:
         if pipeline.is_cut:
-            raise ValueError(f"{pipeline.label}: experts that are called as a whole in a layer that is cut")
+            raise ValueError(f"{pipeline.label}: experts that take all rows in one call cannot run in chunks")
         super().__init__(pipeline, layout, None, hook)
         self.hook = hook
         self.shape = torch.Size()
@@ -376,7 +376,7 @@ class _WholeCall(Call):
 
 
 class _UntilReturned(Observer):
-    """Passes on what it is told, and that the experts' task has ended only when their module has returned."""
+    """Forwards events, and delays the end of the experts' task until their module has returned."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = self._of_run = observer

@@ -90,8 +90,8 @@ class RowChunks(Chunks):
         """
         if after.dim() < 1 or len(after) != len(before):
             raise ValueError(
-                f"{point} returned {tuple(after.shape)} for {tuple(before.shape)}: must have as many rows, because the "
-                "other ranks know how many come"
+                f"{point} returned {tuple(after.shape)} for {tuple(before.shape)}: must keep the number of rows, "
+                "which other ranks expect"
             )
 
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -178,8 +178,8 @@ class RowChunks(Chunks):
         start, stop = self._sizes.starts[chunk], self._sizes.starts[chunk + 1]
         if y_RM.shape != (stop - start, *self._shape[1:]):
             raise ValueError(
-                f"{tuple(y_RM.shape)} came back for {stop - start} rows of width {self._shape[-1]}: a hook or an "
-                "expert has changed the shape"
+                f"{tuple(y_RM.shape)} returned for {stop - start} rows of width {self._shape[-1]}: a hook or an "
+                "expert changed the shape"
             )
         if self._order is None and start == 0 and stop == self._shape[0]:
             self._result_RM = y_RM

@@ -65,7 +65,7 @@ class TokenCuts:
         return found
 
     def adder(self, degree: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return what turns counts of segments, any shape with T last, into those of chunks."""
+        """Return a function that turns counts of segments, any shape with T last, into those of chunks."""
         return partial(np.add.reduceat, indices=[first for first, _ in self.chunks(degree)], axis=-1)
 
     def lengths(self, num_tokens: int) -> list[int]:

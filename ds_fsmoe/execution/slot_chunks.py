@@ -149,7 +149,7 @@ class SlotChunks(Chunks):
         return self._collectives.legs[kind](x).flatten(0, 1)
 
     def dispatched(self, x_EcM: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`dispatch` returns as [G, e, c, M]."""
+        """Return the output of :meth:`dispatch` as [G, e, c, M]."""
         return self._collectives.blocks(x_EcM)
 
     def gather(self, x_GecM: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -185,8 +185,8 @@ class SlotChunks(Chunks):
         start, stop = self._cuts[chunk]
         if y_EcM.shape != (self._num_experts, stop - start, self._shape[-1]):
             raise ValueError(
-                f"{tuple(y_EcM.shape)} came back for {self._num_experts} experts of {stop - start} slots of width "
-                f"{self._shape[-1]}: a hook or an expert has changed the shape"
+                f"{tuple(y_EcM.shape)} returned for {self._num_experts} experts of {stop - start} slots of width "
+                f"{self._shape[-1]}: a hook or an expert changed the shape"
             )
         if self._is_whole:
             self._result_RM = y_EcM.reshape(self._shape)

@@ -139,7 +139,7 @@ class _StreamRun(LaneRun):
         self._end()
 
     def _end(self) -> None:
-        """Let the compute stream wait for both links, and do nothing more."""
+        """Make the compute stream wait for both links, and do nothing more."""
         self._left.clear()
         compute = torch.cuda.current_stream(self._lanes._device)
         with suppress(RuntimeError):
@@ -204,7 +204,7 @@ class _Events:
         return self._num_runs
 
     def end(self, run: int) -> None:
-        """Take note that all waits of a run have been issued."""
+        """Mark all waits of a run as issued."""
         self._open.discard(run)
 
     def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None, run: int) -> torch.cuda.Event:

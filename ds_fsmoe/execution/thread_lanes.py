@@ -212,7 +212,7 @@ class _ThreadRun(LaneRun):
         return _Part(steps[first:last])
 
     def _hand_over(self, parts: Mapping[Lane, _Part]) -> None:
-        """Give the links their tasks."""
+        """Hand the links their tasks."""
         state = ThreadState.here() if parts else None
         for lane, part in parts.items():
             self._handed.append(self._lanes.worker(lane).start(partial(self._walk, part, lane, state)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out of commands, configs and texts what may be secret, as pages of runs are shown around.
+"""Removes secrets from commands, configs and texts, as pages of runs are shared.
 
 A value is left out if its name may be that of a secret, or if it looks like one. Values of environment variables are
 shown only where they are known to be none.
@@ -52,7 +52,7 @@ _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a Python process without what may be secret."""
+    """Return the command line of a Python process without secrets."""
     code = _place_of_code(arguments)
     if code is None:
         return _arguments_of(arguments)
@@ -61,7 +61,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def config_of(value: Any, *, is_environment: bool = False) -> Any:
-    """Return a config, as deep as it is, without what may be secret.
+    """Return a config, however deep, without secrets.
 
     Args:
         value: the config, or a part of it.
@@ -76,7 +76,7 @@ def config_of(value: Any, *, is_environment: bool = False) -> Any:
 
 
 def text_of(text: str) -> str:
-    """Return a text, such as that of an error, without what may be secret."""
+    """Return a text, such as that of an error, without secrets."""
     text = _PLAINLY.sub(lambda found: f"{found['before'] or found['scheme'] or ''}{HIDDEN}{found['after'] or ''}", text)
     return _IN_TEXT.sub(_of_pair, text)
 
@@ -94,7 +94,7 @@ def without(text: str, secrets: Iterable[str]) -> str:
 
 
 def secrets_of(whole: Any, shown: Any) -> set[str]:
-    """Return what was left out of a value, as it may be found in a text: as it is, and as JSON writes it.
+    """Return the secrets of a value as they may occur in a text: plain, and as JSON.
 
     Args:
         whole: a config, or the arguments of a command.

@@ -189,7 +189,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class Run:
-    """What a run's folder holds. Missing parts are empty, and what cannot be read is named in ``problems``."""
+    """The content of a run's folder. Missing parts are empty, and unreadable ones are listed in ``problems``."""
 
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -218,18 +218,18 @@ class Run:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Check that a run may be recorded in a folder: that what has the names of its files is of a run.
+    """Check that a run may be recorded in a folder: existing files of its names are from a run.
 
     Raises:
         FileExistsError: it is not; the message names the files.
     """
     found = [name for name in FILES if (folder / name).exists()]
     if found and not _is_of_a_run(folder / RUN):
-        raise FileExistsError(f"it has {', '.join(found)}, which no recorded run has left: name another folder")
+        raise FileExistsError(f"contains {', '.join(found)}, which are not from a recorded run: choose another folder")
 
 
 def clear_run(folder: Path) -> None:
-    """Remove what an earlier run has left in a folder, and nothing else.
+    """Remove the files of an earlier run from a folder, and nothing else.
 
     Raises:
         OSError: it cannot be removed, or the files are of no run.
@@ -251,18 +251,18 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 class NoRunError(ValueError):
-    """Raised when a folder has no run; the message says what it has."""
+    """Raised when a folder has no run; the message lists its content."""
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a folder has of a run, complete or not.
+    """Read a run from its folder, complete or not.
 
     Raises:
         NoRunError: none of the files of a run is there.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise NoRunError(f"{folder}: there is no such folder")
+        raise NoRunError(f"{folder}: no such folder")
     run = Run(folder)
     run.facts = _without_secrets(_object(run, RUN, FACTS))
     run.plans = _object(run, PLANS, PLANNED)
@@ -316,7 +316,7 @@ def trace_folder(folder: Path) -> Path:
 
 
 def _read(run: Run, name: str, read: Callable[[Path], Any], nothing: Any) -> Any:
-    """Return what a file has; ``nothing`` where there is none, and where it cannot be read, which is noted."""
+    """Return the content of a file; ``nothing`` if it is missing or unreadable, which is noted."""
     try:
         return read(run.folder / name)
     except FileNotFoundError:
@@ -327,7 +327,7 @@ def _read(run: Run, name: str, read: Callable[[Path], Any], nothing: Any) -> Any
 
 
 def _object(run: Run, name: str, shape: type[BaseModel]) -> dict[str, Any]:
-    """Read an object from a file, without the fields that differ from what a run writes."""
+    """Read an object from a file, without fields that no run writes."""
     value = _read(run, name, read_json, {})
     if not isinstance(value, dict):
         run.problems.append(f"{name} is not what a run writes")

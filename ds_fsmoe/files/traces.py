@@ -198,13 +198,13 @@ def read_trace(path: Path) -> dict[str, Any]:
     try:
         trace = read_json(path, most_bytes=MOST_RUN_BYTES)
     except ValueError as error:
-        raise ValueError(f"{path}: not a whole trace: {error}") from error
+        raise ValueError(f"{path}: incomplete trace: {error}") from error
     parts = trace if isinstance(trace, dict) else {}
     if not isinstance(parts.get("traceEvents"), list) or not fits(parts.get("otherData"), _ABOUT):
         raise ValueError(f"{path}: not a trace of ds_fsmoe")
     for number, event in enumerate(trace["traceEvents"]):
         if not _is_event(event):
-            raise ValueError(f"{path}: event {number} is not one of a trace of ds_fsmoe")
+            raise ValueError(f"{path}: event {number} is not from a trace of ds_fsmoe")
     return trace
 
 
@@ -279,7 +279,9 @@ def merge_traces(folder: Path) -> Path:
     left_out["missing"] = [name for name in expected if name not in left_out["unreadable"]]
     for what, names in left_out.items():
         if names:
-            logger.warning("%s: the merged trace is without files that are %s: %s", folder, what, ", ".join(names))
+            logger.warning(
+                "%s: the merged trace does not contain files that are %s: %s", folder, what, ", ".join(names)
+            )
     ranks = {str(rank): found[rank]["otherData"] for rank in sorted(found)}
     merged = {
         "traceEvents": [event for rank in sorted(found) for event in found[rank]["traceEvents"]],

@@ -116,7 +116,7 @@ def check_folders(*paths: Path | None) -> None:
     """
     for path in paths:
         if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.resolve().parent}")
+            raise ValueError(f"{path}: no folder {path.resolve().parent}")
 
 
 def _check_place(path: Path) -> None:
@@ -149,7 +149,7 @@ OWNER = "fsmoe_owner.json"
 """The file in an unfinished checkpoint."""
 OF_RECORD, OF_ROUTING, OF_COMPARISON = (f".fsmoe_{each}_owner.json" for each in ("record", "routing", "comparison"))
 """The files in folders that jobs write in one after another."""
-ONE_EACH = "give each job a folder of its own, and destroy() an engine before the next one writes there"
+ONE_EACH = "use a folder per job, and destroy() an engine before the next one writes there"
 
 Life = Literal["alive", "dead", "unknown"]
 

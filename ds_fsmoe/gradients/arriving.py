@@ -31,18 +31,18 @@ class ArrivingParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Wait, and copy what the parameter is then."""
+        """Wait for the parameter, and copy its new value."""
         wait_for(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
-        """Wait, and pickle what the parameter is then."""
+        """Wait for the parameter, and pickle its new value."""
         wait_for(self)
         return self.__reduce_ex__(protocol)
 
 
 def let_arrive(parameter: nn.Parameter, arrives: Callable[[], None]) -> None:
-    """Let a parameter be waited for when it is next read.
+    """Make the next read of a parameter wait for its gather.
 
     Args:
         parameter: of torch's own class.

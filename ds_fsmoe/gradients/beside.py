@@ -27,7 +27,7 @@ _gathers: list[Callable[[], None]] = []
 
 
 def begin_gather(waits: Sequence[Callable[[], None]]) -> None:
-    """Take note of messages of updated parameters that have begun.
+    """Register messages of updated parameters that have begun.
 
     Args:
         waits: what :meth:`Beside.start` has returned for each.
@@ -74,14 +74,14 @@ class Beside(ABC):
         return wait
 
     def flush(self) -> None:
-        """Give the lanes what was held back for the next message."""
+        """Hand the lanes the steps that waited for the next message."""
         held, self._held = self._held, []
         for give in held:
             give()
 
     @abstractmethod
     def _now(self) -> Any:
-        """Return what stands for all that the caller has done so far."""
+        """Return an event for the work of the caller so far."""
 
     @abstractmethod
     def _give(self, between: bool, step: Callable[[], None], after: Any) -> Any:
@@ -123,7 +123,7 @@ class BesideThreads(Beside):
         done.result()
 
     def close(self) -> None:
-        """End the threads. What they still have to do is done first."""
+        """End the threads, after the steps that they still have."""
         for lane in self._lanes.values():
             lane.shutdown()
 
@@ -156,5 +156,5 @@ class BesideStreams(Beside):
 
 
 def make_beside(device: torch.device) -> Beside:
-    """Return what runs the messages of a device's buffers."""
+    """Return the lane that runs the messages of a device's buffers."""
     return BesideStreams(device) if device.type == "cuda" else BesideThreads()

@@ -94,7 +94,7 @@ class FlatGradients:
         self.arrange(parameters)
 
     def make_room(self, num_extra: int) -> None:
-        """Have so many elements at the end that belong to no parameter, and are not scaled."""
+        """Reserve so many elements at the end that belong to no parameter, and are not scaled."""
         self.extra = torch.zeros(num_extra, dtype=self.dtype, device=self.device)
 
     @property
@@ -123,7 +123,7 @@ class FlatGradients:
         self._addresses: set[int] = set()
 
     def release_sent(self, first: int, stop: int) -> None:
-        """Give back gradients that nobody needs here, and that end in [first, stop)."""
+        """Release gradients that are not needed here, and that end in [first, stop)."""
         for index in self._between(first, stop):
             ends = self.starts[index] + self.parameters[index].numel()
             if first < ends <= stop and not self._is_needed(self.parameters[index]):
@@ -162,7 +162,8 @@ class FlatGradients:
         return ReduceScatter(self.group, stretches, self._most)
 
     def reducing(self, task: str, way: Way | None = None) -> Callable[[int], Callable[[], object]]:
-        """Return what makes ready to measure a task: of a stretch of so many elements, at present or in another way."""
+        """Return a function that prepares the measurement of a task: of a stretch of so many elements, now or by
+        another algorithm."""
 
         def prepare(numel: int) -> Callable[[], object]:
             return (way or self.way).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
@@ -252,7 +253,7 @@ class FlatGradients:
             at += len(view)
 
     def _num_gradients(self, ranges: Sequence[Range]) -> int:
-        """Return how many elements of ranges are gradients; what is extra comes behind them."""
+        """Return how many elements of ranges are gradients; extra elements come behind them."""
         return sum(min(stop, self.numel) - min(first, self.numel) for first, stop in ranges)
 
     def _views(self, first: int, stop: int) -> list[torch.Tensor]:
@@ -267,7 +268,7 @@ class FlatGradients:
         return found
 
     def add(self, index: int, late: torch.Tensor | None) -> None:
-        """Reduce what arrived of a gradient after its place was sent, ``None`` for nothing, and add it there."""
+        """Reduce the late part of a gradient, ``None`` for none, and add it to the part that was sent."""
         message = torch.zeros(self.parameters[index].numel(), dtype=self.dtype, device=self.device)
         if late is not None:
             _laid_out(message, self.parameters[index]).copy_(late)
@@ -289,7 +290,7 @@ class FlatGradients:
         self._prepared(first, stop)[GRAD if task == self.kind else task]()
 
     def _prepared(self, first: int, stop: int) -> Steps:
-        """Return what its tasks do; a stretch of the plan is the same in every round."""
+        """Return the functions of its tasks; a stretch of the plan is the same in every round."""
         if (first, stop) not in self._steps:
             self._steps[first, stop] = self.way.steps(self, first, stop)
         return self._steps[first, stop]

@@ -71,7 +71,7 @@ def _sum_of_squares(norms: list[torch.Tensor], device: torch.device | None) -> t
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any = None) -> torch.Tensor:
-    """Scale gradients down to ``max_norm``, if they are above; return what their norm was."""
+    """Scale gradients down to ``max_norm``, if their norm is above; return the norm."""
     parameters = [each for each in parameters if each.grad is not None]
     norm = norm_of_reduced(parameters, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -81,7 +81,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any =
 
 
 def correct_norm(engine: Any, has_stock_layers: bool) -> None:
-    """Let the optimizer of an engine clip by the true norm where it would not do so itself, and warn of the difference.
+    """Make an engine's optimizer clip by the true norm, and warn of the difference.
 
     A plain optimizer has its clipping done by the engine (see ``FSMoEEngine.clip_fp32_gradients``).
 
@@ -149,7 +149,7 @@ def complete_norms(optimizer: Any) -> None:
 
 
 def _complete_experts(optimizer: BF16_Optimizer, names: list[str], own: list[str]) -> None:
-    """Let DeepSpeed's optimizer for bf16 add up the norms of the experts of all stages.
+    """Make DeepSpeed's optimizer for bf16 include the norms of the experts of all stages.
 
     Args:
         optimizer: the optimizer.

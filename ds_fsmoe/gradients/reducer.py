@@ -159,7 +159,7 @@ class GradientReducer:
             flat.release()
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """Take note that the gradient of a parameter is there. Otherwise it is looked for at the end."""
+        """Record that the gradient of a parameter exists. Otherwise it is looked up at the end."""
         self.begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
@@ -176,13 +176,13 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._backwards.discard, number))
 
     def forget_if_broken_off(self) -> None:
-        """Drop, as a forward begins, what a failed backward left behind: it is no part of the next round."""
+        """Drop, at the start of a forward, the remains of a failed backward: they are no part of the next round."""
         # Within a backward it is part of one, checkpointed as a whole, and no sign of an error.
         if self._backwards and torch._C._current_graph_task_id() < 0:
             self.forget()
 
     def forget(self) -> None:
-        """Give the round up, on every rank. Gradients that parameters still have stay with them."""
+        """Abandon the round, on every rank. Gradients that parameters still have remain there."""
         self._backwards.clear()
         self._wait()
         self.release()
@@ -205,7 +205,7 @@ class GradientReducer:
         self._there.add(key)
 
     def open(self, label: str) -> tuple[GradientSlice, ...]:
-        """Begin the window of a layer's backward; return what is to be sent in it, in this order."""
+        """Begin the window of a layer's backward; return the slices to send in it, in this order."""
         if not self.is_sending():
             return ()
         self.begin_if_over()
@@ -240,7 +240,7 @@ class GradientReducer:
         self.flats[parcel.flat].send(parcel.first, parcel.stop, task)
 
     def close(self) -> None:
-        """End the window of a layer's backward: start what travels beside the work that follows."""
+        """End the window of a layer's backward: start slices that are sent during the work that follows."""
         self._num_open = max(0, self._num_open - 1)
         self._release_sent()
         part = 2 * self._opened - 1
@@ -248,7 +248,7 @@ class GradientReducer:
             self._start_until(part + 1)
 
     def finish(self) -> set[int]:
-        """End the backward: send the rest, and again what was sent too early.
+        """End the backward: send the rest, and send again gradients that were sent too early.
 
         Returns:
             The ids of the parameters that have a gradient on any rank; of all, where all are known to have one.
@@ -329,7 +329,7 @@ class GradientReducer:
         }
 
     def _release_sent(self) -> None:
-        """Give back what was sent and is not needed here, where nothing is under way."""
+        """Release gradients that were sent and are not needed here, if nothing is in flight."""
         if self._num_open or self._under_way:
             return
         for at, flat in enumerate(self.flats):
@@ -350,7 +350,7 @@ class GradientReducer:
         self._next_part = max(self._next_part, part)
 
     def _fill(self, parcel: GradientSlice, at_end: bool = False) -> None:
-        """Fill a stretch before it is sent: what has not come is zero, and at the end its true value."""
+        """Fill a stretch before it is sent: missing gradients are zero, and at the end their true value."""
         # Every message of a round comes through here before it is sent.
         end_gathers()
         flat = self.flats[parcel.flat]
@@ -387,7 +387,7 @@ class GradientReducer:
         self.sent_again += len(numbers)
 
     def _look(self, was_late: bool) -> None:
-        """Record what came when, if this round was an observed one; after the last one agree on it, and plan."""
+        """Record the order of gradients in an observed round; after the last one agree on it, and plan."""
         if not self._looks_left:
             self._looks_left = int(was_late)
             return
@@ -462,6 +462,6 @@ class GradientReducer:
 def _refuse(late: Sequence[tuple[int, ...]]) -> None:
     if late:
         raise RuntimeError(
-            f"gradients of parameters of shape {list(late)} came after their slices had left, or twice, and "
-            "fsmoe.gradient_partition.all_used = true says that this does not happen: leave it out"
+            f"gradients of parameters of shape {list(late)} came after their slices were sent, or twice, although "
+            "fsmoe.gradient_partition.all_used = true: remove it"
         )

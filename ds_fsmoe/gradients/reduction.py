@@ -53,24 +53,25 @@ MEASURED_NUMEL = 1 << 20
 
 
 def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
-    """Return what prevents taking over gradients of this engine; ``None`` for nothing. The same on every rank."""
+    """Return the reason why gradients of this engine cannot be reduced here; ``None`` if they can. The same on every
+    rank."""
     optimizer = engine.optimizer
     if optimizer is None:
         return "there is no optimizer"
     if not groups:
         return "this stage has no MoE layer"
     if engine.sequence_parallel_size > 1:
-        return "DeepSpeed's sequence parallelism divides gradients in a way of its own"
+        return "DeepSpeed's sequence parallelism divides gradients differently"
     if isinstance(optimizer, ZeROOptimizer) and type(optimizer) is not DeepSpeedZeroOptimizer:
         if engine.zero_optimization_partition_weights():
             return "ZeRO 3 shards gradients"
-        return f"{type(optimizer).__name__} keeps gradients where a backward cannot reach them"
+        return f"{type(optimizer).__name__} keeps gradients where they cannot be reduced during the backward"
     if len(next(iter(groups.values())).layout.dp[0]) == 1:
-        return "a model has no replica to reduce with"
+        return "there are no data-parallel ranks"
     for each in groups.values():
         # Whoever reduces experts together has to agree on what is late, and does so with those of dense gradients.
         if not all(any(set(edp) <= set(dp) for dp in each.layout.dp) for edp in each.layout.edp):
-            return "experts are reduced among ranks that reduce dense gradients apart (mpu)"
+            return "experts are reduced among ranks that reduce dense gradients separately (mpu)"
     return None
 
 
@@ -155,13 +156,13 @@ class Reduction:
         self.reducer.try_plan(self._planned)
 
     def plans_are_kept(self) -> None:
-        """Say what is sent in the windows of the plan of layers that stays."""
+        """Log the windows of the plan that is kept."""
         plan = self.reducer.coming_plan
         if self.foreseen is not None and plan is not None:
             self._tell(plan)
 
     def go_on(self) -> None:
-        """Take note that plans are not tried any more, and none of them stays."""
+        """Return to slices by rule: trials have ended, and no plan is kept."""
         self.foreseen = None
         self.reducer.try_plan(self._planned)
 
@@ -195,7 +196,7 @@ class Reduction:
         log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
 
     def describe(self) -> str:
-        """Return what is sent during a backward, by the plan in force."""
+        """Return a description of the slices that are sent during a backward, by the plan in force."""
         plan = self.reducer.coming_plan
         when = "after the backward until planned" if plan is None else _describe(plan, self.reducer.flats)
         return f"{self.mode}: {when}"
@@ -268,7 +269,7 @@ def _bytes_of(plan: GradientPlan, flats: Sequence[FlatGradients]) -> tuple[int, 
 
 
 def _describe(plan: GradientPlan, flats: Sequence[FlatGradients]) -> str:
-    """Say how much is sent when."""
+    """Return a description of the sizes and times of messages."""
     total, early = _bytes_of(plan, flats)
     if not early:
         return f"{total / 1e6:.4g} MB, all reduced after the backward"

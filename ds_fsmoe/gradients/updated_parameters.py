@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers what ranks have updated of parameters (ZeRO stages 1 and 2) while the next forward runs already.
+"""Gathers updated parameters (ZeRO stages 1 and 2) during the next forward.
 
 DeepSpeed gathers all of it at the end of the optimizer step, and everybody waits. Here all ranks begin there with the
 same messages in the same order, those of the first layers first, and whoever reads a parameter waits for the messages
@@ -106,7 +106,7 @@ class _Among:
         return [node_of[rank] for rank in range(len(node_of))]
 
     def exchanges(self, parts: Sequence[ParameterPart]) -> dict[str, _Exchange]:
-        """Return what brings these parts to every rank: the exchange of each kind, in order."""
+        """Return the exchanges that bring these parts to every rank, by kind, in order."""
         of_owner: dict[int, list[ParameterPart]] = {}
         for part in parts:
             of_owner.setdefault(part.owner, []).append(part)
@@ -173,7 +173,7 @@ class _Message:
     parts: tuple[ParameterPart, ...]
 
     def steps(self, flats: Sequence[torch.Tensor]) -> Steps:
-        """Return what sends the parts to every rank."""
+        """Return the steps that send the parts to every rank."""
         return {kind: functools.partial(each.run, flats) for kind, each in self.exchanges.items()}
 
 
@@ -301,7 +301,7 @@ class UpdatedParameters:
             self._waits[each]()
 
     def wait(self) -> None:
-        """Wait for all parameters: for what reads memory behind torch's back."""
+        """Wait for all parameters: for code that reads memory behind torch's back."""
         for each in self._parameters:
             wait_for(each)
         for wait in self._waits:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which ranks add up a stretch of a buffer: what is sent in how many steps, and who has the sum then.
+"""Reduction algorithms: how ranks add up a stretch of a buffer, in which steps, and which ranks get the sum.
 
 Every rank may need the whole sum, or each only the part that its optimizer updates (ZeRO stages 1 and 2): its owner
 alone has a part then, and fewer bytes travel. Where ranks lie in several nodes a sum may be taken in two levels: first
@@ -63,7 +63,8 @@ class Way(ABC):
 
     @abstractmethod
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """Return what one step of a stretch as long as ``scratch`` sends, whatever comes of it, for measuring."""
+        """Return a function that sends one step of a stretch as long as ``scratch``, for measuring; the result is not
+        used."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,7 +229,7 @@ def _cut(first: int, stop: int, most: int) -> list[Range]:
 
 
 def _within(stretches: Sequence[Stretch], first: int, stop: int) -> list[Stretch]:
-    """Return what lies between two elements."""
+    """Return the stretches between two elements."""
     begin = max(0, bisect_right(stretches, first, key=lambda each: each.first) - 1)
     begun = takewhile(lambda each: each.first < stop, stretches[begin:])
     cut = [Stretch(max(each.first, first), min(each.stop, stop), each.owner) for each in begun]
@@ -236,7 +237,7 @@ def _within(stretches: Sequence[Stretch], first: int, stop: int) -> list[Stretch
 
 
 def _of(stretches: Sequence[Stretch], owner: int) -> list[Range]:
-    """Return what one rank owns."""
+    """Return the stretches of one rank."""
     return [(each.first, each.stop) for each in stretches if each.owner == owner]
 
 

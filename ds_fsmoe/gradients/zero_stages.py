@@ -143,7 +143,7 @@ class Stage0:
         self._engine._get_gradients_for_reduction = gradients_for_reduction
 
     def _write_back(self, reducer: GradientReducer) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Put reduced gradients where DeepSpeed looks for them; return what it still has to reduce."""
+        """Put reduced gradients where DeepSpeed reads them; return the rest, which DeepSpeed reduces."""
         dense: list[torch.Tensor] = []
         experts: dict[str, list[torch.Tensor]] = {name: [] for name in self._engine.expert_data_parallel_group}
         for parameter in self._engine.module.parameters():
@@ -452,17 +452,17 @@ def sums_every_micro_batch(engine: Any, accumulate: str) -> bool:
         return False
     reason = _obstacle(engine)
     if accumulate == "before_sum" and reason is not None:
-        raise ConfigError(
-            f'{_PATH} = "before_sum": cannot be here, because {reason}; the choices are "auto" and "after_sum"'
-        )
+        raise ConfigError(f'{_PATH} = "before_sum" is not possible here, because {reason}; use "auto" or "after_sum"')
     return accumulate != "before_sum"
 
 
 def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
-    """Say which micro-batches are summed over ranks at stage 2, and why; ``size``: all gradients of a rank in MB."""
+    """Return which micro-batches are summed over ranks at stage 2, and why; ``size``: all gradients of a rank in MB."""
     if not sums_each:
-        return f'ZeRO 2: micro-batches are added up first, as "accumulate" says, in {size:.4g} MB of gradients'
-    sentence = "ZeRO 2: every micro-batch is summed over ranks, so that a rank keeps its own part of the gradients"
+        return f'ZeRO 2: micro-batches are added on each rank first ("accumulate"), in {size:.4g} MB of gradients'
+    sentence = (
+        "ZeRO 2: every micro-batch is reduced over ranks, so that a rank keeps only its own part of the gradients"
+    )
     if accumulate == "auto":
         sentence += (
             f'; adding up first takes all {size:.4g} MB of them: "gradient_partition": {{"accumulate": "before_sum"}}, '
@@ -486,18 +486,18 @@ def refuse_before_stage_2(accumulate: str) -> None:
         ConfigError: it was asked for.
     """
     if accumulate == "after_sum":
-        raise ConfigError(f'{_PATH} = "after_sum": only at zero_optimization.stage 2; leave it out')
+        raise ConfigError(f'{_PATH} = "after_sum" needs zero_optimization.stage 2; remove it')
 
 
 def _obstacle(engine: Any) -> str | None:
     """Return why micro-batches cannot be added up here at stage 2 before the sum over ranks; ``None``: they can."""
     optimizer = engine.optimizer
     if not engine.managed_gradient_accumulation():
-        return "managed_gradient_accumulation is false, so nobody knows which micro-batch is the last one"
+        return "managed_gradient_accumulation is false, so the last micro-batch is unknown"
     if optimizer.use_separate_grad_accum:
-        return "gradients are added up in another type (data_types.grad_accum_dtype) than they are computed in"
+        return "gradients are accumulated in another dtype (data_types.grad_accum_dtype) than they are computed in"
     if optimizer.zenflow:
-        return "ZenFlow looks at the gradients of every micro-batch"
+        return "ZenFlow reads the gradients of every micro-batch"
     if optimizer.cpu_offload:
-        return "gradients are added up in the memory of the host (offload_optimizer)"
+        return "gradients are accumulated in host memory (offload_optimizer)"
     return None

@@ -55,7 +55,7 @@ class Fiber:
         self._stack.gr_context = copy_context()
 
     def add(self, call: Call) -> None:
-        """Let this be called after all that have been added before."""
+        """Append a function to those that are called in turn."""
         self._calls.append(call)
 
     def resume(self) -> None:
@@ -83,7 +83,7 @@ class Fiber:
 
     @contextmanager
     def saving(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-        """Let autograd save tensors by these functions meanwhile, in this half alone: torch keeps them per thread.
+        """Save tensors of this sub-batch by these functions inside the block: torch keeps such functions per thread.
 
         Args:
             pack, unpack: see :class:`torch.autograd.graph.saved_tensors_hooks`.
@@ -153,7 +153,7 @@ class Again:
         self._has_run_again = False
 
     def run(self, half: int, fiber: Fiber, x_BLM: torch.Tensor) -> Any:
-        """Run the forward of a half and return what it returns. The first half comes first.
+        """Run the forward of a sub-batch and return its result. The first sub-batch comes first.
 
         Args:
             half: its number.
@@ -167,13 +167,13 @@ class Again:
             return self._forward(x_BLM, *args, **kwargs)
 
     def run_again(self) -> None:
-        """Run the forward of both halves in turns, and fill in what was left out. Collective as the forward is.
+        """Run the forward of both sub-batches alternating, and fill in the omitted parts. Collective as the forward is.
 
         Raises:
             RuntimeError: it saved other tensors than the first time.
         """
         if self._has_run_again:
-            raise RuntimeError("a checkpointed block has run again, and what is needed now was not saved by it")
+            raise RuntimeError("a checkpointed block was recomputed, but did not save what is needed now")
         self._has_run_again = True
         with torch.enable_grad(), ExitStack() as stack:
             for autocast in self._autocasts:
@@ -187,8 +187,8 @@ class Again:
         counts = [len(each) for each in self._saved]
         if counts != self._num_again:
             raise RuntimeError(
-                f"a checkpointed block saved {counts} tensors of its halves, and {self._num_again} when it ran again: "
-                "its forward has to do the same each time"
+                f"a checkpointed block saved {counts} tensors of its sub-batches, and {self._num_again} when it was "
+                "recomputed: its forward must be deterministic"
             )
         self._given, self._saved, self._rests = [], [], ()
 
@@ -225,7 +225,7 @@ class _Saved:
 
 
 def _no_backward(_: object) -> torch.Tensor:
-    raise RuntimeError("a forward that runs again has no backward of its own")
+    raise RuntimeError("a recomputed forward has no backward of its own")
 
 
 def _autocasts_now(device_type: str) -> list[Callable[[], Any]]:
@@ -257,7 +257,7 @@ def _collector() -> Any:
 
 
 def wants_blocks() -> bool:
-    """Return whether what blocks return is collected in the forward under way."""
+    """Return whether the results of blocks are collected in the present forward."""
     variable = _collector()
     lists = None if variable is None else variable.get()
     return isinstance(lists, dict) and "hidden_states" in lists
@@ -280,7 +280,7 @@ class Collected:
             variable.set(self._of_halves[half])
 
     def end(self) -> None:
-        """Add what both halves have collected to the forward's own lists."""
+        """Add the lists that both sub-batches have collected to the forward's own."""
         if not isinstance(self._whole, dict):
             return
         for key, entries in self._whole.items():
@@ -317,7 +317,7 @@ class HalvesRun:
         ]
 
     def add(self, forward: Forward, rests: Sequence[Rest], runs_again: bool = False) -> None:
-        """Let a block be called with what the one before it returns.
+        """Append a block, which is called with the output of the one before it.
 
         Args:
             forward: its forward.
@@ -342,7 +342,7 @@ class HalvesRun:
                     fiber.resume()
 
     def complete(self) -> Any:
-        """Run both halves to their ends and return what the last block returned, of the whole batch."""
+        """Run both sub-batches to their ends and return the last block's result for the whole batch."""
         with self._given_up_if_it_fails(), torch.set_grad_enabled(self._has_gradients):
             for fiber in self._fibers:
                 fiber.resume()
@@ -352,7 +352,7 @@ class HalvesRun:
         return found
 
     def close(self) -> None:
-        """Give up what has not been run."""
+        """Drop calls that have not run."""
         for fiber in self._fibers:
             fiber.close()
 
@@ -397,11 +397,11 @@ def check_cache(arguments: dict[str, Any]) -> None:
     """
     for name in _CACHES:
         if arguments.get(name) is not None:
-            raise CannotSplitError(f"it is given a cache ({name}); use_cache = False gives none")
+            raise CannotSplitError(f"it gets a cache ({name}); set use_cache = False")
 
 
 def halves_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
-    """Return what each half gets of an argument: of tensors with a sample in each row its own rows, of all else all.
+    """Return each sub-batch's part of an argument: tensors with a row per sample are split, all else is passed on.
 
     Args:
         value: the argument, or a tuple, list or dictionary of such.
@@ -421,7 +421,7 @@ def halves_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
     if type(value) is dict:
         of_keys = {key: halves_of(each, batch, f"{name}[{key!r}]") for key, each in value.items()}
         return {key: pair[0] for key, pair in of_keys.items()}, {key: pair[1] for key, pair in of_keys.items()}
-    raise CannotSplitError(f"it is not known how to cut {name}, a {type(value).__name__}, by the batch")
+    raise CannotSplitError(f"{name}, a {type(value).__name__}, cannot be split by the batch")
 
 
 def _halves_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -432,13 +432,13 @@ def _halves_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch
         first, second = value.split(sizes_of_halves(batch))
         return first, second
     raise CannotSplitError(
-        f"it is not known how to cut {name} of shape {list(value.shape)} for a batch of {batch}: its first size is "
-        "neither that nor 1"
+        f"{name} of shape {list(value.shape)} cannot be split for a batch of {batch}: its first size is neither "
+        "that nor 1"
     )
 
 
 def joined_halves(first: Any, second: Any) -> Any:
-    """Return what a block returned for both halves as it would have for the whole batch.
+    """Return the results of a block for both sub-batches as one for the whole batch.
 
     Args:
         first, second: tensors with a sample in each row, or ``None``, or tuples of such.
@@ -449,7 +449,7 @@ def joined_halves(first: Any, second: Any) -> Any:
 
 
 def check_output(value: Any, batch: int) -> None:
-    """Refuse what :func:`joined_halves` cannot put together.
+    """Refuse results that :func:`joined_halves` cannot join.
 
     Args:
         value: what a block returned for a whole batch.
@@ -462,7 +462,7 @@ def check_output(value: Any, batch: int) -> None:
         is_of_samples = isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[0] == batch
         if each is not None and not is_of_samples:
             shape = f" of shape {list(each.shape)}" if isinstance(each, torch.Tensor) else ""
-            raise CannotSplitError(f"it returns a {type(each).__name__}{shape}, which is not one thing for each sample")
+            raise CannotSplitError(f"it returns a {type(each).__name__}{shape}, which has no element per sample")
 
 
 # ---- Stands for what a block will return, between it and the next block: the value is computed when somebody looks at

@@ -104,14 +104,14 @@ class Splitter:
         return any(each is not None and each.forward.in_halves for each in pipelines)
 
     def begin_forward(self) -> None:
-        """Take note that a forward of the model begins: what an earlier one left behind is given up."""
+        """Start a forward of the model: the remains of an earlier one are dropped."""
         if self._run is not None:
             self._run.close()
         self._run = self._pending = self._is_agreed = None
         self._watch = _Watch(self._next)
 
     def end_forward(self, is_training: bool, has_batch: bool = True) -> None:
-        """Take note that a forward of the model has ended. Collective where it was the one that is watched.
+        """End a forward of the model. Collective if it was the watched one.
 
         Args:
             is_training: whether it was one in training.
@@ -133,7 +133,7 @@ class Splitter:
         if not can_split:
             self.why_not, self.is_worth_trying = why or "another rank cannot", False
             if self.is_planned:
-                self._say(f"batches stay whole: {self.why_not}")
+                self._say(f"two-batch overlap is off: {self.why_not}")
 
     def decline(self) -> None:
         """Take part in the ranks' decision about a forward, on a rank that has no batch for it. Collective if there is
@@ -142,7 +142,7 @@ class Splitter:
             self._agree([False])
 
     def close(self) -> None:
-        """Give the blocks their forwards back."""
+        """Restore the blocks' own forwards."""
         for block in self.blocks:
             block.give_back()
 
@@ -163,12 +163,12 @@ class Splitter:
             self.why_whole = "" if self._is_agreed else why or "another rank cannot cut its batch"
         if not self._is_agreed:
             if why:
-                self._say(f"{block.path} is run with the whole batch: {why}")
+                self._say(f"{block.path} runs with the whole batch: {why}")
             return _whole(block, args, kwargs)
         if why:
             raise RuntimeError(
-                f"{block.path} cannot be run by halves: {why}; the blocks before it are, and so are those of the other "
-                'ranks: set fsmoe.split_batch to "off"'
+                f"{block.path} cannot run in sub-batches, but the blocks before it do, and so do other ranks: {why}. "
+                'Set fsmoe.two_batch_overlap to "off"'
             )
         if not is_next:
             self._begin(given)
@@ -180,7 +180,7 @@ class Splitter:
         self._run = HalvesRun(x_BLM)
         self.num_runs += 1
         if self.num_runs == 1 and _drop_out(self.blocks):
-            self._say("blocks drop out at random, and two halves draw other masks than the whole batch would")
+            self._say("blocks have dropout, whose masks differ between two sub-batches and the whole batch")
 
     def _go_on(self, block: Block, rests: Sequence[Rest]) -> Any:
         run = self._run
@@ -203,11 +203,11 @@ class Splitter:
     def _say(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            log_on_rank_0(f"fsmoe.split_batch: {sentence}", logging.WARNING)
+            log_on_rank_0(f"fsmoe.two_batch_overlap: {sentence}", logging.WARNING)
 
 
 class _Watch:
-    """Runs blocks as they are, and notes what they are called with and return.
+    """Runs blocks as they are, and records their arguments and results.
 
     Args:
         after: block -> the one behind it in its chain.
@@ -232,7 +232,7 @@ class _Watch:
         returned = block.forward(*args, **kwargs)
         before = self.called[-1] if self.called else None
         if block in self.called:
-            why = f"{block.path} is called several times in a forward"
+            why = f"{block.path} is called several times in one forward"
         elif before is not None and self._after.get(before) is block:
             before.has_next = before.hands_on and self._is_returned(given)
         self.called.append(block)
@@ -250,7 +250,7 @@ class _Watch:
         return returned
 
     def _is_returned(self, given: Any) -> bool:
-        """Return whether this is what the block before returned; ZeRO 3 hands on another tensor over its memory."""
+        """Return whether this is the result of the block before; ZeRO 3 passes another tensor on the same memory."""
         returned = self._returned
         if given is returned or not (isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)):
             return given is returned
@@ -282,7 +282,7 @@ def _first(block: Block, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Rest
 
 
 def _samples(given: Any) -> int:
-    """Return the samples of what a block is called with; 0 if it has no dimension for them."""
+    """Return the samples in the input of a block; 0 if it has no dimension for them."""
     return len(given) if isinstance(given, torch.Tensor) and given.dim() > 2 else 0
 
 
@@ -299,9 +299,9 @@ def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
         check_cache(named)
         _check_again(block)
         if batch == 0:
-            raise CannotSplitError("it is not called with samples, positions and width")
+            raise CannotSplitError("its input has no samples, positions and width")
         if batch == 1:
-            raise CannotSplitError("there is one sample in a batch of this rank: must be two or more")
+            raise CannotSplitError("this rank has one sample per batch: two-batch overlap needs at least two")
         by_place = [halves_of(each, batch, f"argument {place + 2}") for place, each in enumerate(args)]
         by_name = {name: halves_of(each, batch, name) for name, each in named.items()}
     except CannotSplitError as error:
@@ -320,11 +320,11 @@ def _check_again(block: Block) -> None:
         CannotSplitError: it is.
     """
     if is_kept():
-        raise CannotSplitError("what is around it is checkpointed, and runs again alone")
+        raise CannotSplitError("the module around it is checkpointed, and recomputes it alone")
     if block.runs_again and block.forward_alone() is None:
-        raise CannotSplitError(f"it is checkpointed by itself, and runs again alone{block.why_alone()}")
+        raise CannotSplitError(f"it is checkpointed by itself, and recomputed alone{block.why_alone()}")
     if block.runs_again and _drop_out([block]):
-        raise CannotSplitError("it drops out at random and is checkpointed: in turns it would draw other masks again")
+        raise CannotSplitError("it has dropout and is checkpointed: recomputed sub-batches would draw other masks")
 
 
 def _drop_out(blocks: Sequence[Block]) -> bool:
@@ -338,7 +338,7 @@ def _drop_out(blocks: Sequence[Block]) -> bool:
 
 @dataclass(eq=False)
 class Block:
-    """A block of a chain: what it returns is what the next one is called with."""
+    """A block of a chain, whose result is the input of the next one."""
 
     path: str
     """Its path in the model."""
@@ -357,7 +357,7 @@ class Block:
     """The name of its first argument."""
 
     def take(self, call: Callable[..., Any]) -> None:
-        """Let ``call(block, *args, **kwargs)`` run in the place of its forward."""
+        """Replace the block's forward by ``call(block, *args, **kwargs)``."""
         self.module.forward = Before(self, call)
 
     def give_back(self) -> None:
@@ -390,7 +390,7 @@ class Block:
         return f", as blocks of transformers before 5.23 do ({version('transformers')} is installed)"
 
     def is_looked_at(self) -> bool:
-        """Return whether others than DeepSpeed see what the block returns, or is called with: it has to be there."""
+        """Return whether others than DeepSpeed read the block's result or arguments, so that they have to exist."""
         if not isinstance(vars(self.module).get("forward"), Before):
             return True
         of_all = torch.nn.modules.module

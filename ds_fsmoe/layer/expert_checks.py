@@ -99,7 +99,9 @@ def check_row_wise(
                     raise _not_row_wise(expert, "a row of its result changes when other rows do")
         for start, stop in () if draws else ((0, 2), (2, _SLOTS)):
             if differs(call(x_NcM[:, start:stop]), y_NcM[:, start:stop]):
-                raise _not_row_wise(expert, "a row of its result depends on the row's place or on the number of rows")
+                raise _not_row_wise(
+                    expert, ("a row of its result depends on the row's position or on the number of rows")
+                )
     return draws
 
 
@@ -109,8 +111,8 @@ def _called(expert: nn.Module, keep_expert_dim: bool, x_NcM: torch.Tensor) -> to
     y = y[0] if isinstance(y, tuple) else y
     if y.shape != x.shape:
         raise RowShapeError(
-            f"expert {type(expert).__name__} made {tuple(y.shape)} of {tuple(x.shape)}: an expert must return a "
-            "row of the same width for every row"
+            f"expert {type(expert).__name__} returned {tuple(y.shape)} for {tuple(x.shape)}: an expert must return "
+            "a row of the same width for every row"
         )
     return y.squeeze(1) if keep_expert_dim else y
 
@@ -148,7 +150,7 @@ class LawFinding:
 
 
 def by_class(experts: ExpertSet) -> LawFinding:
-    """Return what the experts' modules say of themselves, in the mode they are in: nothing is computed."""
+    """Return the declarations of the experts' modules, in their present mode, without computing."""
     for index, expert in enumerate(experts.experts):
         for name, module in expert.named_modules():
             what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
@@ -338,7 +340,7 @@ class Uncut:
             self._leave_whole({layer.label: layer})
 
     def _look_for_hooks(self, layer: ConvertedLayer) -> None:
-        """Look for hooks that were put on a cut layer after it was checked."""
+        """Check for hooks that were put on a chunked layer after it was checked."""
         if layer.pipeline is None or not layer.pipeline.is_cut or (reason := layer.why_called()) is None:
             return
         if layer.fsmoe.capacity_group is None:  # nobody has to be asked
@@ -347,8 +349,8 @@ class Uncut:
         elif layer.label not in self._late:
             self._late.add(layer.label)
             logger.warning(
-                "%s: %s; they were put on after its first forward, when the ranks had agreed to run it in chunks, and "
-                "are not called: call engine.fsmoe.look_again() on every rank after such a change",
+                "%s: %s; they were registered after its first forward, when the ranks had agreed to run it in "
+                "chunks, and are not called: call engine.fsmoe.look_again() on every rank after such a change",
                 layer.fsmoe.path,
                 reason,
             )
@@ -359,7 +361,8 @@ class Uncut:
         self._late.clear()
 
     def settle(self, layers: Mapping[str, ConvertedLayer]) -> None:
-        """Apply on all ranks, between two steps, what some found. Collective over those that run the same layers.
+        """Apply the findings of some ranks on all of them, between two steps. Collective over those that run the same
+        layers.
 
         Args:
             layers: the layers by label.

@@ -97,17 +97,17 @@ class Origin:
         return [*own] if places is None else [places.index(each) for each in own]
 
     def said(self) -> str:
-        """Return the parameter and what of it is here, for messages."""
+        """Return the parameter and this rank's part of it, for messages."""
         which = ", ".join(map(str, self.experts))
         return f"{self.name} has experts {which} of {self.part.num_experts} on this rank"
 
     def whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the whole of what each rank has, with experts in the model's own order. Collective."""
+        """Return the whole parameter from the parts of all ranks, with experts in the model's own order. Collective."""
         whole, places = joined_over_ranks(own, self.part, self.group), self.places()
         return whole if places is None else self.part.in_order(whole, places)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of what is whole."""
+        """Return this rank's part of a whole tensor."""
         if (places := self.places()) is None:
             return self.part.cut(whole)
         inverse = sorted(range(len(places)), key=places.__getitem__)
@@ -179,9 +179,10 @@ _PASSING_ON = frozenset(("torch", "copy", "copyreg", "functools", "contextlib", 
 _LOOKING = frozenset(("storage_ptr", "storage_size", "_end_ptr", "_is_complete", "_filter_shared_not_shared"))
 """Functions that only look where tensors lie, as transformers does on ranks that write nothing."""
 _INSTEAD = (
-    "Use instead: deepspeed.zero.GatheredParameters(parameter), within which it has all experts (modifier_rank=0 to "
-    "change them); ds_fsmoe.whole_parameters(engine), which walks over whole weights; ds_fsmoe.whole_weight(parameter) "
-    "in a loss. Every rank has to call these. This rank's experts alone: ds_fsmoe.own_part(parameter)"
+    "Use instead: deepspeed.zero.GatheredParameters(parameter), inside which it has all experts (modifier_rank=0 "
+    "to change them); ds_fsmoe.whole_parameters(engine), which iterates over whole weights; "
+    "ds_fsmoe.whole_weight(parameter) in a loss. Every rank has to call these. For this rank's experts alone: "
+    "ds_fsmoe.own_part(parameter)"
 )
 _warned: set[str] = set()
 
@@ -207,8 +208,9 @@ class _Marked:
         if asking() in TRUSTED:
             return super().__reduce_ex__(protocol)  # type: ignore[misc]
         raise LayerError(
-            f"pickle: {self.fsmoe_origin.said()}, and would be saved without the others: save "
-            "ds_fsmoe.whole_state_dict(engine), which every rank calls, or walk over ds_fsmoe.whole_parameters(engine)"
+            f"pickle: {self.fsmoe_origin.said()}, so the others would be lost: save "
+            "ds_fsmoe.whole_state_dict(engine), which every rank calls, or iterate over "
+            "ds_fsmoe.whole_parameters(engine)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -224,7 +226,7 @@ class ExpertShard(_Marked, nn.Parameter):
 
 
 class ShardValue(_Marked, torch.Tensor):
-    """Stands for what a script has computed from a part, expert by expert."""
+    """Stands for a value that a script computed from a part, expert by expert."""
 
 
 _COLLECTIVES = _names("broadcast reduce reduce_scatter send recv scatter gather all_to_all")
@@ -234,7 +236,7 @@ stay: torch knows them by identity."""
 
 @functools.cache
 def ask_in_collectives() -> None:
-    """Have all collectives that scripts call ask marked tensors."""
+    """Check marked tensors in all collectives of scripts."""
     for name in _COLLECTIVES:
         call = getattr(dist, name)
         if "handle_torch_function" not in inspect.unwrap(call).__code__.co_names:
@@ -346,7 +348,7 @@ def _mark(value: Any, origin: Origin, dim: int | None) -> Any:
 
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], asked_by: str) -> Any:
-    """Compute what a script asks for, or refuse."""
+    """Compute the operation that a script calls, or refuse it."""
     marked = next(each for each in tensors_in((*args, kwargs)) if isinstance(each, _Marked))
     origin, dim, name = marked.fsmoe_origin, marked.fsmoe_dim, func.__name__
     plain = name.removeprefix("_foreach_").strip("_")
@@ -409,7 +411,7 @@ def _mark_like(results: Any, inputs: Any) -> Any:
 
 
 def _by_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> Any:
-    """Compute element by element, with what lies as the part does."""
+    """Compute element by element, with operands in the part's layout."""
     name = func.__name__
     if not name.startswith("_foreach_"):
         _check_others(func, marked, (*args, kwargs))
@@ -491,9 +493,9 @@ def _warn(function: str, origin: Origin) -> None:
     if function not in _warned:
         _warned.add(function)
         logger.warning(
-            "ds_fsmoe: %s, and torch.%s gives what these alone are, another value on each rank. That of all experts: "
-            "ds_fsmoe.gradient_norm(engine) for the norm of gradients, ds_fsmoe.whole_parameters(engine) for weights. "
-            "If this rank's is meant: ds_fsmoe.own_part(parameter)",
+            "ds_fsmoe: %s, so torch.%s returns a value of these alone, different on each rank. For all experts use "
+            "ds_fsmoe.gradient_norm(engine) (norm of gradients) or ds_fsmoe.whole_parameters(engine) (weights); "
+            "for this rank's use ds_fsmoe.own_part(parameter)",
             origin.said(),
             function,
         )

@@ -36,7 +36,7 @@ class FSMoEExperts(ConvertedLayer):
     num_experts: int
 
     def train(self, mode: bool = True) -> FSMoEExperts:
-        """Change the mode, once nothing is wrong with what was chosen in the other.
+        """Change the mode, if nothing is wrong with the choices made in the other.
 
         Raises:
             RoutingError: a forward on a device had choices out of range.
@@ -48,7 +48,7 @@ class FSMoEExperts(ConvertedLayer):
 
     @property
     def gate(self) -> GivenRouter:
-        """What stands for the model's router."""
+        """The stand-in for the model's router."""
         return self.fsmoe.gate
 
     @property
@@ -93,8 +93,8 @@ class FSMoEExperts(ConvertedLayer):
         if weights_SK.shape != index_SK.shape:
             # Some families of the first releases mean a weight for each expert, and some the first k of those.
             raise LayerError(
-                f"{state.path}: the router gave weights {list(weights_SK.shape)} for choices {list(index_SK.shape)}: "
-                "must be one for each choice; a later transformers has this right"
+                f"{state.path}: the router returned weights {list(weights_SK.shape)} for choices "
+                f"{list(index_SK.shape)}: must be one per choice; a later version of transformers does so"
             )
         chosen_KS = state.settle_choice(choice, index_SK)
         route = partial(_route_as_chosen, index_SK, weights_SK, state.total_experts, chosen_KS)
@@ -231,7 +231,7 @@ class FSMoEParamWrapper(OpaqueModule):
     opaque: Handle | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what the experts beneath give with the active adapters; arguments are those of the experts.
+        """Return the output of the wrapped experts with the active adapters; arguments are those of the experts.
 
         Raises:
             ValueError: what PEFT's own wrapper does not take, such as other adapters for each sample.
@@ -265,8 +265,8 @@ class FSMoEParamWrapper(OpaqueModule):
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         if part_of(a) is None or part_of(b) is None:
             raise LayerError(
-                f"{experts.fsmoe.path}: adapter {name!r} of {self.parameter_name} was added after initialize(): its "
-                "parameters are not in the optimizer; add it before"
+                f"{experts.fsmoe.path}: adapter {name!r} of {self.parameter_name} was added after initialize(), so "
+                "its parameters are not in the optimizer; add it before"
             )
         # Within GatheredParameters they have all experts.
         num_experts = (shape_of(a) or (0,))[0] // self.r[name]
@@ -354,13 +354,13 @@ class ReplacedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         found = next(each for each in tensors_in((*args, kwargs or {})) if isinstance(each, ReplacedParameter))
         raise LayerError(
-            f"{found.fsmoe_name}: this parameter was looked up before ds_fsmoe.initialize() or ds_fsmoe.make_whole(), "
-            "which has put a new one in its place: look it up in the model again"
+            f"{found.fsmoe_name}: this parameter is from before ds_fsmoe.initialize() or ds_fsmoe.make_whole(), "
+            "which replaced it; get it from the model again"
         )
 
 
 def replace_all(replaced: Mapping[nn.Parameter, nn.Parameter], path: str, module: nn.Module) -> None:
-    """Let the use of parameters that a model no longer has be an error, and give their memory back.
+    """Make parameters that a model no longer has raise when they are used, and free their memory.
 
     Args:
         replaced: new parameter -> the one that it replaces.

@@ -56,7 +56,7 @@ class GivenRouter(nn.Module):
 
 @dataclass(eq=False, repr=False)
 class ExpertsState(LayerState):
-    """Holds what a module of experts has of ours."""
+    """Holds the state of a module of experts."""
 
     contract: Contract | None = None
     own_forward: OwnForward | None = None
@@ -87,7 +87,7 @@ class ExpertsState(LayerState):
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """What is added to weights in the call under way, as the modules around this one say."""
+        """The adapters of the present call, as declared by the modules around this one."""
         return adapters_now.get().get(id(self), ())
 
     def sends_rows(self, gate: Any, dispatch: Dispatch | None = None) -> bool:
@@ -102,9 +102,9 @@ class ExpertsState(LayerState):
             LayerError: always.
         """
         raise LayerError(
-            f"{self.path}: a backward after engine.destroy(): ds_fsmoe has left this rank its own experts only, whose "
-            "gradients hold the tokens of other ranks, and nothing reduces them. Call ds_fsmoe.make_whole(model) on "
-            "every rank before such a forward, or give the model to ds_fsmoe.initialize again"
+            f"{self.path}: backward after engine.destroy(): this rank has its own experts only, their gradients "
+            "include tokens of other ranks, and nothing reduces them. Call ds_fsmoe.make_whole(model) on every "
+            "rank before such a forward, or pass the model to ds_fsmoe.initialize again"
         )
 
     def had_before(self, weights: Sequence[torch.Tensor | None]) -> bool:
@@ -147,14 +147,14 @@ class ExpertsState(LayerState):
             self.choice.begin()
 
     def end_choice(self) -> RouterChoice | None:
-        """Return what was watched, and watch no more."""
+        """Return the observed choice, and stop observing."""
         choice, self.choice = self.choice, None
         if choice is not None:
             choice.end()
         return choice
 
     def settle_choice(self, choice: RouterChoice | None, index_SK: torch.Tensor) -> torch.Tensor:
-        """Keep what was chosen for functions that run again, and return it: [k, S], as the router made it.
+        """Keep the choice for functions that are recomputed, and return it: [k, S], as the router made it.
 
         Args:
             choice: what was watched of the router.
@@ -175,8 +175,8 @@ class ExpertsState(LayerState):
             self.passes_on = is_same and choice.is_passed_on and chosen_KS.shape == index_SK.t().shape
         elif given is not None and not is_again and not torch.equal(chosen_KS.long(), given.experts_KS.long()):
             raise ReplayError(
-                f"{self.path}: its router does not choose {given.experts_KS.shape[0]} experts for a token by "
-                "torch.topk, so no other choice can be given to it, and the one that was given is not its own"
+                f"{self.path}: its router does not choose {given.experts_KS.shape[0]} experts per token by "
+                "torch.topk, so its choice cannot be replaced"
             )
         if is_kept():
             keep(self, ReplayedRouting(chosen_KS.to(torch.int32)) if can_take else None)
@@ -288,7 +288,7 @@ class ShortWay:
     def run(
         self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return for each token the sum of its experts' results, [S, M], and what is wrong with the choices, a scalar.
+        """Return for each token the sum of its experts' results, [S, M], and the fault of the choices, a scalar.
 
         Args:
             x_SM: the tokens.
@@ -365,7 +365,7 @@ _of_up_once = torch.autograd.function.once_differentiable(_of_up)
 
 
 class _Down(torch.autograd.Function):
-    """Makes of the first products what the experts return, and sums that up by token."""
+    """Computes the experts' outputs from the first products, and sums them by token."""
 
     @staticmethod
     def forward(

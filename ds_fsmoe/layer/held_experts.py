@@ -59,10 +59,10 @@ class HeldTable:
     def __post_init__(self) -> None:
         present = set().union(*self.experts_of_rank)
         if present != set(range(self.num_experts)):
-            raise ValueError(f"experts {sorted(present)}: must be each of 0..{self.num_experts - 1}")
+            raise ValueError(f"experts {sorted(present)}: must be 0..{self.num_experts - 1}")
         for rank, experts in enumerate(self.experts_of_rank):
             if not experts or len(set(experts)) < len(experts):
-                raise ValueError(f"rank {rank} holds experts {experts}: must be different ones, at least one")
+                raise ValueError(f"rank {rank} has experts {experts}: must be different ones, at least one")
 
     @property
     def per_rank(self) -> int:
@@ -230,7 +230,7 @@ class AllOnHost:
         return HeldTable(tuple(tuple(sorted(each)) for each in table.experts_of_rank), table.num_experts)
 
     def prepare(self, table: HeldTable) -> None:
-        """Have the experts of this table."""
+        """Make the experts of this table available."""
         self._experts = table.experts_of_rank[self._rank]
 
     def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
@@ -341,7 +341,7 @@ class Buffered:
             self._fetching[name] = work, x, y
 
     def _finish(self) -> None:
-        """Wait for what was begun."""
+        """Wait for the transfers that have begun."""
         if self._side is not None:
             torch.cuda.current_stream(self._form.device).wait_stream(self._side)
         fetching, self._fetching = self._fetching, {}
@@ -397,7 +397,7 @@ def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlo
 
 
 def give_back_host_memory() -> None:
-    """Let torch's allocator of pinned memory give back what nobody has any more, which it would keep else."""
+    """Make torch's allocator of pinned memory free unused blocks, which it would keep otherwise."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()

@@ -40,7 +40,7 @@ _UNITS = 1 << 20
 
 @dataclass
 class LayerRecord:
-    """Says what happened in the calls of one layer, the same on every rank."""
+    """Records the calls of one layer, the same on every rank."""
 
     calls: int = 0
     compared: int = 0
@@ -67,7 +67,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Options:
-    """Holds what a user has asked for, the same for all layers."""
+    """Holds a user's options, the same for all layers."""
 
     most_per_rank: int = 4
     """The most experts of a rank, see :func:`~ds_fsmoe.planning.lina.expert_ranks.ranks_of_experts`."""
@@ -150,7 +150,7 @@ class InferenceLayer:
             RuntimeError: there is to be a backward.
         """
         if needs_backward:
-            raise RuntimeError(f"{self.path}: a backward within ds_fsmoe.inference, which is for torch.no_grad()")
+            raise RuntimeError(f"{self.path}: backward inside ds_fsmoe.inference, which is for torch.no_grad()")
         return self.held.call_rows(rows, x_RM)
 
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
@@ -246,7 +246,7 @@ class InferenceRun:
         call.gate = noted
 
     def routed(self, label: str, routing: Routing) -> None:
-        """Note what a layer's tokens chose, and begin to estimate what they will in the next. Collective there."""
+        """Record the choices of a layer's tokens, and begin to estimate those of the next. Collective there."""
         coming = self._next.get(label)
         needs_paths = any(each.profile is not None for each in self.layers.values())
         if not needs_paths:
@@ -271,7 +271,7 @@ class InferenceRun:
             self._settle()
 
     def close(self) -> None:
-        """Let go of the layers, so that their weights go at once, and not when the collector of garbage comes by."""
+        """Release the layers at once, so that their weights do not wait for the garbage collector."""
         # After an error not all ranks may have begun a sum, so that nobody waits for it here.
         self._summing = self._expected = None
         for layer in self.layers.values():
@@ -307,7 +307,7 @@ def is_under_way(running: LayerRuntime) -> bool:
 
 
 def refuse_within(running: LayerRuntime, what: str) -> None:
-    """Refuse what would change weights, or where experts are, behind the back of inference.
+    """Refuse changes of weights or of the places of experts inside inference.
 
     Args:
         running: what the engine's layers share.
@@ -317,7 +317,9 @@ def refuse_within(running: LayerRuntime, what: str) -> None:
         RuntimeError: inference is under way; on every rank, as all are in it.
     """
     if is_under_way(running):
-        raise RuntimeError(f"{what} within ds_fsmoe.inference, whose experts are not where they train: leave it first")
+        raise RuntimeError(
+            f"{what} inside ds_fsmoe.inference, where experts are not on the ranks that train them: leave it first"
+        )
 
 
 def _in_units(estimate_E: np.ndarray, num_experts: int) -> np.ndarray:

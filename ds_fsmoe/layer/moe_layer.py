@@ -123,7 +123,7 @@ class MOELayer(nn.Module):
         if not issubclass(kind, order_impl.reads):
             raise ValueError(
                 f"MOELayer: order_impl = {type(order_impl).__name__}: cannot read the {kind.__name__} that "
-                f"{type(gate_impl).__name__} gives; the order {kind.order!r} can"
+                f"{type(gate_impl).__name__} returns; use the order {kind.order!r}"
             )
         num_ranks = 1 if group is None else dist.get_world_size(group)
         if num_experts < 1 or num_experts % num_ranks:
@@ -134,12 +134,14 @@ class MOELayer(nn.Module):
             expert_impl = registry.lookup("expert", expert_impl)(model_dim, expert_dim)
         degrees = (pipeline_degree,) * 2 if isinstance(pipeline_degree, int) else tuple(pipeline_degree)
         if len(degrees) != 2 or not all(isinstance(each, int) and each >= 1 for each in degrees):
-            raise ValueError(f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be 1 or more, or a pair of such")
+            raise ValueError(
+                f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be at least 1, or a pair of such numbers"
+            )
         if dispatch not in ("auto", "rows", "slots"):
-            raise ValueError(f'MOELayer: dispatch = {dispatch!r}: must be "auto", "rows" or "slots"')
+            raise ValueError(f'MOELayer: dispatch = {dispatch!r}: must be "auto", "unpadded" or "padded"')
         if dispatch == "rows" and not (issubclass(kind, Routing) and alltoall_impl.takes_rows):
             raise ValueError(
-                f'MOELayer: dispatch = \'rows\': must be "auto" or "slots" with {type(gate_impl).__name__} and '
+                f'MOELayer: dispatch = \'unpadded\': must be "auto" or "padded" with {type(gate_impl).__name__} and '
                 f"{type(alltoall_impl).__name__}"
             )
         tape_torchs_functions()
@@ -178,7 +180,7 @@ class MOELayer(nn.Module):
     def route(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
-        """Return what the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
+        """Return the decision of the layer's gate; see :class:`~ds_fsmoe.components.gate.GateBase`."""
         return self.gate(x_SM, used_token_S, group)
 
     def local_experts(self) -> ExpertSet:
@@ -207,4 +209,4 @@ def _look_at_experts(layer: MOELayer, x: torch.Tensor) -> None:
     kind = type(layer).__name__
     if reason := agreed(found, found.kind == "shape", kind, layer.group, is_alone, x.device):
         state.run_uncut(reason)
-        log_on_rank_0(f"a {kind} put together by hand runs in one chunk: {reason}", logging.WARNING)
+        log_on_rank_0(f"a {kind} built by hand runs in one chunk: {reason}", logging.WARNING)

@@ -73,7 +73,7 @@ class OpaqueModule(nn.Module):
         return len(args) == 3 and not kwargs
 
     def through_operator(self, *args: Any) -> Tensor:
-        """Return what a call returns, in compiled code."""
+        """Return the result of a call, in compiled code."""
         return self.call_operator(*args)[0]
 
     def call_operator(
@@ -208,15 +208,15 @@ def _call_module_backward(
     call = _calls.pop(int(number.item()), None)
     if call is None:
         raise RuntimeError(
-            "the backward of compiled code ran a second time, with a layer of ds_fsmoe in it, which keeps nothing for "
-            "that: leave torch.compile out where retain_graph is needed"
+            "the backward of compiled code with a ds_fsmoe layer ran a second time, and its activations are freed: "
+            "do not use torch.compile where retain_graph is needed"
         )
     number_of_backward = torch._C._current_graph_task_id()
     if call.handle.backward == number_of_backward:
         # Its parameters would get a gradient from each, and ZeRO takes the first for all.
         raise RuntimeError(
-            f"{call.handle.path}: a backward comes to two compiled calls of this layer of ds_fsmoe: call backward for "
-            "each forward, or leave torch.compile out"
+            f"{call.handle.path}: one backward reached two compiled calls of this layer: call backward for each "
+            "forward, or do not use torch.compile"
         )
     call.handle.backward = number_of_backward
     (edges, gradients), call.edges = (call.edges, call.gradients), []

@@ -29,7 +29,7 @@ from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NOD
 
 
 class LayerError(ValueError):
-    """The MoE layers of a model cannot be made ours. The message names layer, class and what to change.
+    """The MoE layers of a model cannot be converted. The message names the layer, its class and a remedy.
 
     It is a ``ValueError``, raised on every rank that has the layer, before training.
 
@@ -44,7 +44,7 @@ class LayerError(ValueError):
 
 
 def refuse_copy(path: str) -> NoReturn:
-    """Refuse a copy or a pickle of a layer that has an engine, or is what an engine has left.
+    """Refuse to copy or pickle a layer that has an engine, or had one.
 
     Args:
         path: the path of the layer in its model.
@@ -53,8 +53,8 @@ def refuse_copy(path: str) -> NoReturn:
         LayerError: always.
     """
     raise LayerError(
-        f"{path}: a model that was given to ds_fsmoe.initialize cannot be copied or pickled, as this rank has its own "
-        "part of it. Copy it before initialize and load ds_fsmoe.whole_state_dict(engine) into the copy, or call "
+        f"{path}: a model of a ds_fsmoe engine cannot be copied or pickled, as this rank has only a part of it. "
+        "Copy it before initialize and load ds_fsmoe.whole_state_dict(engine) into the copy, or call "
         "engine.destroy() and ds_fsmoe.make_whole(model) on every rank first"
     )
 
@@ -89,7 +89,7 @@ class Parts:
             fitting = [each for each in classes if issubclass(kind, getattr(classes[each], "reads", ()))]
             raise ConfigError(
                 f"{BLOCK}.order = {shown(name)}: must be {' or '.join(map(shown, ['auto', *fitting]))} with "
-                f"{type(gate).__name__}, whose decision is a {kind.__name__}"
+                f"{type(gate).__name__}, which returns a {kind.__name__}"
             )
         return order
 
@@ -101,10 +101,10 @@ class Parts:
         """
         if self.dispatch != "rows":
             return
-        slots_only = f'{BLOCK}.dispatch = "rows": must be "auto" or "slots" with'
+        slots_only = f'{BLOCK}.dispatch = "unpadded": must be "auto" or "padded" with'
         kind = kind_of(gate)
         if not issubclass(kind, Routing):
-            raise ConfigError(f"{slots_only} {type(gate).__name__}, whose decision is a {kind.__name__}")
+            raise ConfigError(f"{slots_only} {type(gate).__name__}, which returns a {kind.__name__}")
         if not self.alltoall.takes_rows:
             raise ConfigError(f"{slots_only} {type(self.alltoall).__name__}, which does not define exchange_rows")
 
@@ -137,7 +137,7 @@ def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
 
 def _check_kind(part: Any, base: type, name: str) -> None:
     if not isinstance(part, base):
-        raise LayerError(f"the part {name!r} is a {type(part).__name__}: it must be a subclass of {base.__name__}")
+        raise LayerError(f"{name!r} is a {type(part).__name__}: it must be a subclass of {base.__name__}")
 
 
 def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
@@ -149,7 +149,7 @@ def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
             found = getattr(importlib.import_module(module), attribute)
             callback = found() if isinstance(found, type) else found
         except Exception as error:  # whatever the module, or a name that is none, brings up
-            raise LayerError(f"fsmoe.hooks: {name!r} cannot be made: {type(error).__name__}: {error}") from error
+            raise LayerError(f"fsmoe.hooks: {name!r} cannot be constructed: {type(error).__name__}: {error}") from error
         if not isinstance(callback, CallbackBase):
             raise LayerError(f"fsmoe.hooks: {name!r} is a {type(callback).__name__}: it must be a CallbackBase")
         callbacks.append(callback)

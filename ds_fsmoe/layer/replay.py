@@ -31,7 +31,7 @@ from ds_fsmoe.observing.instruments import Gate
 
 
 class ReplayError(ValueError):
-    """Choices do not fit what is to go by them. Raised on every rank."""
+    """Recorded choices do not fit the layers that replay them. Raised on every rank."""
 
 
 class Replay:
@@ -75,7 +75,7 @@ class Replay:
         self._is_checked = False
 
     def disarm(self) -> None:
-        """Let layers choose by themselves again."""
+        """End the replay: layers choose by themselves again."""
         self._choices = None
 
     def finish(self) -> None:
@@ -88,7 +88,9 @@ class Replay:
         left = [label for label, given in (choices or {}).items() if given is not None]
         if left:
             names = ", ".join(self._names[label] for label in left)
-            raise ReplayError(f"routing was to be replayed in {names}, which did not run in this forward")
+            raise ReplayError(
+                f"the routing of {names} was to be replayed, but these layers did not run in this forward"
+            )
 
     def take(self, label: str) -> ReplayedRouting | None:
         """Return the choices of a layer in this forward.
@@ -100,23 +102,23 @@ class Replay:
         if in_backward():
             if label in self._replayed:
                 raise ReplayError(
-                    f"{self._names[label]} is computed again within the backward, by another activation checkpointing "
-                    "than torch's and DeepSpeed's: its routing was replayed in the forward, and would be the router's "
-                    "own now"
+                    f"{self._names[label]} is recomputed in the backward by an activation checkpointing that is "
+                    "neither torch's nor DeepSpeed's: its routing was replayed in the forward, and cannot be in "
+                    "the recomputation"
                 )
             return None
         self._replayed.discard(label)
         if self._choices is None or not self._has_any:
             return None
         if label not in self._choices:
-            raise ReplayError(f"{self._names[label]} runs twice in a forward, and there is one choice to be replayed")
+            raise ReplayError(f"{self._names[label]} runs twice in a forward, but the replay has one choice for it")
         given = self._choices.pop(label)
         if given is not None:
             self._replayed.add(label)
         return given
 
     def check(self, label: str, given: ReplayedRouting | None, num_tokens: int) -> None:
-        """Look whether a layer's choices are for its tokens. Collective at the first layer of a forward.
+        """Check that a layer's choices are for its tokens. Collective at the first layer of a forward.
 
         Raises:
             ReplayError: they are not, on any rank.
@@ -202,7 +204,7 @@ class _ScoresOf(torch.autograd.Function):
 
 
 class RouterChoice(TorchFunctionMode):
-    """Watches what a router does from the call of its block on, and replaces its choice or remembers it.
+    """Observes a router's choice from the call of its block on, and replaces or records it.
 
     Args:
         num_experts: the fewest classes that a choice is made among.
@@ -235,11 +237,11 @@ class RouterChoice(TorchFunctionMode):
 
     @property
     def is_passed_on(self) -> bool:
-        """Whether what the operator returned is as it was."""
+        """Whether the operator's result is unchanged."""
         return self.index is not None and self.index._version == self.version
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator of the router, or what stands for it."""
+        """Run an operator of the router, or its replacement."""
         kwargs = kwargs or {}
         if func in _TOP_K:
             return self._top_k(func, *args, **kwargs)
@@ -317,8 +319,8 @@ class RouterWatch:
 @torch._disable_dynamo
 def _refuse_compiled(path: str) -> None:
     raise LayerError(
-        f"{path}: routing is recorded or replayed, which is done in forwards of the engine, where compiled code is "
-        "left out: call the engine that ds_fsmoe.initialize returned, and not its module"
+        f"{path}: routing is recorded and replayed in forwards of the engine only: call the engine that "
+        "ds_fsmoe.initialize returned, not its module"
     )
 
 
@@ -337,7 +339,7 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 
 
 class Tape:
-    """Holds what layers decided in a checkpointed function, by layer, in the order of their calls."""
+    """Holds the decisions of layers in a checkpointed function, by layer, in the order of their calls."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Any]] = {}
@@ -356,7 +358,7 @@ class Tape:
 
     @contextmanager
     def running(self, is_again: bool) -> Iterator[None]:
-        """Let layers keep on this tape what they decide meanwhile.
+        """Record the decisions of layers on this tape inside the block.
 
         Args:
             is_again: whether they take it from the tape instead, from its beginning on.
@@ -387,20 +389,20 @@ def runs_again() -> bool:
 
 
 def keep(layer: object, given: Any) -> None:
-    """Keep what a layer decided for all functions around it that may run again."""
+    """Keep a layer's decision for all functions around it that may be recomputed."""
     for tape, is_again in _tapes.get():
         if not is_again:
             tape.keep(id(layer), given)
 
 
 def take(layer: object) -> Any:
-    """Return what a layer decided when the innermost function that runs again ran first."""
+    """Return a layer's decision in the first run of the innermost function that is recomputed."""
     tape = next((tape for tape, is_again in reversed(_tapes.get()) if is_again), None)
     return None if tape is None else tape.take(id(layer))
 
 
 def as_first(layer: object, decided: bool) -> bool:
-    """Return what a layer decided when a function that runs again ran first, unless it runs first now; and keep it."""
+    """Return a layer's decision in a function's first run, unless this is the first; and keep it."""
     if _tapes.get():
         found = take(layer)
         decided = decided if found is None else found
@@ -497,8 +499,8 @@ def tape_torchs_functions() -> None:
 
 def _refused(name: str, why: str) -> str:
     return (
-        f"torch {torch.__version__}: torch.utils.checkpoint.{name} {why}: under activation checkpointing layers would "
-        "route by themselves when they run again"
+        f"torch {torch.__version__}: torch.utils.checkpoint.{name} {why}: under activation checkpointing layers "
+        "would choose new experts when they are recomputed"
     )
 
 

@@ -64,7 +64,7 @@ def refuse(path: str, fault: int, rank: int | None = None) -> None:
     if fault:
         if rank is None:
             rank = dist.get_rank() if world_size_now() > 1 else 0
-        raise RoutingError(f"{path or 'an MoE layer'}: what the gate of rank {rank} returned: {FAULTS[fault]}")
+        raise RoutingError(f"{path or 'an MoE layer'}: the gate's result on rank {rank}: {FAULTS[fault]}")
 
 
 _MOST = 256
@@ -72,7 +72,7 @@ _MOST = 256
 
 
 class LateFaults:
-    """Holds what the layers of one engine have found and nobody has looked at yet."""
+    """Holds the faults of one engine's layers that have not been checked yet."""
 
     def __init__(self) -> None:
         self._found: list[tuple[str, torch.Tensor, HostCopy]] = []
@@ -83,11 +83,11 @@ class LateFaults:
 
     @property
     def are_shared(self) -> bool:
-        """Whether ranks share what forwards in training have found."""
+        """Whether ranks share the faults of forwards in training."""
         return bool(self._paths)
 
     def begin_sharing(self, paths: Iterable[str], device: torch.device) -> None:
-        """Share from now on what forwards in training find.
+        """Share the faults of forwards in training from now on.
 
         Args:
             paths: the paths of the layers, the same on every rank.
@@ -96,7 +96,7 @@ class LateFaults:
         self._paths, self._device = tuple(paths), device
 
     def add(self, path: str, fault: torch.Tensor, in_training: bool) -> None:
-        """Keep what a forward has found, and look at what has arrived of earlier ones.
+        """Keep the fault of a forward, and check those of earlier ones that have arrived.
 
         Args:
             path: the path of the layer.
@@ -115,7 +115,7 @@ class LateFaults:
         self._found.append((path, fault, HostCopy(fault)))
 
     def share(self) -> None:
-        """Tell all ranks what was found since the last time. Collective where ranks share it.
+        """Share the faults found since the last time with all ranks. Collective where ranks share them.
 
         Only the device waits for it, in :meth:`look` the host.
         """
@@ -133,7 +133,7 @@ class LateFaults:
         self._shared.append(HostCopy(codes_L))
 
     def look(self) -> None:
-        """Look at what has been found, and wait for what has not arrived.
+        """Check the faults that have been found, and wait for those that have not arrived.
 
         Raises:
             RoutingError: a forward had choices out of range; if it was shared, on every rank.
@@ -148,7 +148,7 @@ class LateFaults:
         self._look_at_own(waits=True)
 
     def look_at_all(self) -> None:
-        """Look at what has been found and will not be shared any more, at the end of the engine.
+        """Check faults that will not be shared any more, at the end of the engine.
 
         Raises:
             RoutingError: a forward of this rank had choices out of range.
@@ -230,7 +230,7 @@ def block_of(groups: FSMoEGroups) -> RowBlock:
 
 
 class LayerRuntime:
-    """Holds what the MoE layers of one engine share: lanes, plan, trace, watchdog. ``close`` it with the engine.
+    """Holds the lanes, plan, trace and watchdog that one engine's MoE layers share. ``close`` it with the engine.
 
     Make it once torch.distributed is initialised; collective over all ranks of the job.
 
@@ -256,8 +256,8 @@ class LayerRuntime:
         """The reason why no two collectives may be under way at once, if there is one; the same on every rank."""
         if self.one_link is not None:
             log_on_rank_0(
-                "links take turns, as NCCL might begin what is on both in another order on each rank, and hang: "
-                f"{self.one_link}",
+                "links are used one at a time, as NCCL may start collectives in another order on each rank, and "
+                f"hang: {self.one_link}",
                 logging.WARNING,
             )
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
@@ -291,7 +291,7 @@ class LayerRuntime:
 
     @property
     def needs_routers(self) -> bool:
-        """Whether what routers choose is recorded or replaced in a forward that begins now; the same on every rank."""
+        """Whether routers' choices are recorded or replaced in the forward that begins now; the same on every rank."""
         return self.records_routing or self.replay.is_armed
 
     @property
@@ -306,16 +306,16 @@ class LayerRuntime:
             orders: the orders of tasks of the layers that run in chunks, in words; the others have one task at a time.
         """
         if not self.block.overlap:
-            return "one after another, as fsmoe.overlap = false says"
+            return "one at a time (fsmoe.overlap = false)"
         if self.one_link is not None:
             return f"one after another: {self.one_link}"
         if not orders:
-            return "one after another, as layers run in one chunk"
+            return "one at a time (layers run in one chunk)"
         words = "; ".join(each.removeprefix("links ") for each in orders)
         if self.device.type != "cuda":
             return words
         ctas = "" if self.max_ctas is None else f", {self.max_ctas} thread blocks each at the most"
-        return f"{words}, begun in the order of issue ({VARIABLE}){ctas}"
+        return f"{words}, started in the order of issue ({VARIABLE}){ctas}"
 
     def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
         """Return the groups of a layer spread over so many ranks. Collective."""
@@ -379,7 +379,10 @@ class LayerRuntime:
         if (wires.dispatch, wires.combine) != ("model", "model") and "wires" not in self._said:
             self._said.add("wires")
             log_on_rank_0(
-                f"fsmoe.wires is for layers that send rows: {path}, and others like it, send slots in their own type",
+                (
+                    f"fsmoe.comm_dtype applies to unpadded dispatch only: {path} and layers like it "
+                    "use padded dispatch in their own dtype"
+                ),
                 logging.WARNING,
             )
 
@@ -411,7 +414,7 @@ class LayerRuntime:
         return LayerPipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 
     def at_step(self, number: int) -> None:
-        """Take note that optimizer step ``number`` is about to begin, or goes on."""
+        """Start, or continue, optimizer step ``number``."""
         waits.at_step(number)
         if self.tracer is not None:
             self.tracer.step(number)

@@ -150,8 +150,8 @@ class LayerRun(LayerCall):
         """Send a row for every choice that a token made; [S, M] to [S, M]. Their counts travel while the order runs."""
         if not isinstance(routing, Routing):
             raise TypeError(
-                f"{self.name}: the gate returned a {type(routing).__name__}, whose slots are no rows: dispatch = "
-                "'rows' needs a Routing"
+                f"{self.name}: the gate returned a {type(routing).__name__}, which has no rows: dispatch = "
+                "'unpadded' needs a Routing"
             )
         order, collectives = self.state.order, self.pipeline.collectives
         cuts = token_cuts_of(*self.pipeline.degrees)
@@ -212,10 +212,10 @@ def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> s
         except RuntimeError as error:
             if not _OF_SHAPES.search(str(error)):
                 return None
-            return f"does not take rows of shape {list(shape)}: {error}; {must}"
+            return f"does not accept rows of shape {list(shape)}: {error}; {must}"
     made = made[0] if isinstance(made, tuple) else made
     if isinstance(made, torch.Tensor) and made.shape != shape:
-        return f"made {list(made.shape)} of {list(shape)}: {must}"
+        return f"returned {list(made.shape)} for {list(shape)}: {must}"
     return None
 
 
@@ -224,7 +224,7 @@ def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> s
 
 @dataclass(eq=False, repr=False)
 class LayerState:
-    """Holds what a layer inside DeepSpeed has of ours, on its one attribute ``fsmoe``.
+    """Holds the state of a layer inside DeepSpeed, as its one attribute ``fsmoe``.
 
     Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_uncut` and :meth:`attach`. A
     call that is under way, or waits for its backward, keeps the pipeline it began with.
@@ -363,7 +363,7 @@ class LayerState:
         return None if self.running is None else self.running.replay.take(self.label)
 
     def check_given(self, given: ReplayedRouting | None, num_tokens: int) -> None:
-        """Look whether a choice is for the tokens of a call. Collective where routing is replayed.
+        """Check that a choice is for the tokens of a call. Collective where routing is replayed.
 
         Raises:
             ReplayError: it is not, on any rank.
@@ -383,8 +383,8 @@ class LayerState:
         if self.tensor_parallel.same_tokens and groups.mp_group is not None:
             if self.parts.dispatch == "rows":
                 raise ConfigError(
-                    f'fsmoe.dispatch = "rows": must be "auto" or "slots" with {self.path}, whose tensor-parallel ranks '
-                    "have the same tokens and send a part of the slots each"
+                    f'fsmoe.dispatch = "unpadded": must be "auto" or "padded" with {self.path}, whose '
+                    "tensor-parallel ranks have equal tokens and send a part of the slots each"
                 )
             self.duplicates = TensorParallelTokens(groups.mp_group)
         self.is_in_slots = self.duplicates is not None or not takes_rows(self.parts.dispatch, gate)

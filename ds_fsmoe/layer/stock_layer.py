@@ -63,7 +63,7 @@ from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NOD
 
 
 def is_like_stocks(container: nn.Module) -> bool:
-    """Return whether it computes what DeepSpeed's does: its class, or one that changes neither forward nor call."""
+    """Return whether it computes as DeepSpeed's does: its class, or one that changes neither forward nor call."""
     return (
         isinstance(container, StockExperts)
         and type(container).forward is StockExperts.forward
@@ -73,12 +73,13 @@ def is_like_stocks(container: nn.Module) -> bool:
 
 
 def why_called(container: nn.Module) -> str | None:
-    """Say why it has to be called itself, as the rest of a sentence about its layer; ``None`` if it need not be."""
+    """Return why the module must be called itself, as the rest of a sentence about its layer; ``None`` if it need not
+    be."""
     if not is_like_stocks(container):
         kind = type(container)
-        return f"its experts module is a {kind.__module__}.{kind.__qualname__}, which is called with all rows at once"
+        return f"its experts module is a {kind.__module__}.{kind.__qualname__}, which takes all rows in one call"
     if is_observed(container):
-        return "hooks on its experts module are to see all rows at once, as in DeepSpeed"
+        return "hooks on its experts module need all rows in one call, as in DeepSpeed"
     return None
 
 
@@ -95,8 +96,8 @@ def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
     for name, layer in layers.items() if esp_size > 1 else ():
         if reason := why_called(layer.deepspeed_moe.experts):
             raise LayerError(
-                f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {reason}; with experts cut over {esp_size} "
-                "ranks there would be parts of sums to see: use 1"
+                f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {reason}; with experts sharded over "
+                f"{esp_size} ranks these would be partial sums: use 1"
             )
 
 
@@ -169,11 +170,10 @@ def _warn_if_filled_otherwise(
     by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
     if by_shards and not by_rule:
         log_on_rank_0(
-            f"{path}: runs of {esp} neighbouring ranks have the same experts, and ranks that should have the "
-            "same ones by DeepSpeed's rule have not. With fsmoe.expert_tensor_parallel_size = "
-            f"{esp}, too, rank r has to be filled with the experts of EP rank r % ep_size before "
-            "initialize(), and what ranks have by another rule is lost: if these are pretrained weights, "
-            "fill them by that rule",
+            f"{path}: groups of {esp} neighbouring ranks have equal experts, but ranks that DeepSpeed's rule gives "
+            f"equal experts do not. With fsmoe.expert_tensor_parallel_size = {esp} rank r must have the experts of "
+            "EP rank r % ep_size before initialize(); others are lost. If these are pretrained weights, load them "
+            "by that rule",
             logging.WARNING,
         )
 
@@ -256,7 +256,7 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
     def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
-        """Decide through the module's call, from what its hooks have left of the result."""
+        """Decide through the module's call, so that its hooks may change the result."""
         routing = routing_of(self(x_SM, used_token_S, True, False))
         # The tuple has no place for what was chosen and dropped, and for the entropy.
         decided, self._decided = self._decided, None
@@ -321,7 +321,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         return is_known and not kwargs
 
     def through_operator(self, *args: Any) -> torch.Tensor:
-        """Return what a call returns, in compiled code, and leave behind what it leaves."""
+        """Return the result of a call, in compiled code, and set the same attributes."""
         second = args[1] if len(args) > 1 else None
         result, self.l_aux, self.exp_counts = self.call_operator(args[0], second, num_experts=self.total_experts)
         return result
@@ -354,8 +354,8 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         """
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(
-                f"this MoE layer spreads its experts over ep_size = {self.ep_size} ranks and has no process group yet: "
-                "call initialize() before the first forward"
+                f"this MoE layer has ep_size = {self.ep_size} and no process group yet: call initialize() before "
+                "the first forward"
             )
         self.fsmoe.run_alone(self.ep_group)
 
@@ -369,7 +369,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         if self.fsmoe.pipeline.is_cut:
             if local is None:
                 raise RuntimeError(
-                    f"{path}: another experts module was put in after the first forward, and the layer is run in "
+                    f"{path}: its experts module was replaced after the first forward, and the layer runs in "
                     "chunks: call engine.fsmoe.look_again() on every rank after such a change"
                 )
             return local
@@ -421,8 +421,8 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             state.unsharded = None
         elif sizes_of_mpu(stock_groups.mpu)[0] > 1:
             raise LayerError(
-                f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
-                "DeepSpeed's own: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
+                f"a ds_fsmoe.MoE with {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in a stock "
+                "DeepSpeed engine: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
             )
         elif warn_without_door not in state.checks:
             # Only an engine gives a layer its group, and this one is not ours.
@@ -451,7 +451,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
     def route(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
-        """Return what the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
+        """Return the decision of the layer's gate; see :class:`~ds_fsmoe.components.gate.GateBase`."""
         if isinstance(self.gate, FSMoEGate) and not runs_unobserved(self.gate):
             return self.gate.decide_heard(x_SM, used_token_S)
         return self.route_unheard(x_SM, used_token_S, group)
@@ -459,7 +459,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
     def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
-        """Return what the gate decides, without the hooks of a gate like stock's: for made-up tokens."""
+        """Return the gate's decision without hooks, for made-up tokens."""
         if isinstance(self.gate, FSMoEGate):
             return self.gate.decide(x_SM, used_token_S, group)
         if isinstance(self.gate, GateBase):
@@ -470,7 +470,8 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
 
 @contextmanager
 def _stock_times(layer: FSMoELayer, call: LayerCall) -> Iterator[None]:
-    """Time what stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and the two all-to-alls in it."""
+    """Time the parts that stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and its two
+    all-to-alls."""
     recorder = Recorder(call.x.device)
     call.pipeline = call.pipeline.watched(recorder)
     with _timed(layer, MOE_TIMER, "time_moe"):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package measures what tasks and links cost on this machine and keeps the results. It returns data only."""
+"""Measures the costs of tasks and links on this machine, and keeps the results. It returns data only."""

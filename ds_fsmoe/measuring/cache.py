@@ -44,7 +44,7 @@ from ds_fsmoe.versions import VERSION
 
 @dataclass
 class Measurements:
-    """The values, the same on every rank. A name says what was measured and what it depends on besides the cluster."""
+    """The values, the same on every rank. A name contains the operation and its settings besides the cluster."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Measurements:
 
 
 class Measuring:
-    """This class measures what is not known yet. Every method is collective.
+    """Measures missing values. Every method is collective.
 
     Args:
         watch: of this job.
@@ -236,14 +236,14 @@ class MeasurementCache:
         return self._folder / f"cluster-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def read(self, fingerprint: Fingerprint) -> Measurements | None:
-        """Return what is kept, or ``None``; a warning names a file that is not usable."""
+        """Return the kept measurements, or ``None``; a warning names an unusable file."""
         path = self.file_of(fingerprint)
         try:
             return read_measurements(path, fingerprint)
         except (FileNotFoundError, NotADirectoryError):  # the latter is said when it is written
             return None
         except UselessFileError as error:
-            log_on_rank_0(f"fsmoe.autotune.cache_dir: {path} {error}; it is measured again", logging.WARNING)
+            log_on_rank_0(f"fsmoe.autotune.cache_dir: {path} {error}; measuring again", logging.WARNING)
             return None
 
     def write(self, fingerprint: Fingerprint, measurements: Measurements, cluster: Cluster) -> None:
@@ -266,8 +266,8 @@ class MeasurementCache:
         except OSError as error:
             if not self._said_of_folder:
                 log_on_rank_0(
-                    f"fsmoe.autotune.cache_dir: measurements cannot be kept in {self._folder}, so the next run "
-                    f"measures again: {error}",
+                    f"fsmoe.autotune.cache_dir: cannot write to {self._folder}, so the next run measures again: "
+                    f"{error}",
                     logging.WARNING,
                 )
             self._said_of_folder = True
@@ -306,7 +306,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
-    """Return what was measured on this cluster.
+    """Return the measurements of this cluster.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such file.
@@ -320,7 +320,7 @@ def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UselessFileError(f"cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UselessFileError(f"is not a file of measurements: {type(error).__name__}: {error}") from error
+        raise UselessFileError(f"is not a measurements file: {type(error).__name__}: {error}") from error
 
 
 def _measurements(data: Any, fingerprint: Fingerprint) -> Measurements:
@@ -329,7 +329,7 @@ def _measurements(data: Any, fingerprint: Fingerprint) -> Measurements:
     expected, found = json.loads(json.dumps(fingerprint)), data["fingerprint"]
     if found != expected:
         differing = sorted(key for key in expected.keys() | found.keys() if found.get(key) != expected.get(key))
-        raise UselessFileError(f"is of another cluster: it differs in {', '.join(differing)}")
+        raise UselessFileError(f"is from another cluster: it differs in {', '.join(differing)}")
     timings = {name: _timing(name, at) for name, at in data["timings"].items()}
     return Measurements(timings, {name: _number(value, name) for name, value in data["numbers"].items()})
 
@@ -337,9 +337,9 @@ def _measurements(data: Any, fingerprint: Fingerprint) -> Measurements:
 def _timing(name: str, at: Any) -> Timing:
     sizes, times_ms = (tuple(_number(each, name) for each in at[key]) for key in ("sizes", "times_ms"))
     if not isinstance(at["unit"], str):
-        raise UselessFileError(f"has {at['unit']!r} for the unit of {name}")
+        raise UselessFileError(f"has the unknown unit {at['unit']!r} for {name}")
     if any(a >= b for a, b in itertools.pairwise(sizes)):
-        raise UselessFileError(f"has sizes of {name} that do not grow: {list(sizes)}")
+        raise UselessFileError(f"has sizes of {name} that do not increase: {list(sizes)}")
     issued_ms, least_ms = (tuple(_number(each, name) for each in at.get(key, ())) for key in ("issued_ms", "least_ms"))
     for which, found in (("times of the host", issued_ms), ("least times", least_ms)):
         if len(found) not in (0, len(sizes)):

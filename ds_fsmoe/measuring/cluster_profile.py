@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module measures what a cluster's links and processors cost, in the planner's form."""
+"""Measures the costs of a cluster's links and processors, in the planner's form."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def profile_cluster(
     name: str = "measured",
     source: str = "",
 ) -> Cluster:
-    """Measure what is not known yet of the cluster this job runs on. Collective over all ranks of the job.
+    """Measure the missing values of the cluster this job runs on. Collective over all ranks of the job.
 
     All groups of a link are at work at the same time, as they are in training. Where nodes are not equally large, as
     many ranks of each are measured as the smallest has. One rank has no links: only its computing is measured. Random
@@ -458,9 +458,9 @@ class _Profiler:
     def _said(self, source: str) -> str:
         sizes = self._topology.node_sizes
         if len(set(sizes)) > 1:
-            note = f"the nodes have {', '.join(map(str, sizes))} ranks; measured are {self._names.per_node} of each"
+            note = f"the nodes have {', '.join(map(str, sizes))} ranks; {self._names.per_node} of each are measured"
             if self._names.per_node == 1:
-                note += ", so there is nothing about links inside a node"
+                note += ", so links inside a node were not measured"
             self._warn(note)
             return "; ".join(filter(None, (source, note)))
         return source

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module reads what the host reports about its links: network, InfiniBand, and between its GPUs.
+"""Reads the host's reports about its links: network, InfiniBand, and between its GPUs.
 
 It is what is written there, not what was measured: a virtual interface tells a speed that it does not have, and a limit
 set by ``tc`` is seen nowhere. Torch is imported only where GPUs are asked for.
@@ -109,7 +109,7 @@ def _gpus(nvlink_gb_s: Sequence[float]) -> list[str]:
         return []
     found = [f"GPUs: {', '.join(f'{count} x {name}' for name, count in counts.items())}"]
     if len(numbers) > 1:
-        cannot = f"{', '.join(alone)} cannot reach the memory of all others"
+        cannot = f"{', '.join(alone)} cannot access the memory of all others"
         found.append(f"GPUs: {cannot}" if alone else "GPUs: all reach each other's memory")
     if nvlink_gb_s:
         found.append(f"NVLink: {', '.join(f'{each:g}' for each in dict.fromkeys(nvlink_gb_s))} GB/s per GPU")

@@ -113,7 +113,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
         try:
             write_measurements(out, fingerprint, known, cluster)
         except OSError as error:
-            raise MeasuringError(f"{out} cannot be written: {error}") from error
+            raise MeasuringError(f"{out}: cannot be written: {error}") from error
         facts = fingerprint["links"] | {_host_of_rank_0(fingerprint): link_lines(ask_nvidia_smi=True)}
         timings = {each: known.timings[names.of(each)] for each in names.operations}
         return Result(cluster, timings, facts, time.perf_counter() - start_s)
@@ -152,7 +152,7 @@ def _process_group() -> Iterator[torch.device]:
 
 def _why_not_written(out: Path) -> str | None:
     if out.is_dir():
-        return f"--out {out}: this is a folder; name a file in it"
+        return f"--out {out}: is a folder; name a file in it"
     probe = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         probe.touch()

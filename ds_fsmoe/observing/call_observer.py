@@ -76,7 +76,7 @@ class CallObserver:
         return () if self.tracer is None and self.clock is None else (self.watch,)
 
     def meet(self, pipeline: LayerPipeline, groups: FSMoEGroups) -> None:
-        """Take note of the groups of a layer.
+        """Register the groups of a layer.
 
         Raises:
             ConfigError: the cluster lacks a number for one of them.

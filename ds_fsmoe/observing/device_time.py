@@ -47,7 +47,7 @@ class Delay:
         self.line = fit(asked, [statistics.median(column) for column in zip(*rounds[1:], strict=True)])
         self._alpha_ms, self._beta_ms = self.line.cost.alpha_ms, self.line.cost.beta_ms
         if not self._beta_ms > 0:
-            raise RuntimeError(f"delays on {self.device} do not get longer when longer ones are asked for: {self.line}")
+            raise RuntimeError(f"delays on {self.device} do not grow as requested: {self.line}")
 
     def __call__(self, delay_ms: float) -> None:
         """Keep the lane busy for so long."""

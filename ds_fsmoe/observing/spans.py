@@ -56,10 +56,10 @@ class Recorder(Observer):
             ValueError: the last run was not of this schedule, or not all of its tasks were run.
         """
         if schedule != self.schedule:
-            raise ValueError("the last run that was observed is not one of this schedule")
+            raise ValueError("the last observed run is of another schedule")
         unfinished = [task.name for task, end in zip(schedule.tasks, self._ends, strict=True) if end is None]
         if unfinished:
-            raise ValueError(f"the last run did not get to the end: it has no spans for {', '.join(unfinished)}")
+            raise ValueError(f"the last run did not finish: it has no spans for {', '.join(unfinished)}")
         spans: list[Span] = []
         last_of_lane: dict[str, int] = {}
         for index, task in enumerate(schedule.tasks):

@@ -153,17 +153,17 @@ class StepClock:
         self._batch: _Stretch | None = None
 
     def begin_step(self) -> None:
-        """Take note that a batch that goes through stages begins."""
+        """Start the clock of a batch that goes through stages."""
         if self._is_on:
             self._batch = _Stretch(False, self._stamp())
 
     def end_step(self) -> None:
-        """Take note that it has ended, with the optimizer's part."""
+        """End it, with the optimizer's part."""
         if self._batch is not None:
             self._batch.end = self._stamp()
 
     def begin_forward(self) -> None:
-        """Take note that the engine's forward begins, in training."""
+        """Start the clock of the engine's forward, in training."""
         if self._num_forwards <= _FIRST:
             self._num_forwards += 1
             if not self._is_asked:
@@ -179,11 +179,11 @@ class StepClock:
             self._after_step = self._stretches[-1] if self._is_on else _Stretch(False, self._stamp())
 
     def step_is_over(self) -> None:
-        """Take note that an optimizer step is over: the next forward is the first one with new parameters."""
+        """End the clock of an optimizer step: the next forward is the first one with new parameters."""
         self._is_after_step = self._after_step is None
 
     def begin_backward(self) -> None:
-        """Take note that the engine's backward begins."""
+        """Start the clock of the engine's backward."""
         if self._is_on:
             self._begin(in_backward=True)
 
@@ -194,19 +194,19 @@ class StepClock:
         self.is_listening = True
 
     def end_forward(self) -> None:
-        """Take note that the engine's forward has ended."""
+        """End the clock of the engine's forward."""
         self.end_backward()
         if self._after_step is not None and self._after_step.end is None:
             self._after_step.end = self._stamp()
 
     def end_backward(self) -> None:
-        """Take note that the engine's backward has ended."""
+        """End the clock of the engine's backward."""
         if self.is_listening:
             self._stretches[-1].end = self._stamp()
             self.is_listening = False
 
     def run(self, schedule: Schedule, label: str, about: Any = None, takes_turns: bool = False) -> Recorder | None:
-        """Take note that a run of a layer begins, in the calling thread and on its stream.
+        """Start the clock of a layer's run, in the calling thread and on its stream.
 
         Args:
             schedule: the schedule of the run.

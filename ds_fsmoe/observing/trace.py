@@ -102,7 +102,7 @@ class Tracer(Observer):
         atexit.register(self.close)
 
     def step(self, number: int) -> None:
-        """Take note that step ``number`` is about to begin. Call it at every step; a second call does nothing."""
+        """Start step ``number``. Call it at every step; a second call does nothing."""
         if number == self._step:
             return
         self._step = number
@@ -182,7 +182,7 @@ class Tracer(Observer):
             return
         asked_for = self._asked_for
         if self._rank == 0 and is_complete:
-            logger.info("the trace of %s%s is in %s", asked_for, self._of, self.path.parent)
+            logger.info("trace of %s%s written to %s", asked_for, self._of, self.path.parent)
         elif self._rank == 0:
             steps = ", ".join(map(str, self._seen)) or "none"
             logger.warning("%s: not all of %s: %s; steps there are: %s", self.path.parent, asked_for, ended, steps)
@@ -215,7 +215,7 @@ class Tracer(Observer):
             write_trace(trace, self.path)
         except OSError as error:
             # Training goes on without its trace.
-            logger.warning("the trace of rank %d is lost: %s", self._rank, error)
+            logger.warning("the trace of rank %d was lost: %s", self._rank, error)
             return False
         return True
 

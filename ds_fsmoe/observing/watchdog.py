@@ -289,7 +289,7 @@ class Watchdog:
             return
         text = "".join(traceback.format_exception(error))
         if self._report_and_save(f"error: {type(error).__name__}: {error}", text) is not None:
-            error.add_note(f"what this rank was doing: {self.file}")
+            error.add_note(f"stacks and tasks of this rank: {self.file}")
 
     def terminated(self) -> None:
         """Report SIGTERM."""
@@ -424,7 +424,7 @@ class Watchdog:
             try:
                 each(reason)
             except BaseException:
-                logger.exception("rank %s: at its end something was not saved", self._rank)
+                logger.exception("rank %s: not everything was saved at the end", self._rank)
 
     def _report(self, reason: str, details: str = "") -> Path | None:
         """Write a report and log where it is; return ``None`` if it could not be written, or not in time."""
@@ -436,7 +436,7 @@ class Watchdog:
                     self._write(reason, details)
                 written.append(self.file)
                 more = "".join(f"\n  {each}" for each in ((said_of_peers(), *self._states) if self._states else ()))
-                logger.error("rank %s: %s; what it was doing: %s%s", self._rank, reason, self.file, more)
+                logger.error("rank %s: %s; stacks and tasks: %s%s", self._rank, reason, self.file, more)
             except OSError as error:
                 logger.error("%s\nno report could be written: %s", self._head(reason), error)
             with suppress(OSError, ValueError):  # what is printed would be lost with the process

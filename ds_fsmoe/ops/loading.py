@@ -245,7 +245,7 @@ def _check(mode: str, device_type: str) -> None:
         raise ValueError(f"ops = {mode!r}: must be one of {', '.join(map(repr, MODES))}")
     if mode == "required" and device_type not in LIBRARIES:
         raise ValueError(
-            f"ops = 'required': there are compiled ops for {', '.join(LIBRARIES)} only, and this run is on "
+            f"ops = 'required': compiled ops exist for {', '.join(LIBRARIES)} only, and this run is on "
             f"{device_type!r}; use 'auto' or 'plain'"
         )
 
@@ -258,8 +258,8 @@ def _give_up(device_type: str, reason: str) -> Ops:
     _given_up.add(device_type)
     if _is_rank_0():
         _LOG.warning(
-            "compiled ops cannot be had, so all ranks use torch's own operators, which are slower: %s\n"
-            "Set ops to 'plain' to go without them and without this warning, or to 'required' to be stopped.",
+            "compiled ops are not available, so all ranks use torch operators, which are slower: %s\nSet ops to "
+            "'plain' to silence this warning, or to 'required' to stop instead.",
             reason,
         )
     return PLAIN
@@ -289,7 +289,7 @@ def _try_to_load(device_type: str) -> Exception | None:
     try:
         builder = import_op_builder().builders(device_type)[LIBRARIES[device_type]]
         if _is_rank_0() and builder.will_compile():
-            _LOG.info("compiling the ops for %s, about a minute, once on each machine", device_type)
+            _LOG.info("compiling the ops for %s: about a minute, once per machine", device_type)
         builder.load()
     except Exception as err:  # of any kind: the other ranks are waiting to hear of it
         return err

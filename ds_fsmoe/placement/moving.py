@@ -188,7 +188,7 @@ class Mover:
             # Looked up each time: an engine may have put its states into other memory.
             fragments = fragments_of(self._engine, self._tensors)
             if [each.facts for each in fragments] != self._facts[own]:
-                raise PlacementError("the states of experts are not what they were when it was decided what moves")
+                raise PlacementError("the states of experts have changed since the moves were decided")
             received = torch.empty(sum(row[own] for row in nbytes), dtype=torch.uint8, device=self._device)
             sizes = [each.size * _itemsize(self._facts[own][each.target_fragment]) for each in arriving]
             scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
@@ -253,7 +253,7 @@ class Mover:
             while at < stop:
                 segment = self._next(layer, name, source_index, holders, at, stop)
                 if segment is None:
-                    raise PlacementError(f"{layer}: no rank has element {at} of {name} of an expert that moves")
+                    raise PlacementError(f"{layer}: no rank has element {at} of {name} of a moving expert")
                 source, source_fragment, source_at, length = segment
                 found.append(_Segment(source, source_fragment, source_at, target, fragment, at - first, length))
                 at += length
@@ -329,16 +329,16 @@ def fragments_of(engine: Any, tensors: Iterable[ExpertTensor]) -> list[Fragment]
     groups = live_groups(engine) if engine.optimizer is not None else []
     if groups is None:
         raise PlacementError(
-            f"experts cannot move: the states of {type(engine.optimizer).__name__} are not in memory, or not known"
+            f"experts cannot move: the states of {type(engine.optimizer).__name__} are not in memory, or unknown"
         )
     if getattr(engine.optimizer, "offloaded_states", None):
-        raise PlacementError("experts cannot move: states of the optimizer are offloaded (engine.offload_states)")
+        raise PlacementError("experts cannot move: optimizer states are offloaded (engine.offload_states)")
     for group in groups:
         of_experts = [each for each in group.pieces if id(by_name.get(each.name)) in by_parameter]
         if of_experts and (others := group.others()):
             raise PlacementError(
-                f"experts cannot move: the optimizer's {', '.join(sorted(others))} of {of_experts[0].name} has no "
-                "number for each element"
+                f"experts cannot move: the optimizer's {', '.join(sorted(others))} of {of_experts[0].name} is not a "
+                "number per element"
             )
         states = group.per_element() | ({} if group.master is None else {MASTER: group.master})
         for piece in group.pieces:

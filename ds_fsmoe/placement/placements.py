@@ -46,7 +46,7 @@ def obstacle_to_placement(layer: Any) -> str | None:
     """
     state = layer.fsmoe
     if layer.ep_size == 1:
-        return "one rank has all of its experts"
+        return "one rank has all its experts"
     if state.groups is None or state.groups.layout.tensor_parallel_experts or state.duplicates is not None:
         return "its tensor-parallel ranks share tokens or experts"
     if state.groups.esp_group is not None:
@@ -161,7 +161,7 @@ class Placements:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Have all experts where they are in the model's own order meanwhile. Collective, between two steps."""
+        """Restore the model's own order of experts inside the block. Collective, between two steps."""
         if self._intended is not None or all(each.is_at_start for each in self.now.values()):
             yield
             return
@@ -236,7 +236,7 @@ class Placements:
             try:
                 found = read_json(Path(path))
                 if not isinstance(found, dict) or found.get("format") != FORMAT:
-                    raise ValueError(f"is no placement of format {FORMAT}")
+                    raise ValueError(f"is not a placement of format {FORMAT}")
                 labels = {path: label for label, path in self._paths.items()}
                 layers = found["layers"]
                 told = self.read_data({labels.get(name, name): each for name, each in layers.items()}), ""
@@ -247,7 +247,7 @@ class Placements:
             raise ConfigError(f"fsmoe.placement.file = {path!r}: {problem}")
         self.go_to(wanted)
         moved = sum(len(start.swaps_to(wanted[label])) for label, start in self._homes().items())
-        log_on_rank_0(f"{path}: experts of {len(wanted)} layer(s) placed, with {moved} exchange(s)", logging.INFO)
+        log_on_rank_0(f"{path}: placed the experts of {len(wanted)} layer(s), with {moved} exchange(s)", logging.INFO)
 
     def _place(self, label: str, placement: ExpertPlacement) -> None:
         self.now[label] = placement

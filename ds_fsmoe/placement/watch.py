@@ -270,8 +270,8 @@ class PlacementWatch:
             num_bytes, took_ms = self._placements.swap(self._mover, swaps)
             expected = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
             log_on_rank_0(
-                f"placement: {len(swaps)} exchange(s) of experts, {num_bytes / 1e6:.1f} MB from the rank with most to "
-                f"send, in {took_ms:.1f} ms{expected}"
+                f"placement: {len(swaps)} exchange(s) of experts, at most {num_bytes / 1000000.0:.1f} MB per rank, "
+                f"in {took_ms:.1f} ms{expected}"
             )
         self.wanted = {label: placement for label, placement in self.wanted.items() if now[label].num_moved(placement)}
         if not self.wanted:
@@ -361,7 +361,7 @@ def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.nd
     falls = [now.over_mean(each) - found.placement.over_mean(each) for each in stretches]
     if found.placement == now or min(falls) >= LASTING * (found.before - found.after):
         return found
-    told = f"{label}: stays: the load has moved on, from where {falls[0]:.2f} of the mean were to be gained to where "
+    told = f"{label}: not moved: the load has changed, from {falls[0]:.2f} of the mean to be gained to "
     return found.stays(now, f"{told}{falls[-1]:.2f} are")
 
 
@@ -377,7 +377,7 @@ def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> st
     worst = max(moved or events, key=lambda each: each.balance)
     if not moved:
         return (
-            f"placement at step {step}: nothing moves; the fullest rank has {worst.balance:.2f} times the mean "
+            f"placement at step {step}: no expert moves; the fullest rank has {worst.balance:.2f} times the mean "
             f"({worst.layer}): {worst.why}"
         )
     swaps = sum(each.num_swaps for each in moved)

@@ -309,8 +309,8 @@ def _add_slices(
             exist: dict[int, tuple[int, ...]] = passed.experts if is_expert else passed.layer
             if each.newest_layer not in exist:
                 raise ValueError(
-                    f"layer {layer}: {each.kind} of layer {each.newest_layer} is sent before it exists: "
-                    "move the slice to a later window"
+                    f"layer {layer}: {each.kind} of layer {each.newest_layer} is sent before it is computed: move "
+                    "the slice to a later window"
                 )
             needs = exist[each.newest_layer]
         if scattered and index in scattered:
@@ -377,7 +377,7 @@ class _Shared:
         return self._gathers[index]
 
     def is_through(self, index: int, last: tuple[int, ...]) -> None:
-        """Let the gradients of a layer be sent, whose backward ends with these tasks."""
+        """Allow the gradients of a layer, whose backward ends with these tasks, to be sent."""
         if self._phase == "backward":
             self._left.append((index, last))
         if index == len(self._of) - 1:

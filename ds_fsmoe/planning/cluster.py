@@ -94,8 +94,8 @@ class Cluster:
         """
         if name not in self.operations:
             raise ValueError(
-                f"cluster {self.name}: operations.{name} is missing, and {needed_by} needs it: "
-                f"there are {', '.join(self.operations) or 'none'}"
+                f"cluster {self.name}: operations.{name} is missing, but {needed_by} needs it: the file has "
+                f"{', '.join(self.operations) or 'none'}"
             )
         return self.operations[name]
 

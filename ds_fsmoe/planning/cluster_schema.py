@@ -47,31 +47,29 @@ def slope_of(operation: str) -> str:
 
 
 class _Operation(StrictShape):
-    alpha_ms: _AtLeast0 = Field(description="the start-up, in milliseconds")
-    source: _Text = Field("", description="where the numbers come from, or that they were not measured")
+    alpha_ms: _AtLeast0 = Field(description="start-up time, in milliseconds")
+    source: _Text = Field("", description="source of the numbers, or a note that they were not measured")
 
 
 class _Collective(_Operation):
     model_config = ConfigDict(json_schema_extra={"dependentRequired": {each: ["ranks"] for each in GROWTH}})
 
-    ranks: _Several | None = Field(None, description="the size of the group that it is of")
-    alpha_ms_per_rank: _AtLeast0 = Field(
-        0.0, description="milliseconds by which every further rank makes it longer: steps of a ring, messages"
-    )
+    ranks: _Several | None = Field(None, description="size of the group")
+    alpha_ms_per_rank: _AtLeast0 = Field(0.0, description="milliseconds per further rank: steps of a ring, messages")
     alpha_ms_per_doubling: _AtLeast0 = Field(
-        0.0, description="milliseconds by which twice as many ranks make it longer: levels of a tree"
+        0.0, description="milliseconds per doubling of the ranks: levels of a tree"
     )
 
     @model_validator(mode="after")
     def _counts_from_ranks(self) -> _Collective:
         if self.ranks is None and (growth := [each for each in GROWTH if each in self.model_fields_set]):
-            raise ValueError(f"ranks is missing, and {' and '.join(growth)} counts from there")
+            raise ValueError(f"ranks is missing, which {' and '.join(growth)} is relative to")
         return self
 
 
 @functools.cache
 def _cost(base: type[StrictShape], unit: str) -> type[BaseModel]:
-    slope = (_AtLeast0, Field(description=f"the milliseconds of each {unit}"))
+    slope = (_AtLeast0, Field(description=f"milliseconds per {unit}"))
     return create_model(f"{base.__name__[1:]}Per{unit.title()}", __base__=base, **{f"beta_ms_per_{unit}": slope})
 
 
@@ -86,10 +84,10 @@ _Operations = create_model(
 class Slowing(StrictShape):
     """``contention``: how lanes slow each other down."""
 
-    links: _AtLeast0 = Field(0.0, description="kappa: how much longer a transfer takes while both links are busy")
-    compute: _AtLeast0 = Field(0.0, description="how much longer computation takes while a link is busy")
-    traffic: _AtLeast0 = Field(0.0, description="how much longer a transfer takes while something is computed")
-    source: _Text = Field("", description="where the numbers come from")
+    links: _AtLeast0 = Field(0.0, description="kappa: slowdown of a transfer while both links are busy")
+    compute: _AtLeast0 = Field(0.0, description="slowdown of computation while a link is busy")
+    traffic: _AtLeast0 = Field(0.0, description="slowdown of a transfer during computation")
+    source: _Text = Field("", description="source of the numbers")
 
 
 class ClusterFile(StrictShape):
@@ -97,33 +95,31 @@ class ClusterFile(StrictShape):
 
     model_config = ConfigDict(populate_by_name=False)  # its_schema is no word of the file
 
-    name: _Text = Field("", description="the name; without it, that of the file")
-    source: _Text = Field("", description="what the cluster is, and where its numbers come from")
-    num_nodes: _Count = Field(description="the number of nodes")
-    gpus_per_node: _Count = Field(description="the GPUs of a node")
-    gpu: _Text = Field("", description="the name of the GPU")
-    memory_gb: _Above0 = Field(None, description="the memory of a GPU in GB, as it is sold")
-    dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None = Field(
-        None, description="the type of numbers that the costs of computing hold for"
-    )
+    name: _Text = Field("", description="name; default: that of the file")
+    source: _Text = Field("", description="description of the cluster and the source of its numbers")
+    num_nodes: _Count = Field(description="number of nodes")
+    gpus_per_node: _Count = Field(description="GPUs per node")
+    gpu: _Text = Field("", description="name of the GPU")
+    memory_gb: _Above0 = Field(None, description="memory of a GPU in GB, as sold")
+    dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None = Field(None, description="dtype of the computation costs")
     peak_tflops: _Above0 = Field(
         None,
-        description="what a GPU computes in that type at the most, in 10^12 floating-point operations a second",
+        description="peak of a GPU in that dtype, in 10^12 floating-point operations per second",
     )
     link_gb_per_s: _LinkRates = Field(
         None,
-        description="what a GPU's share of the links' ports carries one way at the most, in 10^9 bytes a second",
+        description="peak of a GPU's share of the links in one direction, in 10^9 bytes per second",
     )
-    contention: Slowing = Field(None, description="how lanes slow each other down; without it, not at all")
-    host_ms: _AtLeast0 = Field(0.0, description="milliseconds that the host takes to launch one operation")
+    contention: Slowing = Field(None, description="how lanes slow each other down; default: not at all")
+    host_ms: _AtLeast0 = Field(0.0, description="milliseconds of the host to launch one operation")
     layer_wait_ms: _AtLeast0 = Field(
         0.0, description="milliseconds that a GPU waits for the host in each phase of a layer with experts"
     )
-    operations: _Operations = Field(description="operation -> its cost, alpha + size x beta")
-    measured: dict = Field(None, description="the data from which the rest was made; not read")
-    date: _Text = Field("", description="when the numbers were taken, as 2026-11-25")
-    contributed_by: _Text = Field("", description="who vouches for them")
-    its_schema: _Text = Field("", alias="$schema", description="the path of this schema, for editors")
+    operations: _Operations = Field(description="operation -> cost, alpha + size x beta")
+    measured: dict = Field(None, description="raw data of the numbers; not read")
+    date: _Text = Field("", description="date of the measurement, as 2026-11-25")
+    contributed_by: _Text = Field("", description="person or team responsible for the numbers")
+    its_schema: _Text = Field("", alias="$schema", description="path of this schema, for editors")
 
 
 def schema_of_clusters() -> dict[str, Any]:

@@ -141,7 +141,7 @@ def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
     size, time_ms = np.asarray(sizes, dtype=float), np.asarray(times_ms, dtype=float)
     if size.shape != time_ms.shape or size.ndim != 1 or len(size) < 3 or len(set(size.tolist())) < 2:
         raise ValueError(
-            f"fit: {len(size)} sizes and {len(time_ms)} times: needed are three of each, at least two sizes different"
+            f"fit: {len(size)} sizes and {len(time_ms)} times: needs three of each, with at least two different sizes"
         )
     if not (np.isfinite(size).all() and np.isfinite(time_ms).all() and (size >= 0).all() and (time_ms >= 0).all()):
         raise ValueError("fit: sizes and times must be finite and at least 0")

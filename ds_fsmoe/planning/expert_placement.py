@@ -135,7 +135,7 @@ class ExpertPlacement:
             ValueError: it is not empty.
         """
         if expert_of_spare:
-            raise ValueError("experts have no replicas in training any more: a policy moves experts alone")
+            raise ValueError("experts have no replicas in training since version 0.2.0: a policy can only move experts")
         return self
 
     def swaps_to(self, wanted: ExpertPlacement, exactly: bool = False) -> list[tuple[int, int]]:
@@ -196,12 +196,12 @@ class ExpertPlacement:
         """
         names = ("expert_of_place", "num_experts", "num_ranks")
         if not isinstance(found, Mapping) or set(found) != set(names):
-            raise ValueError(f"a placement is an object with {', '.join(names)}")
+            raise ValueError(f"a placement must be an object with {', '.join(names)}")
         places, num_experts, num_ranks = (found[name] for name in names)
         if not isinstance(places, list) or any(type(each) is not int for each in (*places, num_experts, num_ranks)):
-            raise ValueError(f"a placement has whole numbers in {', '.join(names)}")
+            raise ValueError(f"a placement must have whole numbers in {', '.join(names)}")
         if not (0 < num_ranks <= num_experts <= MOST_EXPERTS):
-            raise ValueError(f"a placement has 1 to {MOST_EXPERTS} experts, and no more ranks")
+            raise ValueError(f"a placement must have 1 to {MOST_EXPERTS} experts, and at most as many ranks")
         per_rank, num_local = len(places) // num_ranks, num_experts // num_ranks
         if len(places) > num_experts and len(places) % num_ranks == 0:
             places = [expert for place, expert in enumerate(places) if place % per_rank < num_local]

@@ -164,7 +164,7 @@ def policy(name: str) -> Policy:
         else:
             if callable(found):
                 return found
-            reason = ": that is no function"
+            reason = ": it is not a function"
     choices = ", ".join(POLICIES)
     raise ValueError(
         f"policy {name!r}{reason}: the choices are {choices}, or a function of your own as package.module.function"
@@ -215,11 +215,11 @@ def decide(
     """
     wanted = policy(now, seen, Allowed())
     if not isinstance(wanted, ExpertPlacement):
-        raise ValueError(f"the policy gives {wanted!r}: must be an ExpertPlacement")
+        raise ValueError(f"the policy returned {wanted!r}: must be an ExpertPlacement")
     if (wanted.num_experts, wanted.num_ranks) != (now.num_experts, now.num_ranks):
         raise ValueError(
-            f"the policy gives a placement of {wanted.num_experts} experts on {wanted.num_ranks} rank(s): must be of "
-            f"{now.num_experts} on {now.num_ranks}"
+            f"the policy returned a placement of {wanted.num_experts} experts on {wanted.num_ranks} rank(s): must "
+            f"be of {now.num_experts} on {now.num_ranks}"
         )
     name = f"{layer}: " if layer else ""
     before, after, num_moved = now.over_mean(seen.rows_GE), wanted.over_mean(seen.rows_GE), now.num_moved(wanted)
@@ -236,11 +236,11 @@ def decide(
         is_worth = gain_ms > prices.costs.relative_residual * now_ms
         steps = max(1, math.ceil(moves_ms / gain_ms)) if is_worth else 0
         what = f"{what}, {_ms(now_ms)} -> {_ms(step_ms)} ms a step, {_ms(moves_ms, 10)} ms to move"
-        why = f"{name}{what}: pays after {steps} step{'s' * (steps != 1)}"
+        why = f"{name}{what}: breaks even after {steps} step{'s' * (steps != 1)}"
         found = Decision(wanted, gain_ms, moves_ms, steps, before, after, why)
         why_not = "" if is_worth else "gains nothing that these costs could tell"
         if steps > pays_within_steps:
-            why_not = f"would pay after {steps} steps, not within {pays_within_steps}"
+            why_not = f"would break even after {steps} steps, not within {pays_within_steps}"
     if not num_moved:
         return found.stays(
             now, f"{name}stays: the fullest rank has {before:.2f} times the mean, and nothing better was found"

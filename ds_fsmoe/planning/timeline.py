@@ -143,7 +143,7 @@ def simulate(
             raise ValueError(f"host_ms{of_kind} = {each_ms}: must be a finite number of at least 0")
     missing = sorted({task.kind for task in schedule.tasks} - set(costs))
     if missing:
-        raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
+        raise ValueError(f"no cost for {', '.join(missing)}; costs exist for {', '.join(sorted(costs))}")
     work_ms = [costs[task.kind].ms(task.size, task.launches) for task in schedule.tasks]
     return play(schedule, work_ms, _issue_ms(schedule, host_ms), contention)
 
@@ -191,9 +191,7 @@ def _issue_ms(schedule: Schedule, host_ms: HostCost) -> list[float]:
         return [host_ms * launched for launched in schedule.launched]
     missing = sorted({task.kind for task in schedule.tasks if task.launches} - set(host_ms))
     if missing:
-        raise ValueError(
-            f"no cost of the host for {', '.join(missing)}: there are costs for {', '.join(sorted(host_ms))}"
-        )
+        raise ValueError(f"no host cost for {', '.join(missing)}; host costs exist for {', '.join(sorted(host_ms))}")
     paid_ms = (task.launches * host_ms[task.kind] if task.launches else 0.0 for task in schedule.tasks)
     return list(itertools.accumulate(paid_ms))
 

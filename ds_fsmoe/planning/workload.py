@@ -101,8 +101,8 @@ class Shape:
             raise ValueError(f"imbalance = {load!r}: must be a number of at least 1")
         if load > 1 and factor is not None:
             raise ValueError(
-                f"imbalance = {load:g}: must be 1 with a capacity factor, which gives every expert as many slots; "
-                "capacity_factor = none sends rows"
+                f"imbalance = {load:g}: must be 1 with a capacity factor (padded dispatch); use capacity_factor = "
+                "none (unpadded dispatch)"
             )
         if self.K > self.E:
             raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")

@@ -74,7 +74,7 @@ def choices(
         ValueError: an unknown name, or sizes that cannot be; names the choices.
     """
     if name not in _MAKERS:
-        raise ValueError(f"routing {name!r}: the choices are {', '.join(NAMES)}")
+        raise ValueError(f"unknown routing {name!r}: choose from {', '.join(NAMES)}")
     if not 1 <= k <= num_experts or num_tokens < 0:
         raise ValueError(f"k = {k}: must be between 1 and the {num_experts} experts, for {num_tokens} >= 0 tokens")
     if ep_size < 1 or num_experts % ep_size:

@@ -272,7 +272,7 @@ def _read_packed(path: Path) -> Recording:
     with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         size_bytes = sum(each.file_size for each in archive.infolist())
     if size_bytes > MOST_PACKED_BYTES:
-        raise ValueError(f"it would take {size_bytes / 2**30:.1f} GiB of memory; keep the folder instead")
+        raise ValueError(f"it would need {size_bytes / 2**30:.1f} GiB of memory; keep the folder instead")
     with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
         ranks = {each.rank: each for each in facts_in(arrays[_FACTS], range(1, 1 + _PACKED_FORMAT))}
         names = [each for each in arrays.files if each != _FACTS and not each.endswith("weights")]
@@ -282,7 +282,7 @@ def _read_packed(path: Path) -> Recording:
             weights = arrays[f"{name}/weights"] if f"{name}/weights" in arrays.files else None
             found[rank, step, micro_batch, layer] = checked(Choices(arrays[name], weights), name)
             if rank not in ranks or not 0 <= layer < len(ranks[rank].layers):
-                raise ValueError(f"{name}: there is no such rank or layer")
+                raise ValueError(f"{name}: no such rank or layer")
     _check_ranks(ranks)
     return in_memory(ranks.values(), found)
 
@@ -294,7 +294,7 @@ def _check_ranks(ranks: Mapping[int, RankFacts]) -> None:
         ValueError: they differ in what they must have alike.
     """
     if len({each.world_size for each in ranks.values()}) > 1:
-        raise ValueError("its ranks are of jobs of different sizes")
+        raise ValueError("its ranks are from jobs of different sizes")
     num_experts: dict[str, int] = {}
     for layer in (layer for each in ranks.values() for layer in each.layers):
         if num_experts.setdefault(layer.path, layer.num_experts) != layer.num_experts:
@@ -317,7 +317,7 @@ class RoutingIndex:
 
 
 def routing_index_of(path: Path) -> RoutingIndex:
-    """Look through a file.
+    """Read the index of a file.
 
     Raises:
         CutError: it ends before its first lines do.
@@ -342,8 +342,8 @@ def routing_index_of(path: Path) -> RoutingIndex:
             except Exception as error:  # NumPy reads headers as Python: damage makes errors of all kinds
                 if has_checksums and not isinstance(error, CutError):
                     raise ValueError(
-                        f"it was changed since it was written: byte {begin} of {size} begins what was not recorded "
-                        f"({error}); cut there, it has what was recorded before"
+                        f"it was changed after it was written: byte {begin} of {size} begins unknown data ({error}); "
+                        "truncated there, it has the recorded part"
                     ) from error
                 problem = f"it ends at byte {begin} of {size}: {error}"
                 break
@@ -361,7 +361,7 @@ def _first_lines(file: IO[bytes], size: int) -> tuple[np.ndarray, bool]:
         return text, False
     file.seek(begin)
     if sum_[0] != zlib.crc32(file.read(end - begin)):
-        raise ValueError("it was changed since it was written: its first lines do not fit their checksum")
+        raise ValueError("it was changed after it was written: its first lines do not match their checksum")
     _skip(file, size, 1)
     return text, True
 
@@ -369,14 +369,14 @@ def _first_lines(file: IO[bytes], size: int) -> tuple[np.ndarray, bool]:
 def _block(file: IO[bytes], path: Path, size: int) -> tuple[int, int, int, _Reads]:
     data = file.read(KEY_BYTES)
     if len(data) < KEY_BYTES:
-        raise CutError("it is cut short")
+        raise CutError("it is truncated")
     key = np.load(io.BytesIO(data), allow_pickle=False)
     if data != saved(sealed(key[:-1])):
-        raise ValueError("a checksum does not fit")
+        raise ValueError("a checksum does not match")
     step, micro_batch, layer, has_weights, num_bytes, sum_, _ = key.tolist()
     begin, end = file.tell(), file.tell() + num_bytes
     if end > size:
-        raise CutError("an array is cut short")
+        raise CutError("an array is truncated")
     file.seek(end)
     return step, micro_batch, layer, _Reads(path, begin, end, 1 + has_weights, sum_)
 
@@ -405,7 +405,7 @@ class _Reads:
                 file.seek(self.begin)
                 data = io.BytesIO(file.read(self.end - self.begin))
             if self.sum is not None and zlib.crc32(data.getvalue()) != self.sum:
-                raise ValueError(f"it was changed since it was written: the choices at byte {self.begin}")
+                raise ValueError(f"it was changed after it was written: the choices at byte {self.begin}")
             places = [_skip(data, self.end - self.begin, 2) for _ in range(self.num_arrays)]
             return checked(Choices(*_loaded(data, places)), str(self.path))
         except Exception as error:  # changed since it was looked through
@@ -431,12 +431,12 @@ def _skip(file: IO[bytes], size: int, num_dimensions: int) -> tuple[int, int]:
     """
     begin = file.tell()
     if size - begin < _LEAST_BYTES:
-        raise CutError("an array is cut short")
+        raise CutError("an array is truncated")
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("an array of another version of NumPy's format")
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     if dtype.kind not in "iuf" or len(shape) != num_dimensions or min(shape) < 0:
-        raise ValueError(f"an array {list(shape)} of {dtype}, where choices [S, k] must be")
+        raise ValueError(f"an array {list(shape)} of {dtype}: must be choices [S, k]")
     end = file.tell() + math.prod(shape) * dtype.itemsize
     if end > size:
         raise CutError("an array is cut short")
@@ -468,7 +468,7 @@ def facts_in(text: np.ndarray, versions: range) -> list[RankFacts]:
     """
     said: dict[str, Any] = parsed(text.astype(np.uint8).tobytes().decode("utf-8"))
     if said.get("format") not in versions:
-        raise ValueError(f"format {said.get('format')!r}: this version reads {versions[-1]}")
+        raise ValueError(f"format {said.get('format')!r} is not supported: this version reads {versions[-1]}")
     return [_of_rank(each) for each in said["ranks"]]
 
 

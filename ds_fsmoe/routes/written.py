@@ -120,7 +120,7 @@ class Part:
         self._is_cut = False
 
     def flush(self) -> None:
-        """Give all that was written to the system."""
+        """Flush all written data to the system."""
         self._file.flush()
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class TokenPaths:
         self._chosen: list[torch.Tensor] = []
 
     def begins_forward(self, label: str) -> bool:
-        """Return whether a call of this layer is of another forward than the last one, and take note of it."""
+        """Return whether a call of this layer belongs to a new forward, and record it."""
         number = self._numbers[label]
         is_new = number <= self._last
         if is_new:
@@ -136,7 +136,7 @@ class PathProfiler:
             ValueError: it is no such state, or of other layers, experts or paths.
         """
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
-            raise ValueError(f"paths of tokens in a format that is not known: this version reads {STATE_FORMAT}")
+            raise ValueError(f"unknown format of token paths: this version reads {STATE_FORMAT}")
         layers = state.get("layers")
         if not isinstance(layers, Mapping) or set(layers) != set(self._layers):
             known = sorted(layers) if isinstance(layers, Mapping) else layers

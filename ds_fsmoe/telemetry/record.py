@@ -205,7 +205,7 @@ class StepLog:
             try:
                 append_lines(self._file, lines)
             except OSError as error:
-                logger.warning("%s: steps are not recorded any more: %s", self._file, error)
+                logger.warning("%s: steps are no longer recorded: %s", self._file, error)
                 self._file = None
 
     def _line(
@@ -327,7 +327,7 @@ class Record:
             write(self._folder)
         except OSError as error:
             # Training goes on without its record.
-            logger.warning("%s: the run is not recorded any more: %s", self._folder, error)
+            logger.warning("%s: the run is no longer recorded: %s", self._folder, error)
             self._folder = None
 
 

@@ -84,7 +84,7 @@ class RoutingRecorder:
             self._writer.put(key, _small(routing.chosen().t(), num_experts), weights_KS)
 
     def at_step(self, step: int) -> None:
-        """Take note that optimizer step ``step`` is about to begin, or goes on."""
+        """Start, or continue, optimizer step ``step``."""
         if step != self._step:
             self._step = step
             self._calls.clear()
@@ -158,8 +158,7 @@ class _Writer:
             except Exception as error:
                 self._is_broken = True
                 logger.error(
-                    "fsmoe.routing.record = %r: rank %d cannot write any more, and its routing is not recorded from "
-                    "here on: %s: %s",
+                    "fsmoe.routing.record = %r: rank %d cannot write, so its routing is no longer recorded: %s: %s",
                     *(str(self._folder), self._facts.rank, type(error).__name__, error),
                 )
         if self._part is not None:

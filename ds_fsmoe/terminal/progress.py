@@ -83,7 +83,7 @@ class Progress:
         self._shown = ExitStack()
 
     def __call__(self, note: str = "") -> None:
-        """Take note that one more unit is done, or begins.
+        """Count one more unit that is done, or begins.
 
         Args:
             note: what it is, or what has come of it.
@@ -91,7 +91,7 @@ class Progress:
         self.reached(self.done + 1, note)
 
     def reached(self, done: int, note: str = "") -> None:
-        """Take note of how many units are done."""
+        """Set the number of units that are done."""
         self.done, self._note = done, note[:_WIDEST_NOTE]
         if self._has_bar:
             if self._bar is None and self._lines.took_s >= PATIENCE_S:
@@ -104,7 +104,7 @@ class Progress:
             self._say(f"{self._what}: {done}{of_total} {self._unit} after {self._lines.took_s:.0f} s{note}")
 
     def tell(self, done: int, total: int) -> None:
-        """Take note of how many units are done, and of how many there are in all."""
+        """Set the number of units that are done, and the total."""
         self._total = total
         self.reached(done)
 

@@ -191,7 +191,7 @@ class Autotune:
             log_on_rank_0(said)
 
     def need_not_run(self, why: str = "plans came from a checkpoint") -> None:
-        """Take note that nothing has to be measured.
+        """Skip measuring.
 
         Args:
             why: the reason.
@@ -250,8 +250,8 @@ class Autotune:
             self.need_not_run(_FAILED)
             self._running.first_forwards.calls.clear()
             log_on_rank_0(
-                'autotune: this job could not be measured, and goes on as it was ("autotune": false says so from the '
-                f"start): {error}",
+                'autotune: measuring failed, so the schedule is unchanged ("autotune": false skips measuring): '
+                f"{error}",
                 logging.WARNING,
             )
             return False
@@ -294,7 +294,7 @@ class Autotune:
         return Settled("" if self.result.rows else "no layer was called")
 
     def trial_is_over(self) -> bool:
-        """Take note that an optimizer step of a trial is over; tell whether a plan is settled on. Collective."""
+        """End an optimizer step of a trial; return whether a plan is settled on. Collective."""
         assert isinstance(self.state, Trying)
         start_s = time.perf_counter()
         rounds, result = self.state.rounds, self.result
@@ -380,8 +380,7 @@ class Autotune:
         else:
             again = f", again because {why_again}" if why_again else ""
             log_on_rank_0(
-                f"autotune{again}: {source} in {result.took_s:.3g} s; trials begin with "
-                f"{len(trials.trials.names)} plans in turns"
+                f"autotune{again}: {source} in {result.took_s:.3g} s; now trying {len(trials.trials.names)} plans"
             )
 
     def _summarize(self) -> None:

@@ -174,7 +174,7 @@ class PredictionWatch:
         self._is_told = False
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
-        """Take note that an optimizer step is over; collective if it was one to be compared.
+        """End an optimizer step; collective if it is compared.
 
         Args:
             next_step: the number of the next one.
@@ -263,8 +263,8 @@ class PredictionWatch:
             return
         self._has_warned = True
         log_on_rank_0(
-            f"step {step} cannot be compared with what was predicted: on some rank a forward or a backward was not run "
-            f"through the engine's own forward and backward, or has failed, or cannot be predicted{problem}",
+            f"step {step} cannot be compared with its prediction: on some rank a forward or a backward bypassed the "
+            f"engine, failed, or has no prediction{problem}",
             logging.WARNING,
         )
 
@@ -287,24 +287,24 @@ class PredictionWatch:
     def _reason(self, found: StepComparison) -> str:
         if abs(found.drift) <= self._block.drift_threshold:
             return (
-                f"in step {found.step} the fullest rank had {found.load:.2f} times the rows that the layers were "
-                f"planned for, and the {self._in_a_row - 1} steps compared before it were off as well"
+                f"in step {found.step} the fullest rank had {found.load:.2f} times the planned rows, and the "
+                f"{self._in_a_row - 1} compared steps before it differed as well"
             )
         change = f"{abs(found.drift):.0%} {'more' if found.drift > 0 else 'less'}"
         return (
-            f"step {found.step} took {found.whole.measured_ms:.4g} ms where {found.whole.predicted_ms:.4g} ms were "
-            f"predicted ({change}), and the {self._in_a_row - 1} steps compared before it were off as well; furthest "
-            f"off, predicted and measured: {found.worst()}"
+            f"step {found.step} took {found.whole.measured_ms:.4g} ms, predicted {found.whole.predicted_ms:.4g} ms "
+            f"({change}), and the {self._in_a_row - 1} compared steps before it differed as well; largest difference, predicted "
+            f"and measured: {found.worst()}"
         )
 
     def _advice(self, plans: bool) -> str:
         if plans:
-            return "The layers are measured and planned anew"
+            return "Measuring and planning again"
         if self._block.retune_on_drift:
-            return f"The plans are new: others are made after {self._wait} more such comparisons, if this lasts"
+            return f"The plans are recent: new ones are made after {self._wait} more such comparisons"
         return (
-            "The plans were made for other times than these: see what else runs on these machines, or what has become "
-            "of the batches; fsmoe.autotune.retune_on_drift = true measures and plans anew by itself"
+            "Check what else runs on these machines, or whether batches have changed; "
+            "fsmoe.autotune.retune_on_drift = true measures and plans again by itself"
         )
 
 

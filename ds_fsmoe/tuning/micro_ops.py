@@ -64,7 +64,7 @@ class MicroOps:
             self._sizes[label] = sizes
 
     def need_not_run(self) -> None:
-        """Take note that plans came from somewhere else."""
+        """Skip measuring: plans came from elsewhere."""
         self.is_wanted = False
 
     def cut(self, layers: Mapping[str, FSMoELayer]) -> bool:

@@ -23,7 +23,7 @@ MUCH = 0.1
 """The share of a step that another ``ep_size`` has to gain by what is predicted, as it needs another start."""
 _MOST_NAMES = 3
 IN_EVALUATION = (
-    "the model trains in evaluation mode, without its dropout; nothing is measured and layers run in one chunk: call "
+    "the model is in evaluation mode, without dropout; nothing is measured and layers run in one chunk: call "
     "model.train() before the first step (from_pretrained returns models in evaluation mode)"
 )
 
@@ -132,17 +132,17 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
         if not steps_since:
             return ""
         return (
-            f"autotune: the job ended after {steps_since} steps, and nothing is measured before {STEPS_BEFORE}: in so "
-            "short a job it would not pay; layers ran in one chunk"
+            f"autotune: the job ended after {steps_since} steps, before measuring begins (step {STEPS_BEFORE}); "
+            "layers ran in one chunk"
         )
     if is_trying:
-        return f"autotune: the job ended while plans were tried, so the {outcome.took_s:.3g} s of measuring did not pay"
+        return f"autotune: the job ended during trials, so {outcome.took_s:.3g} s of measuring were lost"
     pays = outcome.steps_to_pay()
     if pays is None or steps_since >= pays:
         return ""
     return (
-        f"autotune: the job ended {steps_since} steps after plans were settled, and measuring and trying would have "
-        f'paid after {pays}; for jobs of this length "autotune": false is faster'
+        f"autotune: the job ended {steps_since} steps after the plans were settled, and would have broken even "
+        f'after {pays}; for jobs of this length "autotune": false is faster'
     )
 
 
@@ -154,10 +154,10 @@ def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     each = [f"{span(sorted(labels))} in {chunks}" for chunks, labels in alike.items()]
     how = "; ".join(each[:_MOST_NAMES]) or "no layer of ours"
     if len(each) > _MOST_NAMES:
-        how += f" and {len(each) - _MOST_NAMES} more ways"
+        how += f" and {len(each) - _MOST_NAMES} more algorithms"
     cost = f"measuring took {outcome.took_s:.3g} s"
     if outcome.num_plans:
-        cost += f", trying {outcome.num_plans} plans took {outcome.num_steps} steps"
+        cost += f", tried {outcome.num_plans} plans in {outcome.num_steps} steps"
     gain = outcome.gain
     if outcome.is_stock:
         return f"{kept_stock(outcome)}; {cost}"
@@ -167,9 +167,9 @@ def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule ({gain.low:.2f} to {gain.high:.2f}"
     measured += f" in {gain.num_turns} turns)" if gain.num_turns > 1 else ", one step of each: no interval)"
     if gain.high < 1 and gain.num_turns > 1:
-        return f"{how}; slower than stock: {measured}, and kept as it was asked for by name; {cost}"
+        return f"{how}; slower than stock: {measured}, but it was set by name; {cost}"
     if not gain.is_clear:
-        return f"{how}; {measured}, which is within the noise; {cost}"
+        return f"{how}; {measured}, within the noise; {cost}"
     pays = outcome.steps_to_pay()
     return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid {pays} steps from now")
 
@@ -193,10 +193,10 @@ def _why_whole(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     busiest = max(by, key=by.__getitem__, default="") or "none of the lanes alone"
     step = told.step
     if not outcome.is_bound(step) or step.bound_ms <= 0:
-        return f"the layers are bound by {busiest}"
+        return f"bottleneck of the layers: {busiest}"
     return (
-        f"the layers are bound by {busiest}; predicted, no order of these tasks makes a step more than "
-        f"{step.deepspeed_ms / step.bound_ms:.2f} times as fast"
+        f"bottleneck of the layers: {busiest}; by prediction no order of these tasks is more than "
+        f"{step.deepspeed_ms / step.bound_ms:.2f} times as fast as DeepSpeed's"
     )
 
 
@@ -217,13 +217,13 @@ def _steps(told: Told, outcome: Outcome) -> Table:
     if outcome.is_bound(step):
         cells.append(("  bound", "", f"{step.bound_ms:.4g}", "no order of these tasks takes less"))
     else:
-        why = f"none: steps take less than the {step.bound_ms:.4g} ms that their tasks took when measured alone"
+        why = f"none: steps take less than the {step.bound_ms:.4g} ms that their tasks took alone"
         cells.append(("  bound", "", "", why))
     return aligned(cells)
 
 
 def _next(outcome: Outcome) -> str:
-    """Say which other plan came next, in the turns in which both were tried."""
+    """Return the plan that came second, over the rounds in which both were tried."""
     kept = next((each for each in outcome.tried if each.is_kept), None)
     others = [each for each in outcome.tried if not each.is_kept and not each.is_baseline]
     if kept is None or not others:
@@ -234,12 +234,12 @@ def _next(outcome: Outcome) -> str:
 
 def _layers(rows: Sequence[Row], is_tried: bool) -> list[str | Table]:
     slower = any(choice.time_ms > choice.uncut_ms for row in rows for choice in row.choices)
-    note = "  one chunk is predicted to take less; the steps that were tried have shown otherwise, and they decide"
+    note = "  one chunk is predicted to be faster, but was slower in trials, which decide"
     return [choices_table(rows, indent="  "), *([note] if slower and is_tried else [])]
 
 
 def _fits(rows: Sequence[Row]) -> str:
-    """Say how well what was measured is described, at the sizes that are used."""
+    """Return how well the cost model fits the measurements, at the sizes that are used."""
     shares = sorted(((timing.best_fit.typical_share, name) for name, timing, _ in timings_of(rows)), reverse=True)
     if not shares:
         return "none"

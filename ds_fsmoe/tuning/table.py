@@ -299,7 +299,7 @@ def _plans(rows: Sequence[Row]) -> list[str | Table]:
 
 
 def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
-    """Say why a number of chunks is not chosen that would make its phase faster; return ``None`` if there is none.
+    """Return why a number of chunks is not chosen that would make its phase faster; ``None`` if there is none.
 
     Args:
         choice: the choice for one phase.
@@ -313,8 +313,8 @@ def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
     other = f"with {chunks_text(choice.runner_up)} it would take"
     if choice.runner_up_both_ms >= choice.both_ms:
         return (
-            f"{other} less, but {choice.runner_up_both_ms:.3f} ms instead of "
-            f"{choice.both_ms:.3f} in both phases together"
+            f"{other} less, but {choice.runner_up_both_ms:.3f} ms instead of {choice.both_ms:.3f} in both phases "
+            "together"
         )
     gain = 1 - choice.runner_up_ms / choice.time_ms
     return f"{other} {gain:.1%} less; chunks have to gain more than {margin:.0%}"

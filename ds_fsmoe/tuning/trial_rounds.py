@@ -101,7 +101,7 @@ class TrialRounds:
         if kept is None:
             if self._lines.is_due():
                 seen = self._outcome.num_steps + self.trials.num_steps
-                log_on_rank_0(f"autotune: {seen} steps tried after {self._lines.took_s:.0f} s; plans go on in turns")
+                log_on_rank_0(f"autotune: tried {seen} steps in {self._lines.took_s:.0f} s; trials go on")
             return False
         trials, outcome = self.trials, self._outcome
         self.rounds.append(trials.results(kept))

@@ -273,8 +273,8 @@ class Trials:
         """Describe the results, a row for each plan."""
         results = self.results(kept)
         if not results:
-            return "autotune: no step of a trial was seen whole, so what was predicted stays"
-        head = "autotune: trained with each of these in turns, and no longer with those that had no hope"
+            return "autotune: no step of a trial was complete, so the predicted plan is kept"
+        head = "autotune: trained alternating between these plans; slow plans were dropped early"
         rows = [
             (f"{each.step_ms:.4g}", each.num_steps, each.name + ("  (kept)" if each.is_kept else ""))
             for each in results

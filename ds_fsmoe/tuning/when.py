@@ -32,7 +32,7 @@ def settled(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int) -> 
     tunes_itself = ds_config.get("autotuning", {})
     if isinstance(tunes_itself, Mapping) and tunes_itself.get("enabled", False):
         # It launches short jobs to compare their speed, and in each of them this would be measured anew.
-        why = "autotuning.enabled = true, so DeepSpeed's own tuner is at work"
+        why = "autotuning.enabled = true: DeepSpeed's own autotuner is active"
         return _without(block), why
     if block.autotune.enabled is True:
         return block, None
@@ -57,15 +57,15 @@ def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks:
     by_rule = block.schedule != BEST and PRESETS[block.schedule]().pipeline in ("off", "by_bytes")
     steps = known_steps(block, ds_config)
     if block.deterministic:
-        return "fsmoe.deterministic = true, so nothing is decided by a clock"
+        return "fsmoe.deterministic = true: no decision may depend on timings"
     if num_ranks == 1:
-        return "a single rank sends nothing that could be hidden"
+        return "a single rank has no communication to hide"
     if not block.overlap:
-        return "fsmoe.overlap = false, so nothing is hidden however layers are cut"
+        return "fsmoe.overlap = false: nothing overlaps for any number of chunks"
     if by_rule:
-        return f'fsmoe.schedule = "{block.schedule}" leaves nothing to choose by time'
+        return f'fsmoe.schedule = "{block.schedule}" has nothing to choose by measurements'
     if isinstance(asked.forward, int) and isinstance(asked.backward, int):
-        return "fsmoe.num_chunks is given for both phases"
+        return "fsmoe.num_chunks is set for both phases"
     if steps is not None and steps < FEWEST_STEPS and not needs_numbers(block):
         return (
             f"the job ends after {steps} steps, and trials take up to 24: too short to pay; "

@@ -53,12 +53,12 @@ class Adapter:
         return any(map(sums.wants, self.parameters))
 
     def product(self, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        """Return what the adapter adds to the rows times their expert's weight, [R, O]."""
+        """Return the adapter's addition to the product of rows and their expert's weight, [R, O]."""
         h_Rr = self._inner(x_RI, groups)
         return products.product(h_Rr.mul_(self.scaling), self._b_eOr(x_RI.dtype), False, groups)
 
     def rows_gradient(self, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        """Return what the adapter adds to the gradient of the rows, [R, I], from that of the results."""
+        """Return the adapter's addition to the gradient of the rows, [R, I], from that of the results."""
         dh_Rr = self._inner_gradient(dy_RO, groups)
         return products.grouped_rows_gradient(dh_Rr, self._a_erI(dy_RO.dtype), False, groups)
 

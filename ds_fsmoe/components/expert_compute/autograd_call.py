@@ -116,7 +116,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what it is given: for hooks on what autograd keeps that do nothing."""
+    """Return its argument: for autograd's hooks on saved tensors that do nothing."""
     return tensor
 
 
@@ -229,8 +229,8 @@ class AutogradCall:
             if run is None:
                 known = ", ".join(f"[{first}, {last})" for first, last in self._runs)
                 raise ValueError(
-                    f"slots [{start}, {stop}): graphs are kept of {known} alone; other cuts of the backward have to be "
-                    "announced (same_cuts=False)"
+                    f"slots [{start}, {stop}): graphs are kept of {known} only; for other chunks in the backward "
+                    "pass same_chunks=False"
                 )
             if self.takes_rows:
                 self.saved.take(start, stop)
@@ -323,7 +323,7 @@ class OneExpert:
         expected = (x_NcM.shape[0], 1, *x_NcM.shape[1:]) if self._keep_expert_dim else x_NcM.shape
         if y.shape != expected:
             raise ValueError(
-                f"{self._where}expert {type(self.module).__name__} made {tuple(y.shape)} of {tuple(expected)}: an "
-                "expert must return a row of the same width for every row"
+                f"{self._where}expert {type(self.module).__name__} returned {tuple(y.shape)} for {tuple(expected)}: "
+                "an expert must return a row of the same width for every row"
             )
         return y.squeeze(1) if self._keep_expert_dim else y

@@ -27,7 +27,7 @@ class ContractError(ValueError):
 
 @dataclass(frozen=True)
 class Contract:
-    """What a module of experts says of its weights."""
+    """The declaration of the weights of a module of experts."""
 
     has_bias: bool
     is_transposed: bool
@@ -63,7 +63,7 @@ def follows_contract(module: nn.Module) -> bool:
 
 
 def contract_of(module: nn.Module) -> Contract:
-    """Return what a module says of its weights, checked against the weights themselves.
+    """Return a module's declaration of its weights, checked against them.
 
     Raises:
         ContractError: they do not fit.
@@ -81,9 +81,9 @@ def contract_of(module: nn.Module) -> Contract:
     sizes = _sizes(found, shapes[found.up])
     if sizes is None or shapes != _expected(found, *sizes):
         said = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items() if shape is not None)
-        raise ContractError(f"has weights of shapes that do not fit its flags: {said}")
+        raise ContractError(f"has weights whose shapes do not match its flags: {said}")
     if (num_experts := getattr(module, "num_experts", sizes[0])) != sizes[0]:
-        raise ContractError(f"says that it has {num_experts} experts, and has weights of {sizes[0]}")
+        raise ContractError(f"declares {num_experts} experts, but its weights have {sizes[0]}")
     if not found.has_gate and not callable(getattr(module, "act_fn", None)):
         raise ContractError("has no act_fn")
     if found.has_post_expert_norm and not callable(getattr(module, "post_expert_norm", None)):

@@ -161,7 +161,7 @@ class ExpertCall:
             RuntimeError: made without ``needs_backward``, or a weight was changed in place since.
         """
         if not self._needs_backward:
-            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+            raise RuntimeError("this call kept no tensors for a backward: it was made with needs_backward=False")
         for first, last in self._returned:
             if first < stop and start < last and start < stop and first < last:
                 raise ValueError(f"slots [{start}, {stop}) came back twice: [{first}, {last}) came before")
@@ -197,7 +197,7 @@ class ExpertCall:
         return released
 
     def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Take back what :meth:`release` gave, ahead of the backward."""
+        """Restore the tensors that :meth:`release` returned, ahead of the backward."""
         remaining = iter(tensors)
         for run in self._runs:
             run.call.saved.restore(remaining)

@@ -37,7 +37,7 @@ _found: dict[Hashable, tuple[Any, ...] | None] = {}
 
 
 class Gate:
-    """Computes what lies between the two products of the experts of one module.
+    """Computes the activation between the two products of the experts of one module.
 
     Args:
         module: the module of the experts.
@@ -74,7 +74,7 @@ class Gate:
         return dup_RF, h_RH.to(up_RF.dtype)
 
     def form(self, up_RF: torch.Tensor) -> tuple[Any, ...] | None:
-        """Return the arguments of the operator that computes what the module does now; ``None``: there is none.
+        """Return the arguments of the operator that computes the module's activation; ``None``: there is none.
 
         Args:
             up_RF: rows as they are computed.

@@ -95,7 +95,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LinearWeights:
-    """What a plain linear layer computes with. A module looks for its parameters by name, in Python, every time."""
+    """The parameters of a plain linear layer. A module looks its parameters up by name, in Python, every time."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

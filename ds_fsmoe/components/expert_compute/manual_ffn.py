@@ -88,7 +88,7 @@ class ManualExpert(ABC):
 
     @abstractmethod
     def kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the rest of the forward and the backward need besides the rows, each [N, c, H]."""
+        """Return the tensors that the rest of the forward and the backward need besides the rows, each [N, c, H]."""
 
     @abstractmethod
     def hidden(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -219,7 +219,7 @@ def _form_of_sequential(expert: nn.Sequential) -> ManualFeedForward | None:
 
 @functools.lru_cache(maxsize=256)
 def _written_is_up_to_date(expert_class: type) -> bool:
-    """Whether no class below the one that defines ``written`` defines what is computed."""
+    """Whether no class below the one that defines ``written`` overrides the computation."""
 
     def definer(name: str) -> type:
         return next(each for each in expert_class.__mro__ if name in vars(each))

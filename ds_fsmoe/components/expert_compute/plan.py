@@ -89,7 +89,7 @@ def _is_wanted(parameter: nn.Parameter | None) -> bool:
 
 
 class ExpertPlan:
-    """What calls of some experts have in common until something about them changes.
+    """The common part of calls of some experts, until something about them changes.
 
     Args:
         experts: of the rank.
@@ -117,7 +117,7 @@ class ExpertPlan:
         """Where those are, for autocast."""
 
     def still_holds(self) -> bool:
-        """Tell whether nothing has changed since the plan was made."""
+        """Return whether the plan is still valid: nothing has changed since it was made."""
         if self._is_for_once:
             return False
         (objects, values), (objects_before, values_before) = self._look(), self._seen
@@ -126,7 +126,7 @@ class ExpertPlan:
         return all(map(operator.is_, objects, objects_before))
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        """Return what must be the same objects later, and what must be equal."""
+        """Return the objects that must stay the same, and the values that must stay equal."""
         objects = list(map(type, self._modules))
         objects += [attributes[name] for attributes in self._dictionaries for name in _DICTS]
         for dictionaries in (self._attributes, self._inner):

@@ -43,21 +43,21 @@ class SavedTensors:
         """
         for first, last in self._pieces:
             if first < stop and start < last and start < stop and first < last:
-                raise ValueError(f"slots [{start}, {stop}) were given twice: [{first}, {last}) came before")
+                raise ValueError(f"slots [{start}, {stop}) were saved twice: [{first}, {last}) before")
         is_last = not self._pieces or next(reversed(self._pieces)) < (start, stop)
         self._pieces[start, stop] = tensors
         if not is_last:
             self._pieces = dict(sorted(self._pieces.items(), key=_PLACE))
 
     def release(self) -> list[torch.Tensor | None]:
-        """Give all tensors away, for somebody else to keep until :meth:`restore`."""
+        """Return all tensors, and keep none; the caller keeps them until :meth:`restore`."""
         released = [tensor for piece in self._pieces.values() for tensor in piece]
         self._pieces = {place: (None,) * len(piece) for place, piece in self._pieces.items()}
         self._whole = None
         return released
 
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
-        """Take back what was given away, in that order."""
+        """Restore the released tensors, in that order."""
         self._pieces = {place: tuple(next(tensors) for _ in piece) for place, piece in self._pieces.items()}
         if self._order is None:
             self._left = {start: stop - start for start, stop in self._pieces}
@@ -75,7 +75,7 @@ class SavedTensors:
             ValueError: slots that were never put, or that are gone.
         """
         if not self._pieces:
-            raise ValueError(f"slots [{start}, {stop}): nothing has come through the forward yet")
+            raise ValueError(f"slots [{start}, {stop}): no forward has saved them yet")
         if start == stop:  # no slots: none of any piece
             return _part(next(iter(self._pieces.values())), 0, 0)
         if self._order is not None:
@@ -91,7 +91,7 @@ class SavedTensors:
                 reached = high
         if reached != stop:
             known = ", ".join(f"[{first}, {last})" for first, last in self._pieces)
-            raise ValueError(f"slots [{start}, {stop}): only {known} came through the forward")
+            raise ValueError(f"slots [{start}, {stop}): the forward saved only {known}")
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _picked(self, start: int, stop: int, order: torch.Tensor) -> _Tensors:
@@ -111,7 +111,7 @@ class SavedTensors:
         """Count that some slots of [first, last) are taken now; return whether no others are left."""
         self._left[first] -= num_slots
         if self._left[first] < 0:
-            raise ValueError(f"slots [{first}, {last}) are read a second time, and may be gone: restore them first")
+            raise ValueError(f"slots [{first}, {last}) are read a second time, and may be freed: restore them first")
         return self._left[first] == 0
 
     def _drop(self, place: tuple[int, int]) -> None:

@@ -35,7 +35,7 @@ def check_shardable(expert: nn.Module, count: int) -> ManualExpert:
         divisors = ", ".join(str(each) for each in range(1, hidden + 1) if hidden % each == 0)
         raise ValueError(
             f"expert {type(expert).__name__} has a hidden width of {hidden}, which {count} shards do not divide: "
-            f"the choices are {divisors}"
+            f"choose from {divisors}"
         )
     return form
 

@@ -81,7 +81,7 @@ class StackedExperts:
         return (self.contract if self.own_forward is None else None,)
 
     def kept_of_a_row(self, recompute: bool) -> tuple[int, int]:
-        """Return how many numbers of a row, and of what is made of it, a call keeps for its backward."""
+        """Return how many numbers per row a call keeps for its backward."""
         contract = self.contract
         up = shape_of(getattr(self.module, contract.up)) or (0, 0, 0)
         width, hidden = up[1:] if contract.is_transposed else up[:0:-1]

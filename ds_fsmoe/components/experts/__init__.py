@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts: what is done to a token. One expert per file."""
+"""Experts, one per file."""

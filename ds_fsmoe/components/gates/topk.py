@@ -50,7 +50,7 @@ class TopKSettings(CapacitySettings):
     def check(self, owner: str) -> None:
         super().check(owner)
         if self.noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
-            problem = "the choices are None, 'Jitter', 'RSample'"
+            problem = "choose from None, 'Jitter', 'RSample'"
             raise OptionError(owner, "noisy_gate_policy", self.noisy_gate_policy, problem)
 
 

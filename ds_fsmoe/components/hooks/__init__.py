@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that come along: what may be done to what travels. One per file."""
+"""Hooks that come with the package. One per file."""

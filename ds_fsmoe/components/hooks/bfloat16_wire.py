@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half the bytes on the wire: what is sent between ranks is bfloat16, what is computed with is not."""
+"""Halves the communication volume: rows are sent in bfloat16, and computed in their own dtype."""
 
 from __future__ import annotations
 

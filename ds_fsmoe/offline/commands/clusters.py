@@ -12,13 +12,13 @@ from ds_fsmoe.terminal.tables import print_table
 if TYPE_CHECKING:
     from ds_fsmoe.planning.cluster import Cluster
 
-HELP = "the clusters that can be planned for, and whether a file of your own is one"
+HELP = "list the clusters that plan knows, and check cluster files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: what is to be checked, if anything."""
-    parser.add_argument("--check", nargs="+", metavar="FILE", help="check files (or names) of clusters")
-    parser.add_argument("--sources", action="store_true", help="where each number of each cluster comes from")
+    parser.add_argument("--check", nargs="+", metavar="FILE", help="check cluster files (or names)")
+    parser.add_argument("--sources", action="store_true", help="print the source of each number")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     clusters = [load_cluster(name) for name in names()]
     heads = ("cluster", "nodes x GPUs", "GPU", "memory GB", "type", "intra GB/s", "inter GB/s", "TFLOP/s")
     print_table(heads, [_row(each) for each in clusters])
-    print("\nGB/s: what an all-to-all sends over a GPU's share of the link; TFLOP/s: of a large matrix product")
+    print("\nGB/s: all-to-all per GPU's share of the link; TFLOP/s: a large matrix product")
     for each in clusters:
         print(f"\n{each.name}: {each.source}")
         if args.sources:
@@ -69,5 +69,5 @@ def _check(name: str) -> bool:
     for finding in findings:
         print(f"{name}: {finding.kind}: {finding.sentence}")
     if not findings:
-        print(f"{name}: nothing to say against it")
+        print(f"{name}: no problems found")
     return any(finding.kind == "wrong" for finding in findings)

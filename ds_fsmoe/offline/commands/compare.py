@@ -70,11 +70,11 @@ from ds_fsmoe.terminal.progress import Progress
 from ds_fsmoe.terminal.screen import RED, YELLOW, print_coloured
 from ds_fsmoe.terminal.tables import print_table
 
-HELP = "your training command with and without the block: speed, losses, where the time went"
+HELP = "run your training command with and without the block, and compare speed, losses and timelines"
 TURNS = "turns"
 _NO_DOOR = (
-    "does the script go through one of the doors? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or "
-    "be started with --module ds_fsmoe.run"
+    "does the script use ds_fsmoe? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or be started "
+    "with --module ds_fsmoe.run"
 )
 REPORTS = "fsmoe_reports"
 """Where ranks of ours leave reports, under the folder in which the job was started."""
@@ -85,16 +85,18 @@ _SOON_S = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of the first, long runs (150)")
-    parser.add_argument("--turns", type=int, default=10, help="short runs of each after that (10; 0: none, no verdict)")
-    parser.add_argument("--turn-steps", type=int, default=20, help="steps of a short run that count (20)")
-    parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="folder for all runs (fsmoe_compare)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end a run that takes longer")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of the two long runs (150)")
+    parser.add_argument(
+        "--turns", type=int, default=10, help=("short runs of each after them (10; 0: none, and no verdict)")
+    )
+    parser.add_argument("--turn-steps", type=int, default=20, help="counted steps of a short run (20)")
+    parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="output folder (fsmoe_compare)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="stop a run after so many seconds")
     parser.add_argument(OPTION, metavar="FILE|JSON", help=f"{HELP_ON_BLOCK}, if it has one; with ds_fsmoe.run")
-    parser.add_argument("--no-trace", action="store_true", help="leave out the timelines")
-    about = "compare two runs that fsmoe.record has left, and start nothing"
+    parser.add_argument("--no-trace", action="store_true", help="do not record timelines")
+    about = "compare two recorded runs (fsmoe.record), and start none"
     parser.add_argument("--recorded", type=Path, nargs=2, metavar=("STOCK", "OURS"), help=about)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="that trains")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command that trains")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,12 +104,12 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.recorded:
         if command:
-            raise ValueError("--recorded starts nothing, and there is a training command; leave one of them out")
+            raise ValueError("--recorded starts no training, but there is a training command; remove one of them")
         return _tell_two(*(read_run(folder) for folder in args.recorded))
     if not command:
         raise ValueError("no training command: ds_fsmoe compare [OPTIONS] -- deepspeed train.py ...")
     if args.steps < FEWEST:
-        raise ValueError(f"--steps = {args.steps}: must be at least {FEWEST}: the first ones are slow and do not count")
+        raise ValueError(f"--steps = {args.steps}: must be at least {FEWEST}: the first steps are slow and not counted")
     if args.turns < 0 or args.turn_steps < FEWEST_STEPS:
         raise ValueError(
             f"--turns = {args.turns}, --turn-steps = {args.turn_steps}: must be at least 0, and at least {FEWEST_STEPS}"
@@ -131,7 +133,7 @@ def _own(out: Path) -> Ownership:
         out.mkdir(parents=True, exist_ok=True)
         return Ownership(out, name=OF_COMPARISON)
     except OwnedError as error:
-        raise ValueError(f"--out {out}: {error}: name another folder") from error
+        raise ValueError(f"--out {out}: {error}: choose another folder") from error
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written to: {error}") from error
 
@@ -149,16 +151,16 @@ class _Trainings:
         for kind in (STOCK, OURS):
             status, trained = self._train_as(kind, self.out / kind, self._steps, is_traced)
             if kind == STOCK and not status and trained < self._steps:
-                print(f"compare: {kind}: the script ended by itself after {trained} of {self._steps} steps", flush=True)
+                print(f"compare: {kind}: the script ended after {trained} of {self._steps} steps", flush=True)
                 if trained < FEWEST:
                     raise ValueError(
-                        f"the script ends after {trained} steps: it must train at least {FEWEST}, as the first ones "
-                        "are slow and do not count"
+                        f"the script ended after {trained} steps: must be at least {FEWEST}, as the first steps are "
+                        "slow and not counted"
                     )
                 self._steps = trained
                 if is_traced:
                     # What is traced are the last steps but one, so its timeline was never begun.
-                    print(f"compare: {kind}: once more with --steps {trained}, for its timeline", flush=True)
+                    print(f"compare: {kind}: again with --steps {trained}, for its timeline", flush=True)
                     status, _ = self._train_as(kind, self.out / kind, trained, is_traced=True)
             if status:
                 return 1
@@ -173,7 +175,7 @@ class _Trainings:
         if not num_turns or stock.is_stock == ours.is_stock:
             return 0
         steps = min(self._steps, max(FEWEST, max(settled_after(stock), settled_after(ours)) + counted))
-        print(f"compare: {num_turns} turns of both, the last {counted} steps of each count", flush=True)
+        print(f"compare: {num_turns} turns of both; the last {counted} steps of each count", flush=True)
         began_s, turn = time.monotonic(), 0
         while turn < num_turns:
             left_s = (time.monotonic() - began_s) / max(1, turn) * (num_turns - turn)
@@ -190,7 +192,7 @@ class _Trainings:
                 continue
             # How many plans are tried, and so how long that takes, depends on what steps took.
             steps = min(self._steps, max(after + counted, steps * 3 // 2))
-            print(f"compare: plans were not settled soon enough to count; this turn again, {steps} steps", flush=True)
+            print(f"compare: plans were settled too late to count; repeating this turn with {steps} steps", flush=True)
         return 0
 
     def _folder_of(self, turn: int, kind: str) -> Path:
@@ -211,18 +213,18 @@ class _Trainings:
         file.unlink(missing_ok=True)
         file.touch(0o600)
         file.write_text(json.dumps(config, indent=2))
-        print(f"compare: {kind}, {steps} steps; its log is {log}", flush=True)
+        print(f"compare: {kind}, {steps} steps; log: {log}", flush=True)
         command, began_s = with_free_port(self._subject.command_with(file), _free_port()), time.time()
         try:
             status = _train(command, folder, steps, self._args.timeout)
         finally:
             _hide_secrets(config, command, file, log)
         if status:
-            print_coloured(f"compare: {kind}: the training ended with exit status {status}; its log is {log}", RED)
+            print_coloured(f"compare: {kind}: training failed with exit status {status}; log: {log}", RED)
             _tell_why(log, began_s)
             return status, 0
         if not (folder / RUN).exists():
-            raise ValueError(f"the training has ended and recorded nothing: {_NO_DOOR}")
+            raise ValueError(f"the training ended without a record: {_NO_DOOR}")
         recorded = read_run(folder).steps
         return status, recorded[-1]["step"] if recorded else 0
 
@@ -232,7 +234,7 @@ def _tell_why(log: Path, began_s: float) -> None:
     if found is None:
         print("its last lines:", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
     else:
-        print(f"the first error, of {found.of}:", *found.lines, sep="\n", file=sys.stderr)
+        print(f"the first error, from {found.of}:", *found.lines, sep="\n", file=sys.stderr)
 
 
 def _free_port() -> int:
@@ -302,17 +304,17 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
         for problem in each.problems:
             print_coloured(f"compare: {each.name}: {problem}", YELLOW)
     if stock.is_stock == ours.is_stock:
-        print_coloured(f"compare: both runs trained with the same layers: {_NO_DOOR}", RED)
+        print_coloured(f"compare: both runs used the same layers: {_NO_DOOR}", RED)
         return 1
     if ours.is_stock:
-        raise ValueError(f"{ours.folder} is of stock DeepSpeed and {stock.folder} is not: name stock's first")
+        raise ValueError(f"{ours.folder} is stock DeepSpeed and {stock.folder} is not: name the stock run first")
     # The same steps of both, so that they have seen the same batches.
     after = max(settled_after(stock), settled_after(ours))
     times = times_of(stock, after), times_of(ours, after)
     if times[0] is None or times[1] is None:
         last = min(run.steps[-1]["step"] if run.steps else 0 for run in (stock, ours))
         print_coloured(
-            f"compare: no step to compare: plans were settled after step {after}, and the runs ended after {last}; "
+            f"compare: no steps to compare: plans were settled after step {after}, and the runs ended after {last}; "
             f"use --steps {after + 20} or more",
             RED,
         )
@@ -334,15 +336,15 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
     interval = _print_turns(*found) if found else _print_one_after_another(stock, ours, after, times[0], times[1])
     if interval is None or interval.low <= 1:
         for reason in reasons(stock, ours, times[0]):
-            print(f"  a possible cause: {reason}")
+            print(f"  possible cause: {reason}")
     losses = losses_of(stock, ours)
     if losses is None:
-        print("losses: none were recorded (the script does not give one to engine.backward)")
+        print("losses: not recorded (the script passes no loss to engine.backward)")
     elif not losses.largest_difference and losses.not_finite_from == (None, None):
         print(f"losses: identical in all {losses.num_steps} steps; the last is {losses.last[0]:.6g}")
     else:
         print(
-            f"losses: at most {losses.largest_difference:.2g} apart (relative, at step {losses.at_step}) over "
+            f"losses: differ by at most {losses.largest_difference:.2g} (relative, at step {losses.at_step}) in "
             f"{losses.num_steps} steps; the last are {losses.last[0]:.6g} and {losses.last[1]:.6g}"
         )
         for run, step in zip((stock, ours), losses.not_finite_from, strict=True):
@@ -354,7 +356,7 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
 def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
     """Print how much faster ours was over turns, and whether that decides it. Return the interval."""
     if len(turns) < num_run:
-        print(f"\n{num_run - len(turns)} of {num_run} turns ended before plans were settled, and do not count")
+        print(f"\n{num_run - len(turns)} of {num_run} turns ended before plans were settled, and are excluded")
     if not turns:
         print("use more --steps")
         return None
@@ -365,9 +367,9 @@ def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
     print(f"  {winner(interval, 'turns')}")
     counted = sorted({each.num_steps for each in turns})
     print(
-        f"  single turns: {min(ratios):.2f} to {max(ratios):.2f}, each of the medians of "
-        f"{' to '.join(map(str, dict.fromkeys((counted[0], counted[-1]))))} steps; steps before plans were settled, in "
-        "which something is measured or tried, do not count, and neither do the long runs above"
+        f"  single turns: {min(ratios):.2f} to {max(ratios):.2f}, each the ratio of medians of "
+        f"{' to '.join(map(str, dict.fromkeys((counted[0], counted[-1]))))} steps; the long runs and steps before "
+        "plans were settled (warm-up, measuring, trials) are excluded"
     )
     return interval
 
@@ -382,8 +384,8 @@ def _print_one_after_another(
         print(f"  95% interval, by how much the steps of each run vary: {interval.low:.2f} to {interval.high:.2f}")
     print(f"  {winner(interval, f'blocks of {BLOCK} steps in each run')}")
     print(
-        "  runs one after another are no fair ground: whatever else the machine did during one of them is in this "
-        "number too, and in no interval; --turns compares in turns"
+        "  not a fair comparison: the machine may have been busy during one of the two runs; --turns alternates "
+        "between them"
     )
     if disturbed := disturbance(of_stock, of_ours):
         print(f"  {disturbed}")

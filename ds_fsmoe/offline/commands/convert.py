@@ -9,7 +9,7 @@ from pathlib import Path
 from ds_fsmoe.terminal.progress import Progress, followed
 from ds_fsmoe.terminal.tables import print_table
 
-HELP = "a checkpoint into fp32 weights, Hugging Face's names or stock DeepSpeed's files, and back"
+HELP = "convert a checkpoint to fp32 weights, Hugging Face's names or stock DeepSpeed's files, and back"
 
 _FORMS = {
     "fp32": "safetensors of the optimizer's own fp32 weights, under the model's names",
@@ -21,20 +21,24 @@ _FORMS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the source, the target, and the form."""
-    parser.add_argument("source", type=Path, help="folder of checkpoints or of one tag; of safetensors for deepspeed")
-    parser.add_argument("target", type=Path, help="folder to be made")
+    parser.add_argument(
+        "source", type=Path, help=("source: a folder of checkpoints or of one tag; of safetensors for --to deepspeed")
+    )
+    parser.add_argument("target", type=Path, help="target folder, which must not exist")
     choices = "; ".join(f"{name}: {meaning}" for name, meaning in _FORMS.items())
     parser.add_argument("--to", required=True, choices=tuple(_FORMS), help=choices)
-    parser.add_argument("--tag", help="which of several checkpoints (the latest); the new one's name for deepspeed")
+    parser.add_argument("--tag", help="tag of the checkpoint (the latest); for --to deepspeed that of the new one")
     parser.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="PATTERN=REPLACEMENT",
-        help="of names, as regular expressions replace; may be given several times",
+        help="rename weights, PATTERN=REPLACEMENT by regular expressions; may be repeated",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights in safetensors")
-    parser.add_argument("--max-file-gb", type=float, default=5.0, help="of one safetensors file (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=("dtype of weights in safetensors"))
+    parser.add_argument(
+        "--max-file-gb", type=float, default=5.0, help=("largest size of a safetensors file in GB (%(default)s)")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     renames = [read_rename(each) for each in args.rename]
     if (args.to in ("stock", "deepspeed") and args.dtype) or (args.to == "stock" and renames):
-        raise ValueError(f"--dtype and --rename change nothing of what --to {args.to} writes")
+        raise ValueError(f"--dtype and --rename have no effect with --to {args.to}")
     try:
         if args.to == "deepspeed":
             written = convert.import_tensors(args.source, args.target, args.tag or "converted", renames)
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         raise ValueError(str(error)) from error
     print_table(("file", "MB"), rows)
-    print(f"in {args.target}")
+    print(f"written to {args.target}")
     if args.to == "deepspeed":
         print(f'engine.load_checkpoint("{args.target}", load_module_only=True)')
     return 0

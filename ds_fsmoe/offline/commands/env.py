@@ -20,7 +20,7 @@ from ds_fsmoe.terminal.screen import print_marked
 from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.versions import RUN, SUPPORTED, VERSION
 
-HELP = "what is installed and supported, which parts there are, what ops, links and locks"
+HELP = "print versions, supported ranges, parts, ops, links and locks"
 
 Row = tuple[str, str, str, str]
 
@@ -29,8 +29,8 @@ _DEEPSPEED_REPORT_S = 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: what to show, and where the result goes."""
-    parser.add_argument("--brief", action="store_true", help="leave out DeepSpeed's own report, which takes its time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the same, for programs")
+    parser.add_argument("--brief", action="store_true", help="skip DeepSpeed's own report, which is slow")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,5 +124,5 @@ def _version_row(name: str, found: str | None) -> Row:
     from ds_fsmoe.engine.compat import in_range, is_newer_torch
 
     if is_newer_torch(name, found):
-        works += "; this one is newer than is known"
+        works += "; this one is newer than the tested ones"
     return name, found, "[OKAY]" if in_range(name, found) or is_newer_torch(name, found) else "[FAIL]", works

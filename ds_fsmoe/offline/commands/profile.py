@@ -16,21 +16,21 @@ from ds_fsmoe.terminal.tables import print_table
 if TYPE_CHECKING:
     from ds_fsmoe.measuring.profile_job import Result
 
-HELP = "what does this cluster take: measured, without training, for plan --cluster"
+HELP = "measure the links and the computation of this cluster, without training, for plan --cluster"
 _LEAST_BYTES = 1 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: what is measured, and where the result goes."""
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file, JSON, of rank 0")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of tokens and weights (fp32)"
+        "--out", type=Path, required=True, metavar="FILE", help=("cluster file to write (JSON, by rank 0)")
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="so many neighbours share a node (ranks of one host name)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of tokens and weights (fp32)"
     )
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks per node (ranks of one host name)")
     parser.add_argument(
-        "--max-bytes", type=int, default=1 << 26, metavar="N", help="of the largest buffer that is sent (67108864)"
+        "--max-bytes", type=int, default=1 << 26, metavar="N", help=("largest buffer that is sent, in bytes (67108864)")
     )
 
 
@@ -72,11 +72,13 @@ def _print(result: Result, out: Path) -> None:
     print()
     slowed, links = cluster.contention, {name.split(".")[0] for name in cluster.operations if "." in name}
     if not links:
-        print("one rank has no links: only computing was measured; start it with a launcher to measure a cluster")
+        print("one rank has no links: only computation was measured; use a launcher to measure a cluster")
     if len(links) > 1:
-        print(f"while both links are at work, what is under way on them takes {1 + slowed.links:.2f} times as long")
+        print(f"with both links busy, transfers take {1 + slowed.links:.2f} times as long")
     if links:
-        beside = f"computing takes {1 + slowed.compute:.2f} times as long, and traffic {1 + slowed.traffic:.2f} times"
-        print(f"beside each other, {beside}")
+        beside = (
+            f"computation takes {1 + slowed.compute:.2f} times as long, and transfers {1 + slowed.traffic:.2f} times"
+        )
+        print(f"computation and transfers at the same time: {beside}")
     print(f"a task costs the host {1e3 * cluster.host_ms:.1f} us")
-    print(f"{out} is written, after {result.took_s:.1f} s: ds_fsmoe plan --cluster {out} ...")
+    print(f"{out}: written after {result.took_s:.1f} s: ds_fsmoe plan --cluster {out} ...")

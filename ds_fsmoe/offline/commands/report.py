@@ -19,15 +19,15 @@ from ds_fsmoe.offline.commands.training_command import OURS, STOCK
 from ds_fsmoe.offline.report.comparison import Turn, read_turns
 from ds_fsmoe.terminal.tables import print_parts
 
-HELP = "a page of what a run measured, decided and did"
+HELP = "write an HTML page of a recorded run: measurements, decisions, timeline"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, a folder of such folders, or routing"
+        "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, a folder of such folders, or of routing"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN_DIR/report.html)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file (RUN_DIR/report.html)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
         else:  # named by whoever called: /dev/stdout, or a link of theirs
             out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error}") from error
+        raise ValueError(f"{out}: cannot be written: {error}") from error
     for each in runs:
         for problem in each.problems:
             print(f"{each.folder}: {problem}")
-    print(f"{out}: open it in any browser; it is whole, and fetches nothing")
+    print(f"{out}: open it in a browser; it is one file without external references")
     return 0
 
 
@@ -110,6 +110,6 @@ def _of_routing(path: Path, out: Path) -> int:
         print_parts(add_routing(page, path), sys.stdout)
         write_whole(out, page.html())
     except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error}") from error
-    print(f"{out}: open it in any browser; it is whole, and fetches nothing")
+        raise ValueError(f"{out}: cannot be written: {error}") from error
+    print(f"{out}: open it in a browser; it is one file without external references")
     return 0

@@ -94,7 +94,7 @@ def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | N
         )
     written, options, script = take_option(command[door + 1 :])
     if given is not None and written is not None:
-        raise ValueError(f"{OPTION} is given to compare and in the command; leave one of them")
+        raise ValueError(f"{OPTION} is given to compare and in the command; remove one")
     text = written if given is None else given
     if text is None:
         return None
@@ -128,7 +128,7 @@ def find_config(command: Sequence[str]) -> TrainingCommand:
         return found[0][1]
     if found:
         names = ", ".join(argument for argument, _ in found)
-        raise ValueError(f"several configs with an fsmoe block in the command: {names}; leave one of them")
+        raise ValueError(f"several configs with an fsmoe block in the command: {names}; keep one")
     others = f" ({', '.join(without)} has none)" if without else ""
     raise ValueError(
         f"no DeepSpeed config with an fsmoe block among the arguments of the command{others}. compare changes copies "

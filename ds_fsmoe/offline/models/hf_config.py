@@ -74,7 +74,7 @@ def _architecture(data: dict[str, Any], name: str, source: str) -> Architecture:
     same: dict[ModelBlock, ModelBlock] = {}
     blocks = tuple(same.setdefault(each, each) for each in made)
     if not any(each.experts for each in blocks):
-        raise ValueError(f"{source}: none of its {len(blocks)} layers has experts: there is nothing to plan")
+        raise ValueError(f"{source}: none of its {len(blocks)} layers has experts, so there is nothing to plan")
     head_bias = vocab if family.head_bias and fields.flag(family.head_bias) else 0
     return Architecture(
         name=name or str(model_type),
@@ -93,8 +93,7 @@ def _known(model_type: Any, source: str) -> Family:
     """Return the family of a configuration."""
     if model_type in DENSE:
         raise ValueError(
-            f"{source}: model_type = {json.dumps(model_type)}: has no experts: there is nothing to plan, since every "
-            "layer is dense"
+            f"{source}: model_type = {json.dumps(model_type)}: has no experts, so there is nothing to plan"
         )
     if model_type in UNREAD:
         raise ValueError(f"{source}: model_type = {json.dumps(model_type)}: cannot be planned: {UNREAD[model_type]}")

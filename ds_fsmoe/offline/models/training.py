@@ -93,11 +93,13 @@ class Training:
         if self.lora < 0:
             raise ValueError(f"lora = {self.lora}: must be at least 0, the rank of adapters")
         if self.offload and self.zero not in (1, 2):
-            raise ValueError(f"offload = True: the optimizer's states are on the host at ZeRO 1 and 2, not {self.zero}")
+            raise ValueError(f"offload = True: optimizer states can be on the host at ZeRO 1 and 2, not {self.zero}")
         if self.offload and self.optimizer == "adam8bit":
-            raise ValueError("optimizer = 'adam8bit': on the host DeepSpeed's Adam for CPUs updates, in fp32")
+            raise ValueError(
+                "optimizer = 'adam8bit': not available on the host, where DeepSpeed's CPU Adam updates in fp32"
+            )
         if self.accumulation == "fp32" != self.dtype and self.zero == 0:
-            raise ValueError("accumulation = 'fp32': DeepSpeed has it at stages 1 to 3 only, and at stage 0 refuses it")
+            raise ValueError("accumulation = 'fp32': DeepSpeed supports it at stages 1 to 3 only")
 
     @property
     def number_bytes(self) -> int:

@@ -24,7 +24,7 @@ from ds_fsmoe.terminal.tables import print_table
 def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
     """Return a job with the all-to-all and the crossings that the arguments ask for."""
     if args.alltoall not in (*ALLTOALLS, "auto"):
-        raise ValueError(f"--alltoall = {args.alltoall!r}: the choices are {', '.join(ALLTOALLS)}, auto")
+        raise ValueError(f"--alltoall = {args.alltoall!r}: choose from {', '.join(ALLTOALLS)}, auto")
     job = replace(job, crossings=_crossings(args, job))
     alltoall = args.alltoall
     if alltoall == "auto":
@@ -70,8 +70,8 @@ def _crossings(args: argparse.Namespace, job: PlannedJob) -> Crossings | None:
         for flag, value in (given | {"--routing": args.routing}).items():
             if value is not None:
                 raise ValueError(
-                    f"{flag} = {value}: only where whole experts lie on several ranks of several nodes, since it says "
-                    "how often tokens cross: --expert-tensor-parallel-size 1, --ep-size a multiple of a node's GPUs"
+                    f"{flag} = {value}: needs whole experts on several ranks of several nodes: "
+                    "--expert-tensor-parallel-size 1, --ep-size a multiple of a node's GPUs"
                 )
         return None
     at = groups.placements["ep"]
@@ -91,7 +91,7 @@ def _recorded(path: Path, num_experts: int, k: int) -> Any:
     )
     found = [indices_SK for indices_SK in read if indices_SK.shape[1] == k]
     if not found:
-        raise ValueError(f"--routing = {path}: has no layer of {num_experts} experts and {k} choices for a token")
+        raise ValueError(f"--routing = {path}: has no layer of {num_experts} experts and {k} choices per token")
     return np.concatenate(found)
 
 
@@ -102,16 +102,16 @@ def print_halves(args: argparse.Namespace, result: Report) -> dict[str, Any]:
     """Print what halves give over ``best`` with each all-to-all; return it in plain types."""
     job, samples, zero = result.job, result.job.model.shape.B, result.job.zero
     if samples == 1:
-        print("\n--halves: the batch is halved, and one sample has no halves; --samples 2 or more shows them")
+        print("\n--two-batch-overlap: needs at least two samples in a batch: --samples 2")
         return {}
-    print("\ntwo halves of a micro-batch that take turns, over best")
+    print("\ntwo-batch overlap, relative to best")
     if zero.stage:
         job = replace(job, zero=replace(zero, gathers=False))
         result = report(job, "best")
         scatters = " and the reduce-scatters of gradients" if zero.stage == 3 else ""
         print(f"  both without the gathers of parameters{scatters} of ZeRO {zero.stage}")
     if samples % 2:
-        print(f"--samples {samples}: taken as if both halves had {samples / 2:g}")
+        print(f"--samples {samples}: computed as if both sub-batches had {samples / 2:g}")
     plans = []
     for name in ALLTOALLS if crosses_once(job.groups) else (job.alltoall,):
         found = result if name == job.alltoall else report(replace(job, alltoall=name), "best")

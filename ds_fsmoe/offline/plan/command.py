@@ -27,40 +27,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s --cluster CLUSTER (--model NAME | --hf-config PATH | the model in numbers) [options]"
     where = parser.add_argument_group("the cluster")
-    where.add_argument("--cluster", help="testbed_a, testbed_b, ..., or a JSON file like those")
-    where.add_argument("--nodes", type=int, help="so many nodes (as many as were measured)")
+    where.add_argument("--cluster", help="cluster: testbed_a, testbed_b, ..., or a JSON file")
+    where.add_argument("--nodes", type=int, help="number of nodes (as measured)")
     where.add_argument(
         "--from-trace",
         type=Path,
         metavar="DIR",
-        help="the folder of a recorded run: what another plan would have given in that same job",
+        help="folder of a recorded run: predict other plans for that job",
     )
-    where.add_argument("--ranks-per-node", type=int, metavar="N", help="with --from-trace: so many ranks in a node")
+    where.add_argument("--ranks-per-node", type=int, metavar="N", help="with --from-trace: ranks per node")
     _add_model(parser)
     _add_groups(parser)
     _add_how(parser.add_argument_group("how"))
     _add_memory(parser)
     out = parser.add_argument_group("results")
-    out.add_argument("--gantt", action="store_true", help="one layer of the plan as text")
+    out.add_argument("--gantt", action="store_true", help="draw one layer of the plan as text")
     out.add_argument(
         "--halves",
         action="store_true",
-        help="what two halves of a micro-batch that take turns would give over best (with --gantt: two layers of both)",
+        help="predict two-batch overlap, relative to best (with --gantt: two layers of both)",
     )
-    out.add_argument("--trace", type=Path, metavar="FILE", help="the step, for Perfetto and chrome://tracing")
-    out.add_argument(
-        "--png", type=Path, metavar="FILE", help="a step of up to three layers by every preset, as a picture"
-    )
-    out.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="write the step for Perfetto and chrome://tracing")
+    out.add_argument("--png", type=Path, metavar="FILE", help="draw a step of up to three layers by every preset")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write all results as JSON")
 
 
 def _add_how(how: Any) -> None:
-    how.add_argument("--preset", default="best", help="whose plan is shown (best)")
+    how.add_argument("--preset", default="best", help="preset whose plan is printed (best)")
     how.add_argument(
         "--micro-batches",
         type=int,
         metavar="M",
-        help=f"micro-batches of a batch ({MICRO_BATCHES_PER_STAGE} for each stage; without stages, one)",
+        help=f"micro-batches per batch ({MICRO_BATCHES_PER_STAGE} per stage; without stages, one)",
     )
     how.add_argument(
         "--alltoall", default="flat", help="flat, 2dh, once_per_node, or auto: the fastest by the shown preset"
@@ -109,12 +107,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--hidden", type=int, metavar="H", help="width inside an expert")
     model.add_argument("--experts", type=int, metavar="E", help="number of experts (the model's, or 8)")
     model.add_argument("--top-k", type=int, metavar="K", help="experts per token")
-    model.add_argument("--capacity-factor", metavar="F", help="a number, or none where no token is dropped")
+    model.add_argument("--capacity-factor", metavar="F", help="a number, or none for no dropping")
     model.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help="rows of the fullest rank over those of the mean rank, where no token is dropped (1)",
+        help="rows of the fullest rank over the mean, without dropping (1)",
     )
     model.add_argument("--ffn", help="gpt (two products) or mixtral (three)")
     model.add_argument("--heads", type=int, help="attention heads")
@@ -147,24 +145,26 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     memory = parser.add_argument_group(
         "the memory of a rank (of real models; the micro-batch is --samples of --length)"
     )
-    memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="the stage of ZeRO (the lowest that fits)")
+    memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (the lowest that fits)")
     memory.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
         default="adam",
         help="adam: DeepSpeed's fused; adam8bit: bitsandbytes'",
     )
-    memory.add_argument("--offload-optimizer", choices=("cpu",), help="the optimizer's states are on the host")
-    memory.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters alone are trained")
+    memory.add_argument("--offload-optimizer", choices=("cpu",), help="optimizer states are on the host")
+    memory.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters only")
     memory.add_argument(
         "--lora-targets",
         choices=LORA_TARGETS,
         default="attention",
-        help="what has adapters: attention's projections, or experts as well (attention)",
+        help="modules with adapters: attention's projections, or experts as well (attention)",
     )
     memory.add_argument("--grad-accum-fp32", action="store_true", help="data_types.grad_accum_dtype is fp32")
-    memory.add_argument("--activation-checkpointing", action="store_true", help="every block is checkpointed")
-    memory.add_argument("--memory-gb", type=float, metavar="GB", help="of a GPU, in 10^9 bytes (the cluster's)")
+    memory.add_argument("--activation-checkpointing", action="store_true", help="checkpoint every block")
+    memory.add_argument(
+        "--memory-gb", type=float, metavar="GB", help=("memory of a GPU, in 10^9 bytes (the cluster's)")
+    )
     memory.add_argument("--reduce-bucket-size", type=float, metavar="N", help="DeepSpeed's, in elements (5e8)")
 
 
@@ -172,7 +172,7 @@ class _Gone(argparse.Action):
     """Says that an option of version 0.2.0 means nothing any more."""
 
     def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, option: str | None = None) -> None:
-        why = "means nothing any more, as experts have no replicas in training: leave it out"
+        why = "is ignored, as experts have no replicas since version 0.2.0: remove it"
         print(f"{parser.prog}: {option} {value}: {why}", file=sys.stderr)
 
 

@@ -86,12 +86,12 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
     """
     run = read_run(folder)
     if run.is_stock:
-        raise ValueError(f"--from-trace {folder}: DeepSpeed's own layers ran, which have no tasks to plan with")
+        raise ValueError(f"--from-trace {folder}: stock DeepSpeed layers ran, which have no tasks to plan with")
     if not run.measured:
-        raise ValueError(f"--from-trace {folder}: it has no {MEASURED}, which runs of this version leave there")
+        raise ValueError(f"--from-trace {folder}: contains no {MEASURED}, which runs of this version write")
     times = times_of(run)
     if times is None or "forward" not in times.parts_ms:
-        raise ValueError(f"--from-trace {folder}: no step is told in parts after those in which something was tried")
+        raise ValueError(f"--from-trace {folder}: no step after the trials has a breakdown")
     try:
         job = job_from_data(run.measured)
         ran = ran_of(job, run.plans.get("layers", ()))
@@ -254,7 +254,7 @@ def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
         only = tuple(replace(kind, ways={name: kind.ways[name]}) for kind in kinds)
         return WhatIf(replace(job, kinds=only, _costs={}), found.what_if.rest_ms)
     if found.cluster is None:
-        raise ValueError("what collectives cost among other ranks is not known: --cluster FILE says it")
+        raise ValueError("the costs of collectives among other ranks are unknown: add --cluster FILE")
     return WhatIf(on_other_ranks(job, found.cluster, other), found.what_if.rest_ms)
 
 
@@ -280,7 +280,8 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
     kind = job.kinds[0]
     if kind.shape.num_tokens is None or kind.groups.ep == 1:
         print(
-            f"\nrouting in {folder}: places change nothing where experts have as many slots each, or lie on every rank"
+            f"\nrouting in {folder}: placement has no effect where experts have equally many slots, or are on every "
+            "rank"
         )
         return None
     data = []
@@ -408,7 +409,7 @@ def _print_presets(found: Calibrated) -> list[dict[str, Any]]:
 def _print_degrees(found: Calibrated) -> list[dict[str, Any]]:
     job, ran = found.what_if.job, found.ran.degrees
     if all(job.uncut):
-        print("\nits layers may not be cut: there is one number of chunks")
+        print("\nits layers run in one chunk only")
         return []
     most = min(job.max_degree, max(MOST_DEGREE, *ran))
     degrees = [each for each in range(1, most + 1) if each <= MOST_DEGREE or each in ran]

@@ -26,7 +26,7 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
     architecture, groups, memory_gb = job.model.architecture, job.groups, job.memory_gb
     if architecture is None or not job.tells_memory:
         if args.memory_gb is not None:
-            raise ValueError(f"--memory-gb = {args.memory_gb:g}: goes with a real model and mp = 1 only")
+            raise ValueError(f"--memory-gb = {args.memory_gb:g}: needs --model or --hf-config, and mp = 1")
         return {}
     training = _training(args, job, args.zero)
     memory = memory_of(architecture, groups, training)
@@ -37,7 +37,7 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
     halves = None
     if args.halves and training.samples > 1:
         halves = memory_of(architecture, groups, replace(training, in_halves=True))
-        print(f"two halves that take turns: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
+        print(f"two-batch overlap: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
     choices = other_memories(architecture, groups, training, memory_gb)
     _print_choices(choices, job)
     cards = on_cards(architecture, training, memory_gb)
@@ -186,9 +186,9 @@ def fit_of(args: argparse.Namespace, job: PlannedJob) -> tuple[int, bool | None,
     """
     named, stage, architecture = args.zero, args.zero or 0, job.model.architecture
     if named == 3 and architecture is None:
-        raise ValueError("--zero = 3: DeepSpeed refuses its own MoE layers there; 0, 1 and 2 are possible")
+        raise ValueError("--zero = 3: not supported by DeepSpeed's own MoE layers; use 0, 1 or 2")
     if stage > 1 and job.groups.pp > 1:
-        raise ValueError(f"--zero = {named}: DeepSpeed's pipelines take ZeRO 0 and 1 only")
+        raise ValueError(f"--zero = {named}: DeepSpeed's pipelines support ZeRO 0 and 1 only")
     if not job.tells_memory:
         why = "a model in numbers" if architecture is None else f"mp = {job.groups.mp}"
         return stage, None, f"memory is not predicted for {why}; ZeRO {stage} is planned"

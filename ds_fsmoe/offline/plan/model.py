@@ -27,7 +27,7 @@ def model_of(args: argparse.Namespace) -> PlannedModel:
     """
     if args.hf_config is not None:
         if args.model is not None:
-            raise ValueError(f"--hf-config = {args.hf_config}: not with --model, which is another model")
+            raise ValueError(f"--hf-config = {args.hf_config}: cannot be combined with --model")
         return _of_architecture(args, _configured(args.hf_config))
     if args.model is not None and args.model not in PAPER:
         return _of_architecture(args, load_model(args.model))
@@ -140,7 +140,7 @@ def _configured(name: str) -> Architecture:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{neither}, and transformers finds no configuration of that name: {first_line}") from error
+        raise ValueError(f"{neither}, and transformers found no configuration of that name: {first_line}") from error
     return read_hf_config(config.to_dict(), name, f"the configuration of {name} on the Hugging Face Hub")
 
 

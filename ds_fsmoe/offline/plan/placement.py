@@ -39,13 +39,12 @@ def check_loads(path: Path, job: PlannedJob) -> None:
     shape = job.model.shape
     if shape.capacity_factor is not None:
         raise ValueError(
-            f"--loads = {path}: only where no token is dropped (--capacity-factor none), since otherwise every "
-            "expert has as many slots"
+            f"--loads = {path}: needs --capacity-factor none; otherwise all experts have equally many slots"
         )
     if shape.imbalance > 1:
-        raise ValueError(f"--imbalance = {shape.imbalance:g}: not with --loads, which says how full ranks are")
+        raise ValueError(f"--imbalance = {shape.imbalance:g}: cannot be combined with --loads")
     if job.groups.ep == 1:
-        raise ValueError(f"--loads = {path}: only where experts lie on several ranks (--ep 2 or more)")
+        raise ValueError(f"--loads = {path}: needs experts on several ranks (--ep 2 or more)")
 
 
 def read_loads(path: Path, num_experts: int) -> Loads:
@@ -82,9 +81,9 @@ def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
         f"({now_ms / placed_ms:.2f}x), {balanced_ms:.2f} ms if all experts got as much"
     )
     size = f"{prices.moved_bytes / 1e6:.1f} MB, its weights and Adam's states"
-    print(f"  an expert that moves takes {size}; a move has to pay within {PAYS_WITHIN} steps")
+    print(f"  moving an expert sends {size}; it has to break even within {PAYS_WITHIN} steps")
     if any(len(each) % groups.ep for each in loads.values()):
-        print(f"  the file is of other ranks than {groups.ep}: their rows are spread evenly over these")
+        print(f"  the file is for another number of ranks than {groups.ep}: its rows are distributed evenly over these")
     steps_ms = {"balanced": balanced_ms, "now": now_ms, "placed": placed_ms}
     return {"placement": {"loads": str(path), "layers": found, "step_ms": steps_ms}}
 
@@ -179,7 +178,7 @@ def _of_recording(path: Path) -> Loads:
     recording = read_routing(path)
     rows = {layer.path: _mean_rows(recording, layer.path) for layer in recording.layers}
     if not any(each.sum() for each in rows.values()):
-        raise ValueError(f"--loads = {path}: no token chose an expert there")
+        raise ValueError(f"--loads = {path}: contains no choices of tokens")
     return rows
 
 

@@ -290,7 +290,7 @@ def report(job: PlannedJob, preset_name: str, names: Sequence[str] = NAMES, max_
         ValueError: an unknown preset, or whatever the parts refuse.
     """
     if preset_name not in NAMES:
-        raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
+        raise ValueError(f"unknown preset {preset_name!r}: choose from {', '.join(NAMES)}")
     groups, shape, architecture, zero = job.groups, job.model.shape, job.model.architecture, job.zero
     costs = kind_costs(job.cluster, groups, job.alltoall, shape)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)

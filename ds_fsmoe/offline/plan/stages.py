@@ -188,17 +188,17 @@ def _print_stages(found: BatchReport) -> None:
         for row in found.rows(found.alone.preset_name)
     ]
     print_table(heads, rows)
-    print("  gradients: beside the last micro-batch's backward + after it, which takes after ms")
+    print("  gradients: concurrent with the last micro-batch's backward + after it, which takes after ms")
     pipeline = found.pipeline
     if pipeline.lanes:
         lanes = sorted({each.value for each in pipeline.lanes})
         print(
-            f"  sends: {pipeline.send_bytes / 1e6:.2f} MB a micro-batch and direction over the "
+            f"  sends: {pipeline.send_bytes / 1000000.0:.2f} MB per micro-batch and direction over the "
             f"{' and the '.join(f'{each}-node' for each in lanes)} link, {pipeline.sends_ms[0]:.3f} ms from the "
-            "first stage to the second; both stages wait meanwhile"
+            "first stage to the second; both stages wait"
         )
     if pipeline.tied_ms:
         print(
-            "  the first and the last stage share the embedding: DeepSpeed sums its gradients when all backwards are "
-            f"over, in {pipeline.tied_ms:.2f} ms"
+            "  the first and the last stage share the embedding: DeepSpeed reduces its gradients after all "
+            f"backwards, in {pipeline.tied_ms:.2f} ms"
         )

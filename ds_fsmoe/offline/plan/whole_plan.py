@@ -44,7 +44,9 @@ def print_plan(args: argparse.Namespace) -> int:
         ValueError: arguments that do not go together, or whatever the parts refuse.
     """
     if args.cluster is None:
-        raise ValueError("--cluster is missing: a cluster's name or its file, or --from-trace with the folder of a run")
+        raise ValueError(
+            "--cluster is missing: a name or a file of a cluster, or --from-trace with the folder of a run"
+        )
     check_folders(args.trace, args.png, args.json)
     job = _job(args)
     take_expert_groups(args, job)
@@ -125,7 +127,7 @@ def _job(args: argparse.Namespace) -> PlannedJob:
 
 def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
     if args.gradient_solver not in SOLVERS:
-        raise ValueError(f"--gradient-solver = {args.gradient_solver!r}: the choices are {', '.join(SOLVERS)}")
+        raise ValueError(f"--gradient-solver = {args.gradient_solver!r}: choose from {', '.join(SOLVERS)}")
     if args.host_us is not None and not 0 <= args.host_us < float("inf"):
         raise ValueError(f"--host-us = {args.host_us}: must be a finite number of at least 0")
     contention = {"measured": cluster.contention, "ideal": IDEAL}.get(args.contention)
@@ -134,7 +136,7 @@ def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
             contention = Contention(float(args.contention))
         except ValueError as error:
             raise ValueError(
-                f"--contention = {args.contention!r}: the choices are measured, ideal, or a number of at least 0"
+                f"--contention = {args.contention!r}: choose measured, ideal, or a number of at least 0"
             ) from error
     asked, pp = args.micro_batches, args.pp or 1
     if asked is not None and asked < 1:
@@ -159,12 +161,12 @@ def _print_head(result: Report, args: argparse.Namespace) -> None:
     print(f"cluster  {cluster.name}{beyond}: {cluster.source}")
     if is_beyond:
         print(
-            f"         its numbers are of {cluster.num_nodes} node(s): what collectives among {nodes} take is "
-            "extrapolated from them, not measured"
+            f"         its numbers are for {cluster.num_nodes} node(s): costs of collectives among {nodes} are "
+            "extrapolated, not measured"
         )
     dtype = args.dtype or result.job.model.taken.get("dtype", "fp32")
     if cluster.dtype not in (None, dtype):
-        print(f"         its computing is that of {cluster.dtype}, and what is sent is {dtype}")
+        print(f"         its computation costs are for {cluster.dtype}, and communication is in {dtype}")
     for name, text in result.head():
         print(f"{name:8s} {text}")
     print_taken(args, result.job)

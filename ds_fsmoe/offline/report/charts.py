@@ -442,7 +442,7 @@ def _row(number: int, what: str) -> str:
 
 
 def _waited(task: MeasuredTask, needed: Sequence[MeasuredTask]) -> str:
-    """Say what a task had to wait for, the last to end first, and how long before its begin that ended."""
+    """Return the tasks that a task waited for, the last to end first, and the time from their end to its start."""
     if not needed:
         return "nothing of its layer"
     found = []

@@ -143,12 +143,12 @@ def winner(interval: Interval | None, of_what: str) -> str:
         of_what: what there were too few of where there is no interval.
     """
     if interval is None:
-        return f"no winner: an interval takes {FEWEST_BLOCKS} {of_what}, and there are fewer"
+        return f"no winner: an interval needs {FEWEST_BLOCKS} {of_what}, and there are fewer"
     if interval.low > 1:
-        return "ours is faster: the whole interval is above 1"
+        return "ds_fsmoe is faster: the whole interval is above 1"
     if interval.high < 1:
         return "stock DeepSpeed is faster: the whole interval is below 1"
-    return "no winner: the interval holds 1, so the difference is inside the noise"
+    return "no winner: the interval contains 1, so the difference is within the noise"
 
 
 def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) -> Interval | None:
@@ -183,8 +183,8 @@ def disturbance(stock: RunTimes, ours: RunTimes) -> str | None:
     if min(parts) < SAME_PART * min(stock.step_ms, ours.step_ms) or max(parts) < APART * min(parts):
         return None
     return (
-        f"the optimizer, which does the same in both, took {parts[0]:.3g} and {parts[1]:.3g} ms: the machine was not "
-        "equally busy in the two runs, and this comparison is worth little"
+        f"the optimizer, which is the same in both runs, took {parts[0]:.3g} and {parts[1]:.3g} ms: the machine was "
+        "not equally busy, so do not rely on this comparison"
     )
 
 

@@ -74,8 +74,8 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> SpeedUp | None:
         interval = interval_of(turns)
         few, many = min(each.num_steps for each in turns), max(each.num_steps for each in turns)
         how = (
-            f"from {len(turns)} turns of a short run of each, stock first in one turn and ours in the next; of each "
-            f"run the median of {few if few == many else f'{few} to {many}'} steps counts"
+            f"from {len(turns)} turns of a short run of each, stock first in one turn and ds_fsmoe in the next; of "
+            f"each run the median of {few if few == many else f'{few} to {many}'} steps counts"
         )
         return SpeedUp(middle(turns), interval, both[0].name, how, winner(interval, "turns"))
     if both is not None:
@@ -97,8 +97,8 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> SpeedUp | None:
         if found:
             interval = Interval(found["low"], found["high"]) if found["num_turns"] > 1 else None
             how = (
-                f"from {found['num_turns']} turns of a step of each in the autotuner's last trial: the median ratio, "
-                "and from the smallest to the largest; it compares two schedules of our layers, and not DeepSpeed's own"
+                f"from {found['num_turns']} steps of each in the autotuner's last trial: median ratio, smallest and "
+                "largest; it compares two schedules of ds_fsmoe, not DeepSpeed's engine"
             )
             return SpeedUp(found["ratio"], interval, "DeepSpeed's schedule", how, "", is_of_rejected=keeps_stock(run))
     return None
@@ -163,14 +163,14 @@ def _told(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> tuple[list[tuple[
     faster = f"ds_fsmoe is {gain.ratio:.2f} times as fast as {gain.over} {gain.where or 'here'}"
     if gain.is_of_rejected:
         words = (
-            "No plan was faster than DeepSpeed's schedule, which is used; the best other plan was "
-            f"{gain.ratio:.2f} times as fast{ends and f' ({ends})'}. {how}"
+            f"No plan was faster than DeepSpeed's schedule, which is kept; the best other plan was {gain.ratio:.2f} "
+            f"times as fast{ends and f' ({ends})'}. {how}"
         )
         return [("DeepSpeed's schedule", "is used: no plan that was tried was faster")], words
     if gain.is_unsure:
         what = f"that can be measured, to {gain.over}: {gain.ratio:.2f}x is within the noise"
         tiles = [("no difference", what)]
-        words = f"No measurable difference: {faster}, and the interval of that, {ends}, holds 1. {how}"
+        words = f"No measurable difference: {faster}, and its interval, {ends}, contains 1. {how}"
     elif interval is None and gain.verdict:
         tiles = [("undecided", f"{gain.ratio:.2f}x {gain.over}, of too few steps or turns for an interval")]
         words = f"{faster}, which decides nothing: {gain.verdict}. {how}"

@@ -42,9 +42,9 @@ def decided(page: Page, run: Run) -> None:
     step = plans.get("step")
     if step:
         own = f"{step['chosen_ms']:.4g} ms, with DeepSpeed's schedule " if not keeps_stock(run) else ""
-        bound = f"no order of tasks takes less than {step['bound_ms']:.4g} ms"
+        bound = f"the lower bound of these tasks is {step['bound_ms']:.4g} ms"
         if not step.get("is_bound", True):
-            bound = f"steps take less than the {step['bound_ms']:.4g} ms that their tasks took when measured alone"
+            bound = f"steps take less than the {step['bound_ms']:.4g} ms that their tasks took alone"
         page.paragraph(
             f"A step without the optimizer was predicted to take {own}{step['deepspeed_ms']:.4g} ms; {bound}. "
             f"Gradients take {step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} find no idle link. "

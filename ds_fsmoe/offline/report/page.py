@@ -55,7 +55,7 @@ class Page:
         self._open: Section | None = None
 
     def section(self, write: Callable[..., _T | None], *about: Any) -> _T | None:
-        """Let a function write a part of the page. If its numbers contradict themselves, the page says only that.
+        """Let a function write a section of the page; if its numbers contradict each other, the page says only that.
 
         Args:
             write: a function of this page and of what it is about; its name says what could not be shown.
@@ -74,7 +74,7 @@ class Page:
                 del each.parts[length:]
             self._open = was_open
             what = write.__name__.strip("_").replace("_", " ")
-            self.warn(f"{_names(about)}: what was recorded cannot be shown ({what}): {type(error).__name__}: {error}")
+            self.warn(f"{_names(about)}: the record cannot be shown ({what}): {type(error).__name__}: {error}")
             return None
 
     def heading(self, words: str) -> None:

@@ -79,8 +79,8 @@ def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda don
     size_bytes = 8 * len(recording.steps) * sum(each.num_experts for each in recording.layers)
     if size_bytes > max(MOST_LOADS_BYTES, recording.num_bytes):
         raise RoutingFileError(
-            f"{len(recording.steps)} steps of {len(recording.layers)} layers: their loads would take "
-            f"{size_bytes / 2**30:.1f} GiB, more than what was recorded"
+            f"{len(recording.steps)} steps of {len(recording.layers)} layers: their loads would need "
+            f"{size_bytes / 2**30:.1f} GiB, more than the recording"
         )
     steps = {step: row for row, step in enumerate(recording.steps)}
     layers = {layer.path: number for number, layer in enumerate(recording.layers)}
@@ -207,7 +207,7 @@ def _draw(page: Page, loads: Sequence[RoutedLoad], steps: Sequence[int]) -> None
     about = "fullest expert over the mean, over steps"
     page.chart(draw_lines(about, skews, "fullest expert / mean", from_zero=True))
     if len(steps) > 1:
-        about = "share of choices on other experts than in the step before"
+        about = "share of choices that differ from the step before"
         page.chart(draw_lines(about, drifts, "drift", from_zero=True))
     about = "load of the experts of {} over steps"
     heats = ((about.format(each.layer.path), each.layer.path, steps, each.load_NE) for each in worst)

@@ -220,7 +220,7 @@ def trace(page: Page, run: Run) -> ShownStep | None:
     try:
         file, traces, phases, lacks = merge_ranks(trace_folder(run.folder))
     except (OSError, ValueError) as error:
-        page.warn(f"{run.name}: its trace cannot be shown: {error}")
+        page.warn(f"{run.name}: the trace cannot be shown: {error}")
         return None
     for problem in [*lacks, *_incomplete(traces)]:
         page.warn(f"{run.name}: the trace is incomplete: {problem}")

@@ -139,7 +139,7 @@ def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
     """
     _check(max_degree)
     if phase.links == "shared":
-        raise ValueError("solver = 'slsqp': the paper's four cases speak of two links side by side, not of one stream")
+        raise ValueError("solver = 'slsqp': the paper's four cases need two parallel links, not one stream")
     best: tuple[float, float] | None = None
     for case, clauses in _CLAUSES.items():
         for clause in clauses:

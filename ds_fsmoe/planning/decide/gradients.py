@@ -402,8 +402,9 @@ def _check_number(size_bytes: float, chunk_bytes: int) -> None:
     number = size_bytes // chunk_bytes
     if number > MOST_SLICES:
         raise ValueError(
-            f"gradient_partition.chunk_bytes = {chunk_bytes}: {size_bytes / 1e9:.0f} GB of gradients would travel in "
-            f"{number:.0f} slices: must be at least {math.ceil(size_bytes / MOST_SLICES)}"
+            f"gradient_partition.chunk_bytes = {chunk_bytes}: makes {number:.0f} slices of "
+            f"{size_bytes / 1000000000.0:.0f} GB of gradients: must be at least "
+            f"{math.ceil(size_bytes / MOST_SLICES)}"
         )
 
 

@@ -162,7 +162,7 @@ class ModelPlan:
             at = min(task.layer, len(layers) - 1)
             costs, host_ms = (layers[at].costs or written).of(backward, not backward or same[at])
             if task.kind not in costs:
-                raise ValueError(f"no cost for {task.kind}: there are costs for {', '.join(sorted(costs))}")
+                raise ValueError(f"no cost for {task.kind}; costs exist for {', '.join(sorted(costs))}")
             work_ms.append(costs[task.kind].ms(task.size, task.launches))
             launch_ms.append(task.launches * _host_ms(host_ms, task))
         issue_ms = list(itertools.accumulate(launch_ms))
@@ -187,5 +187,5 @@ def _host_ms(host_ms: float | Mapping[str, float], task: Task) -> float:
     if not task.launches:
         return 0.0
     if task.kind not in host_ms:
-        raise ValueError(f"no cost of the host for {task.kind}: there are costs for {', '.join(sorted(host_ms))}")
+        raise ValueError(f"no host cost for {task.kind}; host costs exist for {', '.join(sorted(host_ms))}")
     return host_ms[task.kind]

@@ -80,5 +80,5 @@ def preset(name: str) -> Switches:
         ValueError: an unknown name; the message lists the known ones.
     """
     if name not in PRESETS:
-        raise ValueError(f"no preset is called {name!r}: the choices are {', '.join(NAMES)}")
+        raise ValueError(f"unknown preset {name!r}: choose from {', '.join(NAMES)}")
     return PRESETS[name]()

@@ -129,7 +129,7 @@ class RecordedJob:
             way = kind.ways[name]
             found = way.fitted if way.profile is None else way.profile.costs(self.issues_ahead)
             if found is None:
-                raise ValueError(f"{', '.join(kind.labels)}: nothing tells what tasks of these layers cost")
+                raise ValueError(f"{', '.join(kind.labels)}: no costs are known for the tasks of these layers")
             self._costs[key] = found
         return self._costs[key]
 
@@ -284,7 +284,7 @@ def job_from_data(data: Any) -> RecordedJob:
     """
     try:
         if data["format"] != FORMAT:
-            raise ValueError(f"it has format {data['format']!r}, and this version reads {FORMAT}")
+            raise ValueError(f"format {data['format']!r} is not supported; this version reads {FORMAT}")
         job = RecordedJob(
             kinds=tuple(_kind(each) for each in data["kinds"]),
             labels=tuple(data["layers"]),
@@ -304,15 +304,15 @@ def job_from_data(data: Any) -> RecordedJob:
             raise ValueError(f"{len(job.labels)} layers: must be at most {MOST_LAYERS}")
         known = {label for kind in job.kinds for label in kind.labels}
         if not known.issuperset(job.labels):
-            raise ValueError(f"it says nothing of {', '.join(sorted(set(job.labels) - known))}")
+            raise ValueError(f"no costs for {', '.join(sorted(set(job.labels) - known))}")
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise ValueError(f"it is not what a run writes: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a costs file of a run: {type(error).__name__}: {error}") from error
     return job
 
 
 def _one_of(value: Any, choices: tuple[str, ...]) -> Any:
     if value not in choices:
-        raise ValueError(f"it has {value!r} where the choices are {', '.join(choices)}")
+        raise ValueError(f"unknown value {value!r}: choose from {', '.join(choices)}")
     return value
 
 

@@ -91,7 +91,7 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
     for label in job.labels:
         found = [of_phase.get((label, phase)) for phase in ("forward", "backward")]
         if None in found:
-            raise ValueError(f"the run's plans do not say how {label} was run")
+            raise ValueError(f"the run's plans do not contain {label}")
         forward, backward = (
             Order(row["degree"], row["order"], row.get("conversions", "links")) for row in found if row is not None
         )

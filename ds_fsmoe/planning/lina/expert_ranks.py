@@ -46,11 +46,11 @@ def ranks_of_experts(
     popularity_E = np.asarray(popularity_E, dtype=np.float64)
     if popularity_E.ndim != 1 or not len(popularity_E) or num_ranks < 1 or most_per_rank < 1:
         raise ValueError(
-            f"popularity of shape {popularity_E.shape} on {num_ranks} rank(s), at most {most_per_rank} on each: must "
-            "be of at least one each"
+            f"popularity of shape {popularity_E.shape} on {num_ranks} rank(s), at most {most_per_rank} on each: all "
+            "must be at least one"
         )
     if not np.isfinite(popularity_E).all() or (popularity_E < 0).any():
-        raise ValueError("popularity must be 0 or more, and a number")
+        raise ValueError("popularity must be a finite number of at least 0")
     num_experts = len(popularity_E)
     if held is None:
         held = [each.tolist() for each in np.array_split(np.arange(num_experts), num_ranks)]
@@ -99,7 +99,7 @@ def _packed(
 
 
 def _as_held(packed: list[list[int]], held: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Give sets of experts to the ranks that have most of them already."""
+    """Assign sets of experts to the ranks that have most of them already."""
     have = [set(each) for each in held]
     pairs = ((at, rank) for at in range(len(packed)) for rank in range(len(have)))
     common = [(-len(have[rank].intersection(packed[at])), at, rank) for at, rank in pairs]

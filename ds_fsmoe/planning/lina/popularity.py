@@ -157,7 +157,7 @@ class PathProfile:
         """
         names = ("num_experts", "path_length", "pairs", "counts", "experts")
         if missing := [name for name in names if name not in arrays]:
-            raise ValueError(f"a profile of paths without {', '.join(missing)}")
+            raise ValueError(f"a profile of paths lacks {', '.join(missing)}")
         sizes = [arrays[name] for name in names[:2]]
         if any(type(each) is not int for each in sizes):
             raise ValueError(f"a profile of paths with num_experts, path_length = {sizes}: must be whole numbers")
@@ -171,7 +171,7 @@ class PathProfile:
         kept_E = np.zeros(result.num_experts, np.int64)
         np.add.at(kept_E, pairs % result.num_experts, counts)
         if experts.shape != kept_E.shape or (experts < kept_E).any():
-            raise ValueError("a profile of paths whose experts have other counts than its pairs")
+            raise ValueError("a profile of paths has experts whose counts differ from those of its pairs")
         result._pairs_N, result._counts_N, result._all_E = pairs, counts, experts
         return result
 
