@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.gates.switch import SwitchGate
     from ds_fsmoe.components.gates.topk import LinearGate
     from ds_fsmoe.components.gates.xmoe import XMoEGate
-    from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
+    from ds_fsmoe.components.hooks.bfloat16_communication import BFloat16Wire
     from ds_fsmoe.components.hooks.frames import FramesAsTokens
     from ds_fsmoe.components.order import OrderBase
     from ds_fsmoe.components.orders.dense import DenseOrder
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.engine.inference import inference
     from ds_fsmoe.engine.marked_experts import gradient_norm, whole_parameters, whole_weight
     from ds_fsmoe.engine.own_experts import own_experts
-    from ds_fsmoe.engine.way_back import make_whole
+    from ds_fsmoe.engine.restore_model import make_whole
     from ds_fsmoe.layer.expert_shard import own_experts_of, own_part
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.layer.parts import LayerError
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
-    "BFloat16Wire": "components.hooks.bfloat16_wire",
+    "BFloat16Wire": "components.hooks.bfloat16_communication",
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
     "Config": "config.builder",
@@ -106,7 +106,7 @@ _MODULE_OF_NAME = {
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
-    "make_whole": "engine.way_back",
+    "make_whole": "engine.restore_model",
     "own_experts": "engine.own_experts",
     "read_routing": "routes.recorded",
     "register_alltoall": "registry",

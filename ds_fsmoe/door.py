@@ -43,7 +43,7 @@ def watch_engines() -> None:
     _watch.begin()
 
 
-def _look_at_engines(module: ModuleType) -> None:
+def _watch_engines_of(module: ModuleType) -> None:
     engine = module.DeepSpeedEngine
     if "_fsmoe_looks" in vars(engine):
         return
@@ -52,11 +52,11 @@ def _look_at_engines(module: ModuleType) -> None:
     @functools.wraps(init)
     def look(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        from ds_fsmoe.checks.no_door import warn_of_unread_block
+        from ds_fsmoe.checks.missing_engine import warn_of_unread_block
 
         warn_of_unread_block(self)
 
-    engine.__init__, engine._fsmoe_looks = look, True
+    engine.__init__, engine._fsmoe_watches = look, True
 
 
-_watch = Finder("deepspeed.runtime.engine", _look_at_engines)
+_watch = Finder("deepspeed.runtime.engine", _watch_engines_of)

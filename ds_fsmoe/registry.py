@@ -36,7 +36,7 @@ def register(kind: str, name: str) -> Callable[[Part], Part]:
     if kind not in _PARTS:
         raise ValueError(f"register({kind!r}, {name!r}): the kinds of part are {', '.join(_PARTS)}")
 
-    def put_on_shelf(part: Part) -> Part:
+    def add(part: Part) -> Part:
         taken = _PARTS[kind].get(name)
         # Re-running a module (a notebook cell, a reload) defines the same class again; that is no clash.
         if taken is not None and (taken.__module__, taken.__qualname__) != (part.__module__, part.__qualname__):
@@ -46,7 +46,7 @@ def register(kind: str, name: str) -> Callable[[Part], Part]:
         _PARTS[kind][name] = part
         return part
 
-    return put_on_shelf
+    return add
 
 
 def register_gate(name: str) -> Callable[[Part], Part]:

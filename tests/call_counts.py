@@ -24,7 +24,7 @@ from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.execution.counts_exchange import CountsExchange
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import ALONE, TokenCuts
+from ds_fsmoe.execution.row_sizes import ALONE, TokenChunks
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from tests.layer_runs import token_path
 
@@ -153,7 +153,7 @@ def layer_counts(num_experts: int, degree: int, together: str, k: int = 2) -> di
     layout: RowLayout | SlotLayout = SlotLayout(num_experts, capacity, pipeline.degrees)
     if in_rows:
         counts_ET = torch.full((num_experts, degree), capacity // degree)
-        counts = CountsExchange.begin(counts_ET, torch.zeros((), dtype=torch.long), ALONE, TokenCuts(degree, degree))
+        counts = CountsExchange.begin(counts_ET, torch.zeros((), dtype=torch.long), ALONE, TokenChunks(degree, degree))
         layout = RowLayout(counts.wait(), num_experts, capacity)
     part = counts_of(lambda: pipeline.run(x_RM, layout, experts), [x_RM, *layer.parameters()])
     parts = {"gate": layer.gate, "order": SimpleOrder(), "pipeline": pipeline, "experts": experts, "group": None}

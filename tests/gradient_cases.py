@@ -400,7 +400,7 @@ def training(run: Run, rank: int, stock: bool = False) -> Iterator[Script]:
             seen.rounds, seen.sent_again = reducer.rounds, reducer.sent_again
             seen.num_gradients = len(list(reducer.parameters))
             seen.hidden = reducer.plan.hidden() if reducer.plan else 0
-            seen.ways = [str(each.way) for each in reducer.flats]
+            seen.ways = [str(each.algorithm) for each in reducer.flats]
             seen.numel = sum(each.numel for each in reducer.flats)
     engine.destroy()
 

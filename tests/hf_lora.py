@@ -79,7 +79,7 @@ def part_for(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     from ds_fsmoe.checkpoint_files.expert_parts import part_of
 
     part = part_of(parameter)
-    return whole if part is None else part.cut(whole)
+    return whole if part is None else part.take(whole)
 
 
 def differing_gradients(engine: Any, reference: nn.Module) -> Iterator[str]:

@@ -19,15 +19,15 @@ from ds_fsmoe.distributed.groups import communicator_like
 from ds_fsmoe.execution.counts_exchange import NodeCall
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes, TokenCuts
+from ds_fsmoe.execution.row_sizes import ChunkSizes, NodeCounts, PhaseSizes, RowSizes, TokenChunks
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.parts import exchange_in, node_links
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
 from ds_fsmoe.planning.decide.gradient_plan import GradientSlice
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, NAMES, preset
-from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.registry import lookup
@@ -135,7 +135,7 @@ def sizes_of_rows(pipeline: LayerPipeline, num_experts: int) -> RowSizes:
     ranks, sharing = collectives.num_exchanging, collectives.num_sharing
     here = num_experts // ranks
     pairs = itertools.product(range(ranks), range(ranks))
-    between = dict.fromkeys(pairs, here) if collectives.passes_on is not None else None
+    between = dict.fromkeys(pairs, here) if collectives.forwarded is not None else None
     chunk = ChunkSizes([here] * ranks, [here] * ranks, [num_experts] * sharing, [ranks * sharing] * here, between)
     degree = pipeline.forward.block.degree
     starts = tuple(num_experts * each for each in range(degree + 1))
@@ -149,7 +149,7 @@ def node_layout(pipeline: LayerPipeline, num_experts: int, degree: int) -> tuple
     links = collectives.nodes
     assert links is not None
     ranks = links.num_nodes * links.per_node
-    here, cuts = num_experts // ranks, TokenCuts(degree, degree)
+    here, cuts = num_experts // ranks, TokenChunks(degree, degree)
     of_ranks, of_nodes, choices, copies = (
         np.ones((*shape, degree), dtype=np.int64)
         for shape in ((ranks,), (links.num_nodes,), (ranks, here), (links.num_nodes, links.per_node))

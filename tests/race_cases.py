@@ -28,12 +28,12 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import RowSizes
-from ds_fsmoe.halves.run import HalvesRun
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.registry import lookup
+from ds_fsmoe.two_batch.run import TwoBatchRun
 from tests.layer_runs import token_path
 from tests.pretended_gpu import Gpu, pretending
 from tests.reference import LayerSettings
@@ -113,7 +113,7 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[LayerPip
         exchange.exchange_rows,
         exchange.row_legs,
         block_of(groups),
-        exchange.passes_on,
+        exchange.forwarded,
         exchange.nodes,
     )
     plans = (
@@ -184,7 +184,7 @@ def _in_halves(layer: Callable[[int, torch.Tensor], torch.Tensor], x_SM: torch.T
     def block(number: int, x_B1M: torch.Tensor) -> torch.Tensor:
         return x_B1M + layer(number, x_B1M[:, 0])[:, None]
 
-    run = HalvesRun(x_SM[:, None])
+    run = TwoBatchRun(x_SM[:, None])
     for number in range(LAYERS):
         run.add(partial(block, number), [((), {})] * 2, again)
         run.advance()
@@ -208,10 +208,10 @@ def counts_come_back() -> Iterator[None]:
         return _Arrived()
 
     def sizes(counts: Any, own_ET: np.ndarray, host_NeT: np.ndarray, passed_XT: np.ndarray, *args: Any) -> RowSizes:
-        if counts.passes_on is not None and (pairs := counts_exchange._pairs(counts.passes_on)):
+        if counts.forwarded is not None and (pairs := counts_exchange._pairs(counts.forwarded)):
             # What any rank sends any other, where rows are passed on: as far as they are apart.
             ranks, own = counts.block.num_exchanging, counts.block.ep_index
-            own_GT = own_ET.reshape(ranks, -1, counts.cuts.num_segments).sum(1)
+            own_GT = own_ET.reshape(ranks, -1, counts.token_chunks.num_segments).sum(1)
             passed_XT = np.stack([own_GT[(source + to - own) % ranks] for source, to in pairs])
         return counted(counts, own_ET, host_NeT, passed_XT, *args)
 

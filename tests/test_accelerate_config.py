@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import ds_fsmoe
-from ds_fsmoe.config.accelerate import _finder, leave_block_alone, look_at_block_again
+from ds_fsmoe.config.accelerate import _finder, leave_block_alone, watch_block_again
 from ds_fsmoe.config.reading import read_block
 
 NAME = "accelerate.utils.dataclasses"
@@ -63,7 +63,7 @@ def stand_in(tmp_path: Path, monkeypatch) -> Iterator[None]:
     for name in kept:
         del sys.modules[name]
     yield
-    look_at_block_again()
+    watch_block_again()
     for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
         del sys.modules[name]
     sys.modules.update(kept)
@@ -110,7 +110,7 @@ def test_an_accelerate_that_does_it_another_way_is_left_as_it_is(stand_in, tmp_p
     (tmp_path / "accelerate" / "utils" / "dataclasses.py").write_text(source)
     leave_block_alone()
     importlib.import_module(NAME)
-    look_at_block_again()
+    watch_block_again()
 
 
 def test_without_accelerate_nothing_is_found(monkeypatch) -> None:
@@ -122,7 +122,7 @@ def test_without_accelerate_nothing_is_found(monkeypatch) -> None:
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(NAME)
     finally:
-        look_at_block_again()
+        watch_block_again()
 
 
 def test_null_is_auto_wherever_auto_may_stand() -> None:

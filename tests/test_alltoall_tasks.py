@@ -24,7 +24,7 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
+from ds_fsmoe.execution.tensor_parallel import SelfSplitCollectives
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized
@@ -186,7 +186,7 @@ def run_layer(
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
         PhasePlan(BlockPlan(case.backward, case.links), groups.planned, True, exchange.planned),
     )
-    kind = SelfSplitWires if self_split else Collectives
+    kind = SelfSplitCollectives if self_split else Collectives
     collectives = kind(exchange.exchange, groups.ep_group, groups.esp_group, exchange.legs)
     pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     num_experts = EXPERTS_PER_RANK * layout.ep_size

@@ -16,7 +16,7 @@ from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.decide.ways import SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import Contention

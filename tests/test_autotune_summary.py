@@ -13,7 +13,7 @@ from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.job.measured import FORWARD, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.tuning.summary import Outcome, hints, summarize, too_short
-from ds_fsmoe.tuning.table import Row, Told
+from ds_fsmoe.tuning.table import Row, TuningContext
 from ds_fsmoe.tuning.trials import TrialGain, Tried
 from tests.planning.measured_layers import made_up
 
@@ -29,8 +29,8 @@ def row(*labels: str) -> Row:
     return Row(labels or ("L00", "L01", "L02"), made_up(), CHOICES, (None, None), "once_per_node", {"flat": 1.0}, ())
 
 
-def told(step: StepTimes = STEP) -> Told:
-    return Told(step, Slowdowns({}), {}, 1)
+def told(step: StepTimes = STEP) -> TuningContext:
+    return TuningContext(step, Slowdowns({}), {}, 1)
 
 
 def outcome(ratio: float, low: float, high: float, *others_ms: float, turns: int = 3) -> Outcome:
@@ -48,7 +48,7 @@ def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_pai
         "in 3 turns); measuring took 6 s, trying 12 plans took 40 steps, which has paid 125 steps from now"
     )
     # 6 s of measuring; 40 steps of 95 ms instead of 120 have paid for a second of it; and each from now on for 40 ms.
-    assert outcome(1.5, 1.45, 1.6).steps_to_pay() == (6000 - 40 * 25) / 40
+    assert outcome(1.5, 1.45, 1.6).steps_to_break_even() == (6000 - 40 * 25) / 40
 
 
 def test_a_gain_that_is_no_more_than_noise_is_called_that_and_never_said_to_pay() -> None:
@@ -61,16 +61,16 @@ def test_a_gain_that_is_no_more_than_noise_is_called_that_and_never_said_to_pay(
 
 def test_a_step_is_predicted_with_what_is_beside_its_layers_as_the_trials_have_seen_it() -> None:
     # 9 ms and 4 of gradients before; in the trials one of three steps was disturbed.
-    seen = Outcome(rest_ms=[10.0, 40.0, 11.0]).seen(STEP)
+    seen = Outcome(rest_ms=[10.0, 40.0, 11.0]).with_observed_rest(STEP)
     assert seen == replace(STEP, chosen_ms=78.0, isolated_ms=68.0, deepspeed_ms=118.0, dense_ms=7.0, bound_ms=58.0)
-    assert Outcome(rest_ms=[3.0]).seen(STEP).dense_ms == 0.0  # type: ignore[union-attr]
+    assert Outcome(rest_ms=[3.0]).with_observed_rest(STEP).dense_ms == 0.0  # type: ignore[union-attr]
 
 
 def test_a_step_stays_as_it_was_predicted_where_no_trial_has_seen_what_is_beside_its_layers() -> None:
-    assert Outcome().seen(STEP) is STEP
-    assert Outcome(rest_ms=[10.0]).seen(None) is None
+    assert Outcome().with_observed_rest(STEP) is STEP
+    assert Outcome(rest_ms=[10.0]).with_observed_rest(None) is None
     unknown = replace(STEP, dense_ms=None)
-    assert Outcome(rest_ms=[10.0]).seen(unknown) == unknown
+    assert Outcome(rest_ms=[10.0]).with_observed_rest(unknown) == unknown
 
 
 def test_what_is_clearly_slower_is_called_slower_and_not_noise() -> None:
@@ -102,7 +102,7 @@ def test_the_best_of_the_plans_that_were_not_kept_is_told_and_never_pays() -> No
         "none of 11 other plans was faster; the best of them was 0.86 times as fast (0.47 to 1.08 in 3 turns)" in first
     )
     lucky = replace(outcome(1.2, 1.1, 1.3), is_stock=True)
-    assert lucky.steps_to_pay() is None
+    assert lucky.steps_to_break_even() is None
     assert "paid" not in summarize([row()], told(), lucky)
 
 
@@ -119,7 +119,7 @@ def test_it_fits_on_one_screen(rows: int) -> None:
 
 
 def line_of(name: str, step: StepTimes, found: Outcome) -> str:
-    seen = found.seen(step)
+    seen = found.with_observed_rest(step)
     assert seen is not None
     (line,) = (each for each in summarize([row()], told(seen), found).splitlines() if each.startswith(f"  {name}"))
     return " ".join(line.split())
@@ -212,7 +212,7 @@ def test_layers_that_are_cut_alike_are_named_together_though_they_differ() -> No
 
 
 def test_a_prediction_that_steps_have_disproved_is_said_to_be_that() -> None:
-    slow = tuple(replace(each, time_ms=each.uncut_ms + 5.0) for each in CHOICES)
+    slow = tuple(replace(each, time_ms=each.unchunked_ms + 5.0) for each in CHOICES)
     found = replace(row(), choices=slow)
     note = "the steps that were tried have shown otherwise"
     assert note in summarize([found], told(), outcome(1.5, 1.4, 1.6, 90.0))

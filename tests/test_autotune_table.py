@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.search import Choice
 from ds_fsmoe.planning.decide.step_time import StepTimes
-from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.tuning.summary import Outcome
-from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe_plan, describe_rows, plans_as_data, rows_of_plan
+from ds_fsmoe.tuning.table import (
+    Row,
+    TuningContext,
+    _costs,
+    _plans,
+    describe_plan,
+    describe_rows,
+    plans_as_data,
+    rows_of_plan,
+)
 from tests.planning.measured_layers import Machine, layer_of, made_up
 
 
@@ -74,7 +83,7 @@ def test_the_table_has_every_number_under_its_head() -> None:
     backward = Choice(Order(4, "reduce_first"), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
     row = Row(("L00",), made_up(1), (forward, backward), (None, None), "flat", {"flat": 5.0}, ())
     step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
-    text = describe_rows([row], Told(step, Slowdowns({}), {}, 1), 1.0, "a test")
+    text = describe_rows([row], TuningContext(step, Slowdowns({}), {}, 1), 1.0, "a test")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     heads = "order of tasks all-to-all predicted ms 1 chunk isolated ms runner-up its ms bound by"
     assert f"layers phase chunks {heads}" in lines
@@ -100,7 +109,7 @@ def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None
     step = StepTimes(0.0, 0.0, 0.0, None, 0.0, 0.0, 0.0)
     for slowed, pays in ((1.78, False), (1.85, True), (1.0, False)):
         factors = {(Lane.INTRA, Lane.COMPUTE): slowed, (Lane.COMPUTE, Lane.INTRA): slowed}
-        text = describe_rows([], Told(step, Slowdowns(factors), {}, 1), 1.0, "a test")
+        text = describe_rows([], TuningContext(step, Slowdowns(factors), {}, 1), 1.0, "a test")
         does = f"{Lane.COMPUTE} and {Lane.INTRA} at once do {2 / slowed:.2f} of what one does alone"
         assert (f"{does}: overlap of these will not pay" in text) == pays
 
@@ -108,7 +117,7 @@ def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None
 def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     """Gradients that travel in a layer may change how that one is run: then it has a row of its own."""
     first, second = (
-        SimpleNamespace(labels=labels, layer=SimpleNamespace(fsmoe=SimpleNamespace(why_uncut=reason)))
+        SimpleNamespace(labels=labels, layer=SimpleNamespace(fsmoe=SimpleNamespace(why_unchunked=reason)))
         for labels, reason in ((["L00", "L01", "L02"], ""), (["L03"], "it has dropout"))
     )
     kind_of = dict.fromkeys(first.labels, first) | dict.fromkeys(second.labels, second)
@@ -122,7 +131,7 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     rows = rows_of_plan(measured, labels, plan, (None, None))
     assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
     assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
-    assert [row.uncut for row in rows] == ["", "", "it has dropout"]
+    assert [row.why_unchunked for row in rows] == ["", "", "it has dropout"]
     assert describe_plan(labels, plan) == (
         "L00, L02, L03 2 and 2 chunks, links side by side; L01 2 and 3 chunks, links side by side"
     )

@@ -26,7 +26,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 ROOMS: dict[str, tuple[str, ...]] = {
     ".": (
         *("torch", "pydantic", "pydantic_core"),
-        *("ds_fsmoe.checks.no_door", "ds_fsmoe.config.imported_later", "ds_fsmoe.distributed.launch_order"),
+        *("ds_fsmoe.checks.missing_engine", "ds_fsmoe.config.imported_later", "ds_fsmoe.distributed.launch_order"),
         *("ds_fsmoe.engine", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
     ),
     "terminal": ("rich",),
@@ -92,7 +92,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.files", "ds_fsmoe.layer", "ds_fsmoe.log"),
         *("ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.untrusted"),
     ),
-    "halves": ("torch", "greenlet", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log"),
+    "two_batch": ("torch", "greenlet", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log"),
     "engine": ("torch", "numpy", "packaging", "ds_fsmoe"),
     "offline": (),
     "offline/models": ("numpy", "ds_fsmoe.planning", "ds_fsmoe.untrusted"),
@@ -130,7 +130,7 @@ DEEPSPEED: dict[str, str] = {
     ),
     "engine/compat.py": "holds and checks every private name of DeepSpeed",
     "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",
-    "engine/way_back.py": "knows DeepSpeed's engines from models",
+    "engine/restore_model.py": "knows DeepSpeed's engines from models",
     "engine/telemetry.py": "finds the layers of DeepSpeed's own engine",
     "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's engine and optimizers that it replaces",
@@ -161,7 +161,7 @@ DEEPSPEED: dict[str, str] = {
         "asks DeepSpeed's groups for the ranks that share experts"
     ),
     "engine/optimizer_groups.py": "overrides what DeepSpeed's engine does about groups of parameters",
-    "engine/cut_experts.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
+    "engine/shard_experts.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -201,7 +201,7 @@ STATEMENTS: dict[str, int] = {
     "execution": 2454,
     "files": 607,
     "gradients": 1726,
-    "halves": 640,
+    "two_batch": 640,
     "layer": 3162,
     "measuring": 1232,
     "observing": 1277,

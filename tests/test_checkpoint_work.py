@@ -337,4 +337,4 @@ def test_ranks_beside_this_one_are_those_of_its_node(
             engine = SimpleNamespace(
                 use_node_local_storage=lambda is_local=is_local: is_local, local_rank=local_rank, global_rank=rank
             )
-            assert ranks_of_job.Ranks(engine).beside() == beside
+            assert ranks_of_job.Ranks(engine).sharing_files() == beside

@@ -19,16 +19,16 @@ from torch import nn
 import ds_fsmoe
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.components.hierarchical import Nodes, Relays
+from ds_fsmoe.components.hierarchical import BlockPaths, Nodes
 from ds_fsmoe.distributed import groups as ours
 from ds_fsmoe.distributed import nccl
 from ds_fsmoe.distributed.groups import communicator_like, make_groups, passing_communicators
 from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.counts_exchange import CountsExchange
-from ds_fsmoe.execution.row_sizes import TokenCuts
+from ds_fsmoe.execution.row_sizes import TokenChunks
 from ds_fsmoe.layer.parts import exchange_in, node_links
 from ds_fsmoe.layer.runtime import block_of
-from ds_fsmoe.planning.groups import Groups, num_held
+from ds_fsmoe.planning.groups import Groups, num_communicators
 from tests.pretended_nccl import fake_ranks, pretend_nccl
 from tests.race_cases import world_of
 
@@ -135,7 +135,7 @@ EIGHT_LAYOUTS = [
 @pytest.mark.parametrize("job", EIGHT_LAYOUTS, ids=lambda job: job.name)
 def test_an_engine_makes_what_the_planner_counts(job: Job) -> None:
     made = start(job)
-    assert len(made.held) == num_held(job.groups, job.mode != "off", job.alltoall), made.held
+    assert len(made.held) == num_communicators(job.groups, job.mode != "off", job.alltoall), made.held
 
 
 @pytest.mark.parametrize(("world", "ep", "held", "calls"), [(64, 4, 10, 100), (1024, 8, 8, 410)])
@@ -240,7 +240,7 @@ def numbers_received(ranks: int, patch: pytest.MonkeyPatch) -> int:
         patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=send))
         counts_ET = torch.ones(4 * ranks, 6, dtype=torch.long)
         fault = torch.zeros((), dtype=torch.long)
-        CountsExchange.begin(counts_ET, fault, block_of(groups), TokenCuts(2, 3), exchange.passes_on)
+        CountsExchange.begin(counts_ET, fault, block_of(groups), TokenChunks(2, 3), exchange.forwarded)
     return received[0].numel()
 
 
@@ -255,7 +255,7 @@ def test_each_rank_hears_of_all_rows_that_come_by_it(
     ep: int, esp: int, per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What all ranks send is delivered by hand, and compared with what they have counted."""
-    world, cuts, each_E = ep * esp, TokenCuts(2, 1), 3
+    world, cuts, each_E = ep * esp, TokenChunks(2, 1), 3
     counted = [torch.arange(each_E * ep * 2).reshape(-1, 2) * (7 + rank) % 11 for rank in range(world)]
     begun, pieces, hops = [], [], []
     for rank in range(world):
@@ -271,10 +271,10 @@ def test_each_rank_hears_of_all_rows_that_come_by_it(
             patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=send))
             block = block_of(groups)
             fault = torch.zeros((), dtype=torch.long)
-            begun.append(CountsExchange.begin(counted[rank], fault, block, cuts, exchange.passes_on))
+            begun.append(CountsExchange.begin(counted[rank], fault, block, cuts, exchange.forwarded))
             pieces.append(sent)
             nodes = Nodes.of(groups.topology.node_of_rank[each] for each in groups.ranks_of("ep"))
-            ways = [Relays(TwoStepAllToAll(), nodes, back) for back in (False, True)]
+            ways = [BlockPaths(TwoStepAllToAll(), nodes, back) for back in (False, True)]
             hops.append([way.hop(step, groups.index_in("ep")) for way in ways for step in range(2)])
     for rank, (one, (_, receives)) in enumerate(zip(begun, pieces, strict=True)):
         arrived = [of_rank[0][rank] for of_rank in pieces]

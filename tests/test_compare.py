@@ -12,15 +12,15 @@ import pytest
 
 from ds_fsmoe.cli import main
 from ds_fsmoe.engine.compat import load_ds_config
-from ds_fsmoe.offline.commands.compare import tell
+from ds_fsmoe.offline.commands.compare import print_comparison
 from ds_fsmoe.offline.commands.training_command import OURS, STOCK, PlannedRun, find_config, run_config
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.scripts import ROOT, free_port
 
 TRAIN = "import sys; print('trained'); sys.exit({status})"
-# Writes the record of a run of 30 steps at most, without training: steps of 10 ms, and of `ours_ms` with our layers, on
-# a machine that gets slower from run to run by a share. Ours is slow until its plans are settled: in step 12, and in
+# Writes the record of a run of 30 steps at most, without training: steps of 10 ms, and of `fsmoe_ms` with our layers,
+# on a machine that gets slower from run to run by a share. Ours is slow until its plans are settled: in step 12, and in
 # the runs after the second, later by a number of steps.
 RECORD = """
 import json, pathlib, sys
@@ -254,7 +254,7 @@ def test_turns_of_an_earlier_comparison_are_not_counted_and_turns_that_end_too_s
     for kind in (STOCK, OURS):
         shutil.copytree(tmp_path / "out" / kind, late / kind)
     (late / OURS / "plans.json").write_text('{"settled_at": 40}')
-    assert tell(tmp_path / "out") == 0
+    assert print_comparison(tmp_path / "out") == 0
     assert "1 of 1 turns ended before plans were settled, and do not count" in capsys.readouterr().out
 
 

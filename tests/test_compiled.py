@@ -276,7 +276,7 @@ def with_other_plans(rank: int, world_size: int) -> tuple[list[float], list[floa
         losses.append(train(engine, steps=range(2)))
         graphs.append(counted()[1])
         for each in inner:
-            each.fsmoe.run_uncut("the test says so")
+            each.fsmoe.run_unchunked("the test says so")
         losses[-1] += train(engine, steps=range(2, 4))
     return losses[0], losses[1], [*graphs[1:], counted()[1]]
 

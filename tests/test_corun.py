@@ -121,7 +121,7 @@ def test_lanes_that_have_the_machine_to_themselves_are_not_slowed(clock: SetCloc
     found = measured(Slowed(clock, ONCE_MS, {}), clock)
     assert found.factors == pytest.approx(dict.fromkeys(KNOWN, 1.0))
     assert found.contention() == Contention()
-    assert found.pays() == pytest.approx(dict.fromkeys(itertools.combinations(Lane, 2), 2.0))
+    assert found.overlap_gains() == pytest.approx(dict.fromkeys(itertools.combinations(Lane, 2), 2.0))
 
 
 def test_a_lane_that_is_faster_beside_another_is_said_not_to_be_slowed(clock: SetClock) -> None:
@@ -201,8 +201,8 @@ def test_the_planner_is_told_how_much_longer_each_kind_of_task_takes() -> None:
 
 
 def test_what_two_lanes_do_at_once_is_the_sum_of_what_each_still_does() -> None:
-    assert Slowdowns({(INTER, INTRA): 2.0, (INTRA, INTER): 2.0}).pays() == {(INTRA, INTER): pytest.approx(1.0)}
-    assert Slowdowns(KNOWN).pays() == {
+    assert Slowdowns({(INTER, INTRA): 2.0, (INTRA, INTER): 2.0}).overlap_gains() == {(INTRA, INTER): pytest.approx(1.0)}
+    assert Slowdowns(KNOWN).overlap_gains() == {
         (COMPUTE, INTRA): pytest.approx(1 / 1.05 + 1 / 1.75),
         (COMPUTE, INTER): pytest.approx(1 / 1.4 + 1 / 1.1),
         (INTRA, INTER): pytest.approx(1 / 1.25 + 1 / 1.5),

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ds_fsmoe.execution.stream_lanes import StreamLanes
-from ds_fsmoe.gradients.beside import BesideStreams
+from ds_fsmoe.gradients.background_lane import BackgroundStreams
 from tests.deadlocks import Program
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
@@ -53,7 +53,9 @@ def _issued(rank: int, step: Step) -> tuple[Program, int]:
         record_deepspeed(patch, tape)
         # On a CPU lanes would be threads.
         patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(device=torch.device("cuda", 0)))
-        patch.setattr("ds_fsmoe.gradients.reduction.make_beside", lambda _: BesideStreams(torch.device("cuda", 0)))
+        patch.setattr(
+            "ds_fsmoe.gradients.reduction.make_background_lane", lambda _: BackgroundStreams(torch.device("cuda", 0))
+        )
         block = {"num_chunks": {"forward": 2, "backward": 3}, "split_batch": step.split, "autotune": False}
         nodes = {"topology": {"ranks_per_node": 2}, "alltoall": step.alltoall}
         config = ds_config(step.stage, ep_size=step.ep_size, **block, **nodes)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ds_fsmoe.execution.stream_lanes import StreamLanes
-from ds_fsmoe.gradients.beside import BesideStreams
+from ds_fsmoe.gradients.background_lane import BackgroundStreams
 from tests.deadlocks import (
     Collective,
     Devices,
@@ -74,7 +74,9 @@ def _record(rank: int, job: Job) -> list[Program]:
         record_deepspeed(patch, tape)
         # On a CPU lanes would be threads.
         patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(device=torch.device("cuda", 0)))
-        patch.setattr("ds_fsmoe.gradients.reduction.make_beside", lambda _: BesideStreams(torch.device("cuda", 0)))
+        patch.setattr(
+            "ds_fsmoe.gradients.reduction.make_background_lane", lambda _: BackgroundStreams(torch.device("cuda", 0))
+        )
         how = {"accumulation": job.accumulation, "num_stages": job.num_stages}
         how["shares_weights"] = job.shares_weights
         engine = make_engine(rank, job.zero_stage, job.stages, job.block, **how)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_fsmoe.execution.stream_lanes import StreamLanes
-from ds_fsmoe.gradients.beside import BesideStreams
+from ds_fsmoe.gradients.background_lane import BackgroundStreams
 from tests.deadlocks import (
     Devices,
     Program,
@@ -63,7 +63,9 @@ def _record(rank: int, step: Step, between: Callable[[Any], None] = lambda _: No
         # On a CPU lanes would be threads.
         lanes = {"device": torch.device("cuda", 0), "one_link": step.one_link}
         patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(**lanes))
-        patch.setattr("ds_fsmoe.gradients.reduction.make_beside", lambda _: BesideStreams(torch.device("cuda", 0)))
+        patch.setattr(
+            "ds_fsmoe.gradients.reduction.make_background_lane", lambda _: BackgroundStreams(torch.device("cuda", 0))
+        )
         if not step.ends_gathers:
             patch.setattr("ds_fsmoe.gradients.reducer.end_gathers", lambda: None)
         if "tail" in step.run.features:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.execution.row_sizes import TokenCuts
-from ds_fsmoe.layer.held_experts import HeldTable, dealt, rows_of_experts
+from ds_fsmoe.execution.row_sizes import TokenChunks
+from ds_fsmoe.layer.expert_cache import ExpertCacheTable, route_to_copies, rows_of_experts
 from ds_fsmoe.layer.row_routing import number_rows_of_layer
 from ds_fsmoe.ops import REFERENCE
 
-TABLE = HeldTable(((4, 0, 2), (0, 1), (3, 0, 1)), 5)
+TABLE = ExpertCacheTable(((4, 0, 2), (0, 1), (3, 0, 1)), 5)
 """Expert 0 on all of three ranks, 1 on two."""
 
 
@@ -44,7 +44,7 @@ def drawn(num_tokens: int, k: int, capacity: int = 1, num_experts: int = 5) -> t
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_rows_of_an_expert_go_to_its_ranks_in_turn(num_tokens: int, k: int, capacity: int, rank: int) -> None:
     routing, expert_KS = drawn(num_tokens, k, capacity)
-    found = dealt(routing, rows_of_experts(routing), TABLE, rank, REFERENCE)
+    found = route_to_copies(routing, rows_of_experts(routing), TABLE, rank, REFERENCE)
     places = {expert: [] for expert in range(5)}
     for at, experts in enumerate(TABLE.experts_of_rank):
         for index, expert in enumerate(experts):
@@ -66,7 +66,7 @@ def test_rows_of_an_expert_go_to_its_ranks_in_turn(num_tokens: int, k: int, capa
 
 def test_ranks_get_as_many_rows_as_the_table_says() -> None:
     routing, _ = drawn(600, 2)
-    found = dealt(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
+    found = route_to_copies(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
     rows_of_ranks = found.counts_E.view(3, 3).sum(1)
     expected = TABLE.load_of_ranks(rows_of_experts(routing).numpy())
     assert np.abs(rows_of_ranks.numpy() - expected).max() <= 2
@@ -77,25 +77,25 @@ def test_a_slot_that_is_out_of_range_is_still_found(slot: int, fault: int) -> No
     routing, _ = drawn(9, 2)
     routing.slots_KS[1, 4] = slot
     routing = replace(routing, counts_E=routing.counts_E + 1)
-    found = dealt(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
-    assert int(number_rows_of_layer(found, TokenCuts(1, 1), REFERENCE).fault) == fault
+    found = route_to_copies(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
+    assert int(number_rows_of_layer(found, TokenChunks(1, 1), REFERENCE).fault) == fault
 
 
 def test_counts_that_are_too_small_are_still_found() -> None:
     routing, _ = drawn(9, 2)
     counts = routing.counts_E.clone()
     counts[3] -= 1
-    found = dealt(replace(routing, counts_E=counts), rows_of_experts(routing), TABLE, 0, REFERENCE)
-    assert int(number_rows_of_layer(found, TokenCuts(1, 1), REFERENCE).fault) == 2
+    found = route_to_copies(replace(routing, counts_E=counts), rows_of_experts(routing), TABLE, 0, REFERENCE)
+    assert int(number_rows_of_layer(found, TokenChunks(1, 1), REFERENCE).fault) == 2
 
 
 @pytest.mark.parametrize("experts_of_rank", [((0, 1), ()), ((0, 0), (1,)), ((0,), (0,)), ((0, 2), (1,))])
 def test_a_table_without_an_expert_or_with_one_twice_is_refused(experts_of_rank: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="experts"):
-        HeldTable(experts_of_rank, 2)
+        ExpertCacheTable(experts_of_rank, 2)
 
 
 def test_experts_stay_in_their_places_where_they_may() -> None:
-    before = HeldTable(((3, 1, 0), (2, 4)), 5)
-    now = HeldTable(((0, 1), (1, 2, 3, 4)), 5).staying(before)
+    before = ExpertCacheTable(((3, 1, 0), (2, 4)), 5)
+    now = ExpertCacheTable(((0, 1), (1, 2, 3, 4)), 5).in_same_places(before)
     assert now.experts_of_rank == ((0, 1), (2, 4, 1, 3))

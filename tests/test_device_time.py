@@ -14,7 +14,7 @@ import torch
 from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.gradients.reduction import is_faster_in_levels
-from ds_fsmoe.gradients.ways import AllReduce
+from ds_fsmoe.gradients.reduction_algorithms import AllReduce
 from ds_fsmoe.measuring import stopwatch
 from ds_fsmoe.measuring.cache import Measurements, Measuring
 from ds_fsmoe.measuring.profiler import issues_ahead
@@ -201,7 +201,7 @@ def test_of_two_ways_to_reduce_gradients_the_one_that_takes_the_device_less_is_f
     ways = AllReduce(None), Levels(device, inside_ms, between_ms)  # type: ignore[arg-type]
     # 13.3 ms in one level. In two there are two pieces: half of the shorter time is hidden.
     flat = SimpleNamespace(
-        **{"numel": 160_000, "device": CUDA, "group": None, "way_in": lambda in_levels: ways[in_levels]},
+        **{"numel": 160_000, "device": CUDA, "group": None, "algorithm_in": lambda in_levels: ways[in_levels]},
         reducing=lambda task, way: lambda numel: way.alone(task, torch.empty(numel)),
     )
     assert is_faster_in_levels(flat, device.host) is is_faster  # type: ignore[arg-type]

@@ -266,7 +266,7 @@ def look_through_wrappers(rank: int, world_size: int) -> dict[str, Any]:
         look(wrapper.__name__, ds_fsmoe.initialize)
     deepspeed.initialize = stock
     ds_fsmoe.install()
-    found["left"] = len(entry_points._beneath)
+    found["left"] = len(entry_points._wrapped_functions)
     return found
 
 

@@ -57,7 +57,7 @@ def assert_gradients_of_the_whole(name: str, cases: list[tuple]) -> None:
     assert dx_NeCM.norm() > 1
     layer = ExpertSet(experts)
     for forward_sizes, backward_sizes, recompute, walk in cases:
-        call = layer.call(True, same_cuts=forward_sizes == backward_sizes, recompute=recompute)
+        call = layer.call(True, same_chunks=forward_sizes == backward_sizes, recompute=recompute)
         close = {"rtol": 0, "atol": 1e-12}
         torch.testing.assert_close(forward(call, x_NeCM, forward_sizes), y_NeCM, **close)
         torch.testing.assert_close(walk(call, dy_NeCM, backward_sizes), dx_NeCM, **close)
@@ -69,7 +69,7 @@ def test_cuts_may_differ_although_none_were_announced_unless_graphs_are_kept(nam
     experts = make_experts(name)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = ExpertSet(experts).call(True, same_cuts=True)
+    call = ExpertSet(experts).call(True, same_chunks=True)
     forward(call, x_NeCM, [5, 5, 3])
     if not is_written(ExpertSet(experts)):
         with pytest.raises(ValueError, match="have to be announced"):
@@ -84,7 +84,7 @@ def test_chunks_may_come_in_any_order(name: str) -> None:
     experts = make_experts(name)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = ExpertSet(experts).call(True, same_cuts=False)
+    call = ExpertSet(experts).call(True, same_chunks=False)
     for start, stop in ((9, 13), (0, 4), (4, 9)):
         y_chunk = call.forward(start, stop, x_NeCM[:, :, start:stop])
         torch.testing.assert_close(y_chunk, y_NeCM[:, :, start:stop], rtol=0, atol=1e-12)

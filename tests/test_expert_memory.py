@@ -140,7 +140,7 @@ def test_a_hook_on_a_parameter_runs_once_on_what_the_call_returns(name: str) -> 
 def test_announcing_other_cuts_keeps_no_graph() -> None:
     experts = make_experts("bottleneck")
     for same_cuts in (True, False):
-        call = ExpertSet(experts).call(True, same_cuts=same_cuts)
+        call = ExpertSet(experts).call(True, same_chunks=same_cuts)
         forward(call, rows(2, 3, C, M), [6, 7])
         assert all(bool(run.call._runs) is same_cuts for run in call._runs)
 
@@ -185,7 +185,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str)
                 parameter.requires_grad_(position != frozen and frozen != num_parameters)
         y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
         for walk in (backward, backward_from_the_last):
-            call = ExpertSet(experts).call(True, same_cuts=False)
+            call = ExpertSet(experts).call(True, same_chunks=False)
             torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
             torch.testing.assert_close(walk(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
             assert_gradients(call.gradients(), gradients, atol=1e-12)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from ds_fsmoe.engine.cut_experts import type_of_run
+from ds_fsmoe.engine.shard_experts import type_of_run
 from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -168,7 +168,7 @@ def told() -> Iterator[list[ExpertSizes]]:
     """Yields:
     The kinds of experts that are timed.
     """
-    from ds_fsmoe.engine import cut_experts as packed_experts
+    from ds_fsmoe.engine import shard_experts as packed_experts
 
     own, kinds = packed_experts.pack_by_times, []
 

@@ -25,7 +25,7 @@ def test_parts_joined_in_the_order_of_ranks_are_the_whole(kind: str, ep_size: in
     layout, shape = WHOLES[kind]
     whole = torch.randn(shape)
     parts = [ExpertPart(layout, EXPERTS, ep_size, rank) for rank in range(ep_size)]
-    cut = [each.cut(whole) for each in parts]
+    cut = [each.take(whole) for each in parts]
     for part, tensor in zip(parts, cut, strict=True):
         assert tuple(tensor.shape) == part.part_shape(shape)
         assert part.whole_shape(tensor.shape) == shape
@@ -38,13 +38,13 @@ def test_a_part_of_b_has_the_columns_of_its_experts_alone() -> None:
     """PEFT reads B as [out, r, E]: number each column by its expert."""
     experts_OC = torch.arange(RANK * EXPERTS).remainder(EXPERTS).expand(WIDTH, -1)
     part = ExpertPart("innermost", EXPERTS, 3, 1)
-    assert part.cut(experts_OC).unique().tolist() == list(part.experts) == [2, 3]
+    assert part.take(experts_OC).unique().tolist() == list(part.experts) == [2, 3]
 
 
 def test_what_holds_no_such_experts_is_refused() -> None:
     part = ExpertPart("innermost", EXPERTS, 2, 0)
     with pytest.raises(ValueError, match=r"shape \[5, 7\]: dimension 1 must be a multiple of 6 experts"):
-        part.cut(torch.zeros(5, 7))
+        part.take(torch.zeros(5, 7))
     with pytest.raises(ValueError, match="1 parts: must be one of each rank"):
         part.join([torch.zeros(5, 3)])
     with pytest.raises(ValueError, match="must be a multiple of 3 experts"):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
 from ds_fsmoe.components.expert_compute import calls
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
 from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
 from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, is_written, make_experts, rows
@@ -30,7 +30,7 @@ HOOK_MAKERS: list[Callable[[nn.Module], object]] = [
 
 def made(name: str = "gpt gelu", count: int = 3, together: str = "always") -> tuple[list[nn.Module], ExpertSet]:
     experts = make_experts(name, count)
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     return experts, ExpertSet(experts, together=together)
 
 
@@ -39,7 +39,7 @@ def check(experts: list[nn.Module], layer: ExpertSet) -> None:
     x_NeCM, dy_NeCM = rows(2, len(experts), C, M), rows(2, len(experts), C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     for sizes in ((6, 7), (3, 10)):
-        call = layer.call(True, same_cuts=False)
+        call = layer.call(True, same_chunks=False)
         torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
         torch.testing.assert_close(backward(call, dy_NeCM, sizes), dx_NeCM, rtol=0, atol=1e-12)
         assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -145,7 +145,7 @@ def side_by_side_elsewhere(experts: list[nn.Module]) -> None:
     for expert in experts:
         for parameter in expert.parameters():
             parameter.data = parameter.data.clone()
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
 
 
 def compiled(experts: list[nn.Module]) -> None:
@@ -308,13 +308,13 @@ def test_what_is_remembered_holds_no_memory_that_parameters_have_left() -> None:
 @pytest.mark.parametrize("first", [20, 50])
 def test_the_first_cut_says_whether_all_go_at_once_and_any_others_are_read(first: int) -> None:
     experts = make_experts("gpt gelu", 3, 32, 64, torch.float64)
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     # At once up to 32 rows.
     x_NeCM, dy_NeCM = rows(1, 3, 100, 32), rows(1, 3, 100, 32, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     for recompute in (False, True):
         for sizes in ([20, 50, 30], [100], [10, 20, 60, 10], [5, 5, 10, 45, 15, 20]):
-            call = ExpertSet(experts).call(True, same_cuts=False, recompute=recompute)
+            call = ExpertSet(experts).call(True, same_chunks=False, recompute=recompute)
             torch.testing.assert_close(forward(call, x_NeCM, [first, 70 - first, 30]), y_NeCM, rtol=0, atol=1e-12)
             assert len(call._runs) == (1 if first == 20 else 3)
             call.restore(call.release())

@@ -107,7 +107,7 @@ def test_gradients_of_all_shards_are_those_of_the_expert(name: str, count: int, 
             shard.register_forward_hook(lambda *_: None)
         layer = ExpertSet([shard])
         assert is_written(layer) is not hooked
-        call = layer.call(True, same_cuts=False)
+        call = layer.call(True, same_chunks=False)
         for start, stop in ((0, 4), (4, 11)):
             call.forward(start, stop, x_NeCM[:, :, start:stop])
         for start, stop in ((0, 9), (9, 11)):

@@ -106,7 +106,7 @@ def test_an_expert_in_eval_mode_draws_nothing_and_a_graph_is_right_there_too() -
     experts = [expert.eval() for expert in dropout_experts()]
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = ExpertSet(experts).call(True, same_cuts=False)
+    call = ExpertSet(experts).call(True, same_chunks=False)
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.expert_call import ExpertCall
-from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, make_contiguous
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
@@ -35,7 +35,7 @@ CUTS = ((13,), (6, 7), (0, 12, 1), (3, 3, 3, 0, 4))
 
 def side_by_side(name: str, *args, **kwargs) -> list[nn.Module]:
     experts = make_experts(name, *args, **kwargs)
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     return experts
 
 
@@ -76,7 +76,7 @@ def test_every_pair_of_cuts_gives_the_gradients_of_the_whole(name: str, alone: l
     for forward_sizes, backward_sizes, recompute, walk in covering(
         CUTS, CUTS, (False, True), (backward, backward_from_the_last)
     ):
-        call = layer.call(True, same_cuts=forward_sizes == backward_sizes, recompute=recompute)
+        call = layer.call(True, same_chunks=forward_sizes == backward_sizes, recompute=recompute)
         alone.clear()
         assert_as_autograd(call, experts, forward_sizes, backward_sizes, walk)
         assert not alone
@@ -262,7 +262,7 @@ def test_shards_together_sum_to_the_experts(name: str, alone: list[str]) -> None
     y_NeCM, dx_NeCM, _ = by_autograd(experts, x_NeCM, dy_NeCM)
     for index in range(3):
         shards = [shard_expert(expert, index, 3)[0] for expert in experts]
-        assert lay_side_by_side(shards)
+        assert make_contiguous(shards)
         _, _, gradients = by_autograd(shards, x_NeCM, dy_NeCM)
         call = ExpertSet(shards, together="always").call(True)
         y_NeCM = y_NeCM - forward(call, x_NeCM, [6, 7])

@@ -72,7 +72,7 @@ def trained(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             losses.append(loss.item())
         found[name] = losses
         if block["enabled"]:
-            found["cut", name] = [each.pipeline.is_cut for each in engine.fsmoe.layers.values()]
+            found["cut", name] = [each.pipeline.is_chunked for each in engine.fsmoe.layers.values()]
         engine.destroy()
     return found
 

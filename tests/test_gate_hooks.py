@@ -184,7 +184,7 @@ def test_made_up_tokens_of_the_autotuner_are_not_shown_to_hooks() -> None:
     layer = ds_fsmoe.MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=NUM_EXPERTS)
     seen: list = []
     looks_at_results(layer.deepspeed_moe.gate, seen)
-    layer.deepspeed_moe.route_unheard(torch.randn(9, WIDTH), None, None)
+    layer.deepspeed_moe.route_without_hooks(torch.randn(9, WIDTH), None, None)
     assert not seen
     layer.deepspeed_moe.route(torch.randn(9, WIDTH), None, None)
     assert len(seen) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_fsmoe.gradients import reducer, updated_parameters, ways
+from ds_fsmoe.gradients import reducer, reduction_algorithms, updated_parameters
 from tests.gradient_cases import LOOPS, Run, let_deepspeed_read_nothing, training
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S, pause
@@ -48,7 +48,7 @@ def train(rank: int, world_size: int, ends_gathers: bool) -> dict[tuple[str, tup
     log, draw = Log(), random.Random(rank)
     is_sending = threading.Event()
     holds = not ends_gathers and rank == 3
-    exchange, gather, reduce = ways.exchange_sized, ways.all_gather, dist.all_reduce
+    exchange, gather, reduce = reduction_algorithms.exchange_sized, reduction_algorithms.all_gather, dist.all_reduce
     waits: list[Callable[[], None]] = []
     messages: list[int] = []
     """Their number in a step; then, of each one that was passed on inside the node, one more."""
@@ -82,9 +82,13 @@ def train(rank: int, world_size: int, ends_gathers: bool) -> dict[tuple[str, tup
         patch.setattr(updated_parameters, "exchange_sized", parameters)
         patch.setattr(updated_parameters, "FEWEST_NUMEL", 64)
         let_deepspeed_read_nothing(patch)
-        patch.setattr(ways, "exchange_sized", gradients(exchange))
-        patch.setattr(ways, "all_gather", gradients(gather))
-        patch.setattr(ways, "dist", SimpleNamespace(all_reduce=gradients(reduce), get_world_size=dist.get_world_size))
+        patch.setattr(reduction_algorithms, "exchange_sized", gradients(exchange))
+        patch.setattr(reduction_algorithms, "all_gather", gradients(gather))
+        patch.setattr(
+            reduction_algorithms,
+            "dist",
+            SimpleNamespace(all_reduce=gradients(reduce), get_world_size=dist.get_world_size),
+        )
         if not ends_gathers:
             patch.setattr(reducer, "end_gathers", lambda: None)
         with training(RUN, rank) as script:

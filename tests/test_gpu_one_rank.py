@@ -233,7 +233,7 @@ def wait_for_nothing(device: torch.device, ops: str = "required") -> str:
         step()
     assert x.grad is not None
     assert bool(x.grad.isfinite().all())
-    return block.experts.fsmoe.short_way.why_general
+    return block.experts.fsmoe.fast_path.why_general
 
 
 @contextlib.contextmanager

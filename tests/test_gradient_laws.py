@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.gradients import reducer, updated_parameters
-from ds_fsmoe.gradients.arriving import ArrivingParameter
+from ds_fsmoe.gradients.lazy_parameters import LazyParameter
 from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
 from tests.test_gradient_reducer import Bench
@@ -84,7 +84,7 @@ def classes_in_layers(rank: int, world_size: int) -> tuple[list[set[str]], list[
             script.engine.fsmoe.running.checks.append(look)
             for _ in range(3):
                 LOOPS["plain"](script)
-                assert any(type(each) is ArrivingParameter for each in script.model.parameters())
+                assert any(type(each) is LazyParameter for each in script.model.parameters())
             losses = [each.item() for each in script.seen.numbers["losses"]]
     finally:
         updated_parameters.exchange_sized = exchange

@@ -97,7 +97,7 @@ class Bench:
         ]
         self.is_sending = True
         self.reducer = GradientReducer(
-            flats, lambda p: p.grad, lambda: self.is_sending, plan_of(mode), set_gradient, looks=looks
+            flats, lambda p: p.grad, lambda: self.is_sending, plan_of(mode), set_gradient, observed_rounds=looks
         )
         self.round = 0
 

@@ -64,7 +64,7 @@ def where_gradients_lie(rank: int, world_size: int) -> tuple[bool, list[tuple[in
     engine = make_engine(rank)
     reducer = engine.fsmoe.reduction.reducer
     step(engine, 0, spare=True)
-    held = [each for flat in reducer.flats for each in flat._held if each is not None]
+    held = [each for flat in reducer.flats for each in flat._reduced if each is not None]
     once = not held and all(each.grad is not None for each in reducer.parameters)
     engine.step()
     return once, [tuple(each.extra.shape) for each in reducer.flats]

@@ -16,17 +16,17 @@ from torch import nn
 from ds_fsmoe.distributed.groups import make
 from ds_fsmoe.execution import node_links
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.gradients import ways
-from ds_fsmoe.gradients.beside import BesideThreads
+from ds_fsmoe.gradients import reduction_algorithms
+from ds_fsmoe.gradients.background_lane import BackgroundThreads
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
-from ds_fsmoe.gradients.ways import (
+from ds_fsmoe.gradients.reduction_algorithms import (
     AllReduce,
     AllReduceByNodes,
     Range,
     ReduceScatter,
     ReduceScatterByNodes,
+    ReductionAlgorithm,
     Stretch,
-    Way,
 )
 from ds_fsmoe.planning.groups import Communicators, regular
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
@@ -86,7 +86,7 @@ def sums(rank: int, world_size: int, per_node: int) -> int:
         of_ranks = torch.randint(-50, 50, (world_size, numel), generator=torch.Generator().manual_seed(case)).double()
         group = dist.group.WORLD
         assert group is not None
-        every: list[tuple[Way, bool]] = [
+        every: list[tuple[ReductionAlgorithm, bool]] = [
             (AllReduce(group), False),
             (AllReduce(group, most=7), False),
             (AllReduceByNodes(nodes), False),
@@ -161,12 +161,12 @@ def crossing(rank: int, world_size: int, per_node: int, numel: int) -> list[floa
             counted.all_reduce(x, group)
             return all_reduce(x, group=group)
 
-        ways.exchange_sized, dist.all_reduce = noted_exchange, noted_reduce
+        reduction_algorithms.exchange_sized, dist.all_reduce = noted_exchange, noted_reduce
         try:
             for step in way.steps(OneTensor(torch.zeros(numel)), 0, numel).values():
                 step()
         finally:
-            ways.exchange_sized, dist.all_reduce = exchange, all_reduce
+            reduction_algorithms.exchange_sized, dist.all_reduce = exchange, all_reduce
         found.append(counted.elements)
     return found
 
@@ -214,7 +214,7 @@ def order_by_identity(rank: int, world_size: int) -> list[int]:
 
 
 def test_the_next_message_is_added_up_inside_before_the_last_one_is_gathered() -> None:
-    beside, order = BesideThreads(), []
+    beside, order = BackgroundThreads(), []
 
     def steps(name: str) -> dict:
         return {kind: lambda kind=kind: order.append(f"{name} {kind}") for kind in (GRAD_SCATTER, GRAD, GRAD_GATHER)}
@@ -231,7 +231,7 @@ def test_the_next_message_is_added_up_inside_before_the_last_one_is_gathered() -
 
 
 def test_a_step_that_fails_is_told_to_whoever_waits() -> None:
-    beside = BesideThreads()
+    beside = BackgroundThreads()
 
     def fails() -> None:
         raise RuntimeError("the link is down")

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_fsmoe.execution.call import half_now
+from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.layer.replay import is_kept, runs_again, tape_torchs_functions
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -101,7 +101,7 @@ def test_what_a_block_makes_is_not_kept_for_the_backward() -> None:
     assert [block.kinds[-2:] for block in model.blocks] == [[(True, False)] * 2] * 2
     loss.backward()
     assert [block.kinds[-2:] for block in model.blocks] == [[(False, True)] * 2] * 2
-    assert (is_kept(), runs_again(), half_now()) == (False, False, None)
+    assert (is_kept(), runs_again(), current_sub_batch()) == (False, False, None)
     gc.collect()
     assert not any(each() is not None for block in model.blocks for each in block.made)
 
@@ -143,7 +143,7 @@ def test_a_half_that_fails_leaves_nothing_behind(place: str) -> None:
     model.blocks[0].fails = True
     with pytest.raises(RuntimeError, match="on purpose"):
         run()
-    assert (is_kept(), runs_again(), half_now()) == (False, False, None)
+    assert (is_kept(), runs_again(), current_sub_batch()) == (False, False, None)
     model.blocks[0].fails = False
     same(numbers(model, forward(model, splitter, x)), wanted)
 
@@ -193,7 +193,7 @@ def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_versio
     # Before 5.23 the wrapper was around __call__ and not around forward.
     monkeypatch.setattr(Block, "forward", PlainBlock.forward)
     model = model_of([])
-    monkeypatch.setattr("ds_fsmoe.halves.splitter.version", {"transformers": "5.17.0"}.get)
+    monkeypatch.setattr("ds_fsmoe.two_batch.splitter.version", {"transformers": "5.17.0"}.get)
     said = "runs again alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
     assert said in split(model).why_not
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.execution.call import half_now
+from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.execution.lanes import Lanes
-from ds_fsmoe.halves.run import CannotSplitError, Pending, halves_of
-from ds_fsmoe.halves.splitter import Splitter
+from ds_fsmoe.two_batch.run import CannotSplitError, Pending, halves_of
+from ds_fsmoe.two_batch.splitter import Splitter
 from tests.lane_cases import Arithmetic, Log, device_for, in_time, lanes, random_schedule, serial_outcome
 
 FIXTURES = (lanes,)  # which pytest finds by its name here
@@ -45,7 +45,7 @@ class Layer(nn.Module):
     def __init__(self, in_halves: bool = True) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.pipeline = SimpleNamespace(forward=SimpleNamespace(in_halves=in_halves))
+        self.pipeline = SimpleNamespace(forward=SimpleNamespace(is_two_batch=in_halves))
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.fails = False
 
     def note(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        half = half_now()
+        half = current_sub_batch()
         who = "" if half is None else "a" if half.is_last_in_backward else "b"
         return Noted.apply(x, self.events, f"{what}{self.number}{who}")
 
@@ -68,7 +68,7 @@ class Block(nn.Module):
             x_BLM = x_BLM * mask
         if not hasattr(self, "layer"):
             return x_BLM
-        half = half_now()
+        half = current_sub_batch()
         y_BLM = self.note(x_BLM, "send")
         if half is not None:
             half.pause()
@@ -152,7 +152,7 @@ def test_a_block_that_fails_for_one_half_leaves_nothing_behind() -> None:
     model.blocks[1].fails = True
     with pytest.raises(RuntimeError, match="on purpose"):
         forward(model, splitter, x)
-    assert half_now() is None
+    assert current_sub_batch() is None
     model.blocks[1].fails = False
     same(numbers(model, forward(model, splitter, x)), wanted)
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard, part_of
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.engine.convert_experts import find_experts
-from ds_fsmoe.engine.cut_experts import check_shards_of_experts
+from ds_fsmoe.engine.shard_experts import check_shards_of_experts
 from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import batch, families, loss_of, model_of, why_not
 from tests.ranks import run_on_ranks
@@ -32,7 +32,7 @@ BOTH = ("qwen3_moe", "gpt_oss")
 def seen(whole: torch.Tensor, parameter: torch.Tensor, stage: int) -> torch.Tensor:
     """What DeepSpeed's functions return of a tensor: all of it, and without ZeRO this rank's part."""
     part = part_of(parameter)
-    return whole if part is None or stage else part.cut(whole)
+    return whole if part is None or stage else part.take(whole)
 
 
 def steps(rank: int, world_size: int, names: list[str], stage: int, ep_size: int, count: int) -> list[str]:
@@ -147,7 +147,7 @@ def test_parts_in_shards_are_joined_to_what_they_were_cut_from() -> None:
             for ep_rank in range(2)
             for index in range(shard.count)
         ]
-        cut = [each.cut(whole) for each in parts]
+        cut = [each.take(whole) for each in parts]
         assert {tuple(each.shape) for each in cut} == {parts[0].part_shape(whole.shape)}
         assert parts[0].whole_shape(cut[0].shape) == tuple(whole.shape)
         assert torch.equal(parts[0].join(cut), whole)
@@ -155,8 +155,8 @@ def test_parts_in_shards_are_joined_to_what_they_were_cut_from() -> None:
 
 def test_gate_and_value_are_cut_alike_and_the_last_bias_is_the_first_shards() -> None:
     gate, value = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
-    mine = Shard(2, 1, 1, pieces=2).cut(torch.cat([gate, value], 1))
+    mine = Shard(2, 1, 1, pieces=2).take(torch.cat([gate, value], 1))
     assert torch.equal(mine, torch.cat([gate[:, 2:], value[:, 2:]], 1))
     bias = torch.randn(2, 5)
-    assert torch.equal(Shard(2, 0, None).cut(bias), bias)
-    assert not Shard(2, 1, None).cut(bias).any()
+    assert torch.equal(Shard(2, 0, None).take(bias), bias)
+    assert not Shard(2, 1, None).take(bias).any()

@@ -141,7 +141,7 @@ def test_estimates_are_right_where_the_path_decides_about_everything(k: int, tmp
 def any_table(rank: int, world_size: int, weights: str) -> list[str]:
     """The outputs by tables that nobody would make, others in each call."""
     import ds_fsmoe
-    from ds_fsmoe.layer import held_experts, inference
+    from ds_fsmoe.layer import expert_cache, inference
 
     engine = engine_of(Model(12, 2), ds_config(world_size, num_chunks=2))
     watched(engine)
@@ -161,9 +161,9 @@ def any_table(rank: int, world_size: int, weights: str) -> list[str]:
         patch.setattr(inference, "ranks_of_experts", drawn)
         if weights == "copies of the host's":
             # As on a device with memory of its own.
-            patch.setattr(held_experts, "computes_on_host", lambda device: False)
+            patch.setattr(expert_cache, "computes_on_host", lambda device: False)
         with ds_fsmoe.inference(engine, weights="home" if weights == "home" else "host"):
-            kinds = {type(each.fsmoe.placed.held).__name__ for each in engine.fsmoe.inner_layers.values()}
+            kinds = {type(each.fsmoe.placed.cache).__name__ for each in engine.fsmoe.inner_layers.values()}
             found = [engine(tokens(rank, 23, seed)) for seed in range(8)]
     said = [] if kinds == {"AllOnHost" if weights == "host" else "Buffered"} else [f"experts are {kinds}"]
     for seed, each in enumerate(found):

@@ -15,7 +15,7 @@ import torch
 
 from ds_fsmoe.components.routing import BareRouting
 from ds_fsmoe.layer import inference as layer_inference
-from ds_fsmoe.layer.held_experts import Room, Where
+from ds_fsmoe.layer.expert_cache import ExpertCacheMemory, Where
 from ds_fsmoe.layer.inference import InferenceRun
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
@@ -102,7 +102,7 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
         try:
             with ds_fsmoe.inference(engine) as happened:
                 engine(tokens(rank, 9))
-                alive += [weakref.ref(each.fsmoe.placed.held) for each in layers]
+                alive += [weakref.ref(each.fsmoe.placed.cache) for each in layers]
                 if any(each.training for each in engine.module.modules()) or torch.is_grad_enabled():
                     said.append("it is not in evaluation")
                 if error is not None:
@@ -148,7 +148,7 @@ def decided_together(rank: int, world_size: int) -> list[Any]:
             return [str(error)]
 
     last = rank == world_size - 1
-    why_left, made = inference_layers.why_left, inference_layers.Room.made
+    why_left, made = inference_layers.why_left, inference_layers.ExpertCacheMemory.made
 
     def leaves_one(module: Any) -> str | None:
         return "it says so" if last and module.label == "L01" else why_left(module)
@@ -162,7 +162,7 @@ def decided_together(rank: int, world_size: int) -> list[Any]:
     of_all = 3 * 6 * EXPERT_BYTES
     patches: list[tuple[Any, str, Any]] = [
         (inference_layers, "why_left", leaves_one),
-        (inference_layers.Room, "made", fails_on_host),
+        (inference_layers.ExpertCacheMemory, "made", fails_on_host),
         (inference_layers, "free_bytes", lambda device: of_all),
         (inference_layers, "free_bytes", lambda device: of_all - last),
     ]
@@ -188,12 +188,12 @@ def test_where_all_experts_have_no_memory_those_of_a_rank_may_have() -> None:
     form: Any = SimpleNamespace(names=("up", "down"), device=torch.device("cpu"))
     form.shapes, form.dtype_of = {"up": (7, 5), "down": (5, 7)}, {"up": torch.bfloat16, "down": torch.float32}.get
     of_expert = 35 * (2 + 4)
-    assert Room.bytes_of(form, 12, 8, "host") == (12 * of_expert, 0)
-    assert Room.bytes_of(form, 12, 8, "home") == (0, 8 * of_expert)
+    assert ExpertCacheMemory.bytes_of(form, 12, 8, "host") == (12 * of_expert, 0)
+    assert ExpertCacheMemory.bytes_of(form, 12, 8, "home") == (0, 8 * of_expert)
     for where in get_args(Where):
-        made = Room.made(form, 12, 8, where)
+        made = ExpertCacheMemory.made(form, 12, 8, where)
         found = [sum(each.nbytes for each in tensors.values()) for tensors in (made.stacks, made.buffers)]
-        assert tuple(found) == Room.bytes_of(form, 12, 8, where)
+        assert tuple(found) == ExpertCacheMemory.bytes_of(form, 12, 8, where)
 
 
 def test_a_model_in_pipeline_stages_is_refused() -> None:
@@ -233,7 +233,7 @@ def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_w
             events.append(("is expected", self.label))
 
     same: dict[str, Any] = {"profile": profile, "k": 1, "num_experts": 5, "experts": None}
-    same |= {"block": SimpleNamespace(group=None), "held": SimpleNamespace(may_be_early=False)}
+    same |= {"block": SimpleNamespace(group=None), "cache": SimpleNamespace(may_be_early=False)}
     layers: dict[str, Any] = {label: Layer(label=label, **same) for label in ("L00", "L01", "L02", "L03")}
     run = InferenceRun(layers, layers, 2, 5)
     choices = BareRouting.of(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3), 5)

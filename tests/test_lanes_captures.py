@@ -173,7 +173,7 @@ def test_on_a_gpu_the_driver_knows_the_mode_and_gives_it_back(monkeypatch: pytes
     torch.zeros(1, device="cuda")
     exchange = captures._exchange_capture_mode()
     assert exchange is not None
-    with captures.beside_captures():
+    with captures.allow_queries_in_captures():
         mode = ctypes.c_int(RELAXED)
         assert exchange(ctypes.byref(mode)) == 0
         assert mode.value == RELAXED

@@ -56,7 +56,7 @@ def on_the_device(rank: int, world_size: int, ranks: int, how: str) -> dict[str,
         experts(leaf, index, leaf_weights).backward(dy)
         gpu.host_waits = host_waits
         found["waits"] = list(waits)
-        found["taken"] = experts.fsmoe.short_way.why_general
+        found["taken"] = experts.fsmoe.fast_path.why_general
         wrong = index.clone()
         wrong[3, 1] = 40
         as_none = index.clone()
@@ -127,7 +127,7 @@ def sharing(rank: int, world_size: int) -> list[str]:
             faults.add("first", torch.tensor(0), in_training=True)
         faults.share()
         try:
-            faults.look()
+            faults.check()
             said.append("")
         except ValueError as error:
             said.append(str(error))
@@ -178,7 +178,7 @@ def evaluating(rank: int, world_size: int) -> list[str]:
     for _ in range(2):
         faults.share()
         try:
-            faults.look()
+            faults.check()
             said.append("")
         except ValueError as error:
             said.append(str(error))

@@ -92,7 +92,7 @@ def test_a_layer_in_an_engine_keeps_all_of_ours_in_one_attribute(layer: FSMoELay
 
 def test_nobody_assigns_how_a_layer_is_run(layer: FSMoELayer) -> None:
     with pytest.raises(AttributeError):
-        layer.pipeline = layer.pipeline.uncut()
+        layer.pipeline = layer.pipeline.unchunked()
     package = Path(ds_fsmoe.__file__).parent
     found = {
         file.relative_to(package).as_posix()
@@ -114,11 +114,11 @@ def test_a_plan_that_is_applied_keeps_what_is_attached(layer: FSMoELayer) -> Non
 
 
 def test_a_layer_that_may_not_be_cut_stays_whole_under_every_plan(layer: FSMoELayer) -> None:
-    layer.fsmoe.run_uncut("dropout")
+    layer.fsmoe.run_unchunked("dropout")
     assert degrees(layer) == (1, 1)
     layer.fsmoe.apply(plan(3, 4))
     assert degrees(layer) == (1, 1)
-    assert layer.fsmoe.is_uncut
+    assert layer.fsmoe.is_unchunked
 
 
 def test_a_call_keeps_the_plan_it_began_with(layer: FSMoELayer) -> None:

@@ -89,7 +89,7 @@ def of_a_training(rank: int, world_size: int, deterministic: bool, stage: int) -
             for each in parcels
         ),
         "kinds": [each.kind for each in reducer.flats],
-        "ways": {str(each.way) for each in reducer.flats},
+        "ways": {str(each.algorithm) for each in reducer.flats},
         "said": [each for each in said.lines if "micro-ops" in each],
         "mode": engine.fsmoe.gradients,
     }
@@ -308,6 +308,6 @@ def test_the_largest_call_of_the_first_step_counts() -> None:
     layer: Any = SimpleNamespace(
         pipeline=SimpleNamespace(forward=phase), fsmoe=SimpleNamespace(plan=plan, apply=given.append)
     )
-    assert micro_ops.cut({"L00": layer})
+    assert micro_ops.chunk_layers({"L00": layer})
     # 8 experts of 12 slots of 64 bytes are 6 micro-ops.
     assert given == [replace(plan, forward=BlockPlan(6), backward=BlockPlan(6))]

@@ -44,8 +44,8 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
         state, experts = layer._state, layer.local_experts()
         state.pipeline = call_of(state.pipeline, x, experts, watching, label)
         layer(x)
-    watching.tell()
-    watching.tell()
+    watching.log_saved_bytes()
+    watching.log_saved_bytes()
     warned = [text for text, level in said if level == logging.WARNING]
     assert [text.startswith(words) for text in warned] == [True] * bool(words)
 

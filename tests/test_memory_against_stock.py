@@ -108,9 +108,9 @@ def model_of(case: Case) -> nn.Module:
 @contextmanager
 def counted_beside(memory: LiveMemory) -> Iterator[None]:
     """Count what messages make that travel beside the caller, too."""
-    from ds_fsmoe.gradients.beside import BesideThreads
+    from ds_fsmoe.gradients.background_lane import BackgroundThreads
 
-    give = BesideThreads._give
+    give = BackgroundThreads._give
 
     def counted(self: Any, between: bool, step: Any, after: Any) -> Any:
         def run() -> None:
@@ -120,7 +120,7 @@ def counted_beside(memory: LiveMemory) -> Iterator[None]:
         return give(self, between, run, after)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BesideThreads, "_give", counted)
+        patch.setattr(BackgroundThreads, "_give", counted)
         yield
 
 
@@ -218,7 +218,7 @@ def sums(rank: int, world_size: int, room: int | None) -> tuple[list[bool], list
     said: list[str] = []
     if room is not None:
         # One rank has room for anything.
-        zero_stages._room = lambda _: float(room if rank else 1e12)
+        zero_stages._free_bytes = lambda _: float(room if rank else 1e12)
     for module in (reduction, zero_stages):
         module.log_on_rank_0 = lambda text, *_: said.append(str(text))
     found = []

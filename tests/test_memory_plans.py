@@ -37,7 +37,7 @@ def training_of(case: Case, load: float) -> Training:
         checkpointing=case.checkpointing,
         recompute=case.block.get("recompute", False),
         degree=case.block.get("num_chunks", 1),
-        in_halves=case.block.get("split_batch") == "on",
+        is_two_batch=case.block.get("split_batch") == "on",
         early_gradients="gradient_partition" not in case.block,
         load=load,
         lora=case.lora,

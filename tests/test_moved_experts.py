@@ -59,7 +59,7 @@ def drawn(placement: ExpertPlacement, seed: int) -> ExpertPlacement:
 def contents(placements: Placements) -> dict[tuple[str, str, int, int], bytes]:
     """(layer, name, expert, first element) -> the bytes of each fragment of this rank."""
     placements.mover()  # waits for what is on its way
-    rank, found = placements.seats(), {}
+    rank, found = placements.expert_ranks(), {}
     for each in fragments_of(placements._engine, placements._tensors()):
         now = placements.now[each.layer]
         expert = now.expert_of_place[rank[each.layer].ep_rank * now.num_local + each.index]
@@ -87,8 +87,8 @@ def test_the_elements_of_an_expert_are_those_that_a_checkpoint_calls_its_own(
     tensor = torch.randn(shape)
     found = ExpertTensor("L00", "weight", tensor, None, num_local=3, layout=layout)
     for index in range(3):
-        first, step, count = found.lies(index)
-        own = ExpertPart(layout, 3, 3, index).cut(tensor).flatten()
+        first, step, count = found.local_range(index)
+        own = ExpertPart(layout, 3, 3, index).take(tensor).flatten()
         assert torch.equal(tensor.flatten()[first::step][:count], own)
 
 
@@ -122,7 +122,7 @@ def moves_through_training(
                 if everywhere(placements) != before:
                     said.append(f"{family}: states differ after the moves of step {step}")
         if moves:
-            with placements.at_home():
+            with placements.in_model_order():
                 if not all(each.is_at_start for each in placements.now.values()):
                     said.append("not at home")
         engine.destroy()

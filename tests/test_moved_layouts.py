@@ -215,9 +215,9 @@ def test_numbers_of_shards_lead_to_each_shard_of_each_expert_once(experts: int, 
 def test_shards_that_are_cut_out_join_to_the_whole() -> None:
     whole = torch.randn(6, 12)
     for cut in (0, 1, "first", "whole"):
-        shards = [of_one_expert(cut, shard, 3).cut(whole[None])[0] for shard in range(3)]
+        shards = [of_one_expert(cut, shard, 3).take(whole[None])[0] for shard in range(3)]
         shard = of_one_expert(cut, 0, 3).shard
         found = shards[0] if shard is None else shard.join([each.unsqueeze(0) for each in shards])[0]
         assert torch.equal(found, whole)
     with pytest.raises(ValueError, match=r"shape \[1, 6, 12\]: dimension 2 is not cut into 5 shards"):
-        of_one_expert(1, 0, 5).cut(whole[None])
+        of_one_expert(1, 0, 5).take(whole[None])

@@ -50,7 +50,7 @@ def test_every_range_of_every_part_is_that_of_the_whole(was: list[ExpertPart], n
     torch.manual_seed(0)
     # More rows than are put together at a time.
     whole = torch.randn(E, WIDTH, 2 * WIDTH) if was[0].layout == "stacked" else torch.randn(150, 3 * E)
-    tensors = [each.cut(whole).contiguous().view(-1) for each in was]
+    tensors = [each.take(whole).contiguous().view(-1) for each in was]
 
     def saved(number: int, first: int, size: int) -> Iterator[Source]:
         middle = first + size // 2  # in two pieces, as two ranks would have them
@@ -58,7 +58,7 @@ def test_every_range_of_every_part_is_that_of_the_whole(was: list[ExpertPart], n
             yield Source("file", lambda: tensors[number], start, stop - start)
 
     for each in now:
-        wanted = each.cut(was[0].join([each.cut(whole) for each in was])).reshape(-1)
+        wanted = each.take(was[0].join([each.take(whole) for each in was])).reshape(-1)
         for first, size in ((0, wanted.numel()), (5, 1), (wanted.numel() // 3, wanted.numel() // 2)):
             with Taken() as taken:
                 parts = [source.take() for source in elements_of_part(was[0], each, whole.shape, first, size, saved)]

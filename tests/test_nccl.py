@@ -26,7 +26,7 @@ from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.engine import entry_points
 from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.execution.lanes import make_lanes
-from ds_fsmoe.gradients.beside import make_beside
+from ds_fsmoe.gradients.background_lane import make_background_lane
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -93,7 +93,7 @@ def test_both_doors_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.Monke
         seen.append(os.environ.get(VARIABLE))
         raise InterruptedError
 
-    monkeypatch.setattr(entry_points, "_beneath", [deepspeeds_own])
+    monkeypatch.setattr(entry_points, "_wrapped_functions", [deepspeeds_own])
     # What finds the other ranks comes after the question, too.
     monkeypatch.setattr(entry_points.deepspeed, "init_distributed", lambda *_, **__: seen.append(os.environ[VARIABLE]))
     monkeypatch.setattr(entry_points.deepspeed, "initialize", entry_points.initialize)
@@ -198,7 +198,7 @@ def test_gradients_go_in_the_callers_stream_where_links_take_turns(
     cpu = torch.device("cpu")
     flat = FlatGradients(
         *(GRAD, [torch.nn.Parameter(torch.ones(3))], torch.float32, None, Scaling(), cpu),
-        beside=make_beside(cpu) if beside else None,
+        background=make_background_lane(cpu) if beside else None,
     )
     callers: list[int] = []
     monkeypatch.setattr(dist, "all_reduce", lambda message, group: callers.append(threading.get_ident()))

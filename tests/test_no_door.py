@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ds_fsmoe
-from ds_fsmoe.checks import no_door
+from ds_fsmoe.checks import missing_engine
 from tests.logged import Said
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
@@ -87,7 +87,7 @@ def warnings_about_blocks(rank: int, world_size: int) -> list[list[str]]:
         (deepspeed.initialize, {"fsmeo": {"enabled": True}}),
     ):
         said.lines.clear()
-        no_door._is_said = False
+        missing_engine._has_warned = False
         for _ in range(2):
             case = Case(ep_size=world_size)
             model = SmallModel(case, rank, deepspeed.moe.layer.MoE)

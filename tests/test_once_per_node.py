@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.alltoalls.once_per_node import OncePerNode
+from ds_fsmoe.components.alltoalls.node_deduplicated import NodeDeduplicatedAllToAll
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.gates.deepseek import DeepSeekGate
 from ds_fsmoe.distributed.groups import make_groups
@@ -210,7 +210,7 @@ def ways_of_layouts(rank: int, world_size: int) -> list[str]:
         ((0, 1, 0, 1), 4, 1),
     ):
         with on_nodes(*nodes):
-            exchange = exchange_in(make_groups(ep, esp), OncePerNode())
+            exchange = exchange_in(make_groups(ep, esp), NodeDeduplicatedAllToAll())
         found.append(exchange.planned + (f": {exchange.why_flat}" if exchange.why_flat else ""))
     return found
 

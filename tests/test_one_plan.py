@@ -154,7 +154,7 @@ def printed(model: Model, name: str, folder: Path) -> dict[str, Any]:
 class Applied:
     """A layer that notes how it is to be run."""
 
-    is_uncut: bool = False
+    is_unchunked: bool = False
     plans: list[LayerPlan] = field(default_factory=list)
 
     def apply(self, plan: LayerPlan) -> None:
@@ -185,11 +185,11 @@ def engine_model(
     labels = [f"L{number:02d}" for number in range(LAYERS)]
     kind = SimpleNamespace(
         labels=labels,
-        layer=SimpleNamespace(fsmoe=SimpleNamespace(is_uncut=False)),
+        layer=SimpleNamespace(fsmoe=SimpleNamespace(is_unchunked=False)),
         subject=SimpleNamespace(kind="experts", link_name=lambda link: link, sizes=SimpleNamespace(num_choices=0)),
         pipeline=SimpleNamespace(forward=SimpleNamespace(groups=groups)),
         sizes=called,
-        ways={"flat": SimpleNamespace(planned="flat")},
+        options={"flat": SimpleNamespace(planned="flat")},
     )
     slowed = {(Lane.INTER, Lane.INTRA): 1 + model.kappa, (Lane.INTRA, Lane.INTER): 1 + model.kappa}
     written = LayerCosts.written(costs, cluster.host_ms)

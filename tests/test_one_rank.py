@@ -67,25 +67,25 @@ def engine_of(model: nn.Module, ops: str = "required", **block: Any) -> Any:
 
 @contextmanager
 def without_short_way() -> Iterator[None]:
-    from ds_fsmoe.layer.experts_state import ShortWay
+    from ds_fsmoe.layer.experts_state import FastPath
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShortWay, "takes", lambda *_: False)
+        patch.setattr(FastPath, "takes", lambda *_: False)
         yield
 
 
 @contextmanager
 def counting_ways(taken: list[str]) -> Iterator[None]:
-    from ds_fsmoe.layer.experts_state import ShortWay
+    from ds_fsmoe.layer.experts_state import FastPath
 
-    run = ShortWay.run
+    run = FastPath.run
 
     def counted(self: Any, *args: Any) -> Any:
         taken.append(self.pipeline.label)
         return run(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShortWay, "run", counted)
+        patch.setattr(FastPath, "run", counted)
         yield
 
 
@@ -324,10 +324,10 @@ def ways(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
             with torch.no_grad():
                 loss_of(engine, x)
         # Some are for pictures, and run when there are any.
-        run = [each.fsmoe for each in layers if each.fsmoe.short_way is not None]
+        run = [each.fsmoe for each in layers if each.fsmoe.fast_path is not None]
         assert run
-        reasons = {each.short_way.why_general for each in run}
-        short = [each.label for each in run if not each.short_way.why_general]
+        reasons = {each.fast_path.why_general for each in run}
+        short = [each.label for each in run if not each.fast_path.why_general]
         assert sorted(taken) == sorted(2 * short), (family, taken, reasons)
         found[family] = ", ".join(sorted(reasons))
         engine.destroy()

@@ -174,7 +174,7 @@ def test_a_lock_that_is_let_go_is_waited_for_no_longer(fresh_extensions: Path) -
 def load_slowly(rank: int, world_size: int) -> tuple[str, int]:
     """What came of it, and how often this rank had spoken to the others before the build was over."""
     builder = type(loading.import_op_builder().builders("cpu")["fsmoe_cpu"])
-    loading._TELL_EVERY_S = 0.01
+    loading._ANSWER_EVERY_S = 0.01
     spoken, has_spoken_often = 0, threading.Event()
 
     def gathered(own: str | None, plain=loading._gathered) -> list[str | None]:

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ds_fsmoe.execution.row_sizes import TokenCuts  # noqa: E402
+from ds_fsmoe.execution.row_sizes import TokenChunks  # noqa: E402
 from ds_fsmoe.layer.row_routing import segments_with_queues  # noqa: E402
 from ds_fsmoe.ops import reference  # noqa: E402
 from tests.emulated_kernels import (  # noqa: E402
@@ -258,7 +258,7 @@ def test_a_decision_is_read_where_it_lies() -> None:
 
 
 def test_rows_of_384_experts_are_numbered_for_degrees_16_and_15() -> None:
-    cuts = TokenCuts(16, 15)
+    cuts = TokenChunks(16, 15)
     num_tokens, num_experts = 256, 384
     choices_KS = torch.randint(0, num_experts + 1, (8, num_tokens), generator=torch.Generator().manual_seed(3))
     segments_3T = torch.from_numpy(segments_with_queues(cuts, num_experts, num_tokens))

@@ -30,7 +30,7 @@ def untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
-    monkeypatch.setattr(loading, "_given_up", set())
+    monkeypatch.setattr(loading, "_failed", set())
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return tmp_path / "extensions"

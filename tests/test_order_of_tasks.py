@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
@@ -121,7 +121,7 @@ def test_products_of_weight_gradients_are_made_in_the_tasks_of_experts_and_nowhe
     executed = Executed()
     products = WeightProducts(executed)
     experts = [kind(WIDTH, HIDDEN) for _ in range(EXPERTS)]
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     with closing(make_lanes(torch.device("cpu"), overlap=False)) as lanes:
         pipeline = pipeline_of(lanes, BlockPlan(DEGREE, "paper"), executed, recompute)
         run(pipeline, experts, products, together)

@@ -15,7 +15,7 @@ import torch
 from ds_fsmoe import registry
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import DenseRouting, Routing, RoutingBase, SlotRouting
-from ds_fsmoe.execution.slot_chunks import Cutting
+from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 # (S, M, E, C, K); in the second some slots stay empty whatever happens, in the third most choices find none.
 SIZES_SMECK = [(23, 13, 5, 7, 2), (3, 1, 2, 29, 1), (31, 7, 3, 2, 3), (1, 5, 1, 1, 1)]
@@ -254,7 +254,9 @@ def test_rows_may_lie_anywhere_and_others_between_them(order: WithKind, size_SME
     num_experts, capacity = routing.num_experts, routing.capacity
     place = {
         "whole": lambda slots: slots,
-        "chunks": partial(Cutting((0, capacity // 3, capacity // 3, capacity)).chunked_slots, num_experts=num_experts),
+        "chunks": partial(
+            CapacityChunks((0, capacity // 3, capacity // 3, capacity)).chunked_slots, num_experts=num_experts
+        ),
         "gaps": partial(with_gaps, num_experts=num_experts, capacity=capacity),
     }[way]
     new_capacity = capacity + 1 if way == "gaps" else capacity

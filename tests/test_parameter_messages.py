@@ -23,7 +23,7 @@ from ds_fsmoe.gradients.updated_parameters import (
     _Message,
     in_messages,
 )
-from ds_fsmoe.gradients.zero_stages import cut_by_owner
+from ds_fsmoe.gradients.zero_stages import split_by_owner
 from tests.race_cases import world_of
 
 LAYERS, PER_NODE = 94, 8
@@ -74,7 +74,7 @@ def messages_of(ranks: int, levels: bool) -> tuple[list[torch.Tensor], list[_Mes
     numel = sum(SIZES) * LAYERS
     partition, at, parts = -(-numel // ranks), 0, []
     for number, size in enumerate(SIZES * LAYERS):
-        parts += [ParameterPart(number, 0, *each) for each in cut_by_owner(at, size, partition)]
+        parts += [ParameterPart(number, 0, *each) for each in split_by_owner(at, size, partition)]
         at += size
     found = in_messages(parts, among.node_of_each, FEWEST_NUMEL // ranks, MOST_MESSAGES)
     messages = [_Message(among.exchanges(each), tuple(each)) for each in found]

@@ -54,8 +54,8 @@ def test_experts_move_to_where_the_tokens_are_and_losses_stay(world_size: int, s
         assert all(each.balance == pytest.approx(world_size) for each in moved)
         for label, each in of_rank["now"].items():
             placement = ExpertPlacement.from_dict(each)
-            assert placement.rank_of_place(placement.home_of_expert[0]) != placement.rank_of_place(
-                placement.home_of_expert[1]
+            assert placement.rank_of_place(placement.place_of_expert[0]) != placement.rank_of_place(
+                placement.place_of_expert[1]
             ), label
 
 
@@ -112,7 +112,7 @@ def test_places_are_decided_by_both_of_the_last_two_stretches_of_steps(
     assert event.balance == pytest.approx(mean[:2].sum() / mean.sum() * 2)
     assert list(watch.wanted) == ["L00"] * moves
     for placed in watch.wanted.values():
-        assert placed.rank_of_place(placed.home_of_expert[0]) != placed.rank_of_place(placed.home_of_expert[1])
+        assert placed.rank_of_place(placed.place_of_expert[0]) != placed.rank_of_place(placed.place_of_expert[1])
 
 
 def test_moves_that_were_left_go_on_and_are_decided_anew_if_ranks_had_spare_places() -> None:
@@ -236,12 +236,12 @@ def spoiled_expert(rank: int, world_size: int) -> str:
     trained(engine, rank, range(1), (0, 5), world_size)
     placement, wanted = engine.fsmoe.placement, {}
     for label, now in placement.now.items():
-        wanted[label] = now.swapped(now.home_of_expert[5], now.home_of_expert[6])
+        wanted[label] = now.swapped(now.place_of_expert[5], now.place_of_expert[6])
     placement.go_to(wanted)
     trained(engine, rank, range(1, 2), (0, 5), world_size)
     label = max(placement.now)
-    home, index = divmod(placement.now[label].home_of_expert[5], placement.now[label].num_local)
-    if placement.seats()[label].ep_rank == home:
+    home, index = divmod(placement.now[label].place_of_expert[5], placement.now[label].num_local)
+    if placement.expert_ranks()[label].ep_rank == home:
         with torch.no_grad():
             ds_fsmoe.own_part(placement.layer(label).down_proj)[index, 0, 0] = float("nan")
     try:

@@ -32,7 +32,7 @@ from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.call_shape import CallShape, moe_work, sized
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LayerCosts
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, EXPERT_GRAD, GRAD, HOLD, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Timeline, simulate
@@ -379,9 +379,9 @@ def test_a_call_that_crosses_once_per_node_is_predicted_with_the_crossings_it_wa
     plan = PhasePlan(BlockPlan(2, "paper"), groups, backward=False, alltoall="once_per_node")
     costs = LayerCosts.written(kind_costs(load_cluster("testbed_a"), groups, "once_per_node"))
     call = CallShape(16, 8, 64, 4, 16, 1000, num_tokens=16)
-    seen = Crossings(nodes=0.25, ranks=0.5)
+    seen = Fanout(nodes=0.25, ranks=0.5)
     planned = MeasuredPredictor(costs, IDEAL).timeline(plan.schedule, plan, replace(call, crossings=seen))
-    found = MeasuredPredictor(costs, IDEAL, crossings=seen).timeline(plan.schedule, plan, call)
+    found = MeasuredPredictor(costs, IDEAL, fanout=seen).timeline(plan.schedule, plan, call)
     assert found.makespan_ms == planned.makespan_ms
     without = MeasuredPredictor(costs, IDEAL).timeline(plan.schedule, plan, call)
     sent = [sum(each.task.size for each in of.spans if each.task.kind == A2A_IN) for of in (found, without)]

@@ -101,7 +101,7 @@ def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int)
 def profile_of(experts: list[nn.Module], ep: int, esp: int, wires: tuple[float, float] = (1.0, 1.0)) -> LayerProfile:
     groups = make_groups(ep, esp)
     subject = subject_of(experts, groups, ep, esp)
-    subject = replace(subject, sizes=replace(subject.sizes, wires=wires))
+    subject = replace(subject, sizes=replace(subject.sizes, comm_byte_shares=wires))
     lanes = make_lanes(CPU)
     try:
         schedule = PhasePlan(BlockPlan(3), groups.planned, backward=False).schedule

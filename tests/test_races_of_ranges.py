@@ -62,15 +62,15 @@ def test_an_earlier_write_of_other_elements_is_not_forgotten() -> None:
 
 def sends_at_once(_: int, __: int) -> list[str]:
     """Breaches of an engine whose gradients are sent beside it before they are there."""
-    from ds_fsmoe.gradients.beside import BesideStreams
+    from ds_fsmoe.gradients.background_lane import BackgroundStreams
 
-    def give(self: BesideStreams, between: bool, step: object, after: object) -> object:
+    def give(self: BackgroundStreams, between: bool, step: object, after: object) -> object:
         with torch.cuda.stream(self._streams[between]), torch.no_grad():
             step()
             return self._now()
 
     dist.destroy_process_group()
-    BesideStreams._give = give
+    BackgroundStreams._give = give
     found = on_the_device(Run(1, mode="dense_only", steps=2, block=degrees(2, 2)), 2)
     _give_back()
     return list(found.breaches)

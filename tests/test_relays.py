@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_fsmoe import registry
-from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Hop, Nodes, Relays
+from ds_fsmoe.components.hierarchical import BlockPaths, HierarchicalAllToAll, Hop, Nodes
 
 NAMES = [
     name for name in registry.known("alltoall") if issubclass(registry.lookup("alltoall", name), HierarchicalAllToAll)
@@ -33,7 +33,7 @@ def made(name: str) -> HierarchicalAllToAll:
     return registry.lookup("alltoall", name)()
 
 
-def play(relays: Relays, inputs: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+def play(relays: BlockPaths, inputs: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
     """What ranks hold in the end that begin with these blocks."""
     held = inputs
     for step in range(len(relays.links)):
@@ -60,7 +60,7 @@ def test_every_block_arrives_on_nodes_of_every_shape(name: str, back: bool) -> N
     assert len(SHAPES) == 1 + 2 + 5 + 15 + 52 + len(LARGER)
     for shape in SHAPES:
         size = len(shape)
-        relays = Relays(made(name), Nodes.of(shape), back)
+        relays = BlockPaths(made(name), Nodes.of(shape), back)
         inputs = [[(rank, other) for other in range(size)] for rank in range(size)]
         assert play(relays, inputs) == [[(other, rank) for other in range(size)] for rank in range(size)], shape
 
@@ -68,7 +68,7 @@ def test_every_block_arrives_on_nodes_of_every_shape(name: str, back: bool) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_the_way_back_has_the_steps_and_the_parts_of_the_way_in_from_last_to_first(name: str) -> None:
     for shape in SHAPES:
-        there, back = (Relays(made(name), Nodes.of(shape), each) for each in (False, True))
+        there, back = (BlockPaths(made(name), Nodes.of(shape), each) for each in (False, True))
         steps = range(len(there.links))
         assert back.links == there.links[::-1]
         assert [back.parts(step) for step in steps] == [there.parts(step) for step in steps][::-1]
@@ -81,7 +81,7 @@ def test_the_way_back_has_the_steps_and_the_parts_of_the_way_in_from_last_to_fir
 def test_a_step_inside_the_nodes_leaves_no_node_and_the_others_join_no_neighbours(name: str) -> None:
     for shape in SHAPES:
         nodes = Nodes.of(shape)
-        relays = Relays(made(name), nodes)
+        relays = BlockPaths(made(name), nodes)
         for step, link in enumerate(relays.links):
             for part in relays.parts(step):
                 assert link == "inter" or len({shape[rank] for rank in part}) == 1
@@ -91,7 +91,7 @@ def test_a_step_inside_the_nodes_leaves_no_node_and_the_others_join_no_neighbour
                     assert all(shape[other] != shape[rank] for other in met)
 
 
-def messages_between_nodes(relays: Relays) -> Counter:
+def messages_between_nodes(relays: BlockPaths) -> Counter:
     """(sender, receiver) -> blocks, over all steps between nodes."""
     found: Counter = Counter()
     for step, link in enumerate(relays.links):
@@ -106,33 +106,41 @@ def messages_between_nodes(relays: Relays) -> Counter:
 def test_no_block_crosses_between_nodes_that_need_not(name: str) -> None:
     for shape in SHAPES:
         crossing = sum(one != other for one in shape for other in shape)
-        assert messages_between_nodes(Relays(made(name), Nodes.of(shape))).total() == crossing
+        assert messages_between_nodes(BlockPaths(made(name), Nodes.of(shape))).total() == crossing
 
 
 def test_1dh_sends_one_message_from_node_to_node_and_2dh_one_from_each_rank() -> None:
     nodes = Nodes.of((0, 0, 0, 1, 1, 1, 2, 2, 2))
-    assert messages_between_nodes(Relays(made("1dh"), nodes)) == dict.fromkeys(itertools.permutations((0, 3, 6), 2), 9)
+    assert messages_between_nodes(BlockPaths(made("1dh"), nodes)) == dict.fromkeys(
+        itertools.permutations((0, 3, 6), 2), 9
+    )
     equals = [itertools.permutations(range(local, 9, 3), 2) for local in range(3)]
-    assert messages_between_nodes(Relays(made("2dh"), nodes)) == {pair: 3 for each in equals for pair in each}
+    assert messages_between_nodes(BlockPaths(made("2dh"), nodes)) == {pair: 3 for each in equals for pair in each}
 
 
 def test_equals_of_equal_nodes_are_parts_of_their_own() -> None:
-    relays = Relays(made("2dh"), Nodes.of((0, 0, 0, 1, 1, 1)))
+    relays = BlockPaths(made("2dh"), Nodes.of((0, 0, 0, 1, 1, 1)))
     assert relays.parts(0) == ((0, 1, 2), (3, 4, 5))
     assert relays.parts(1) == ((0, 3), (1, 4), (2, 5))
-    leaders = Relays(made("1dh"), Nodes.of((0, 0, 0, 1, 1, 1)))
+    leaders = BlockPaths(made("1dh"), Nodes.of((0, 0, 0, 1, 1, 1)))
     assert leaders.parts(1) == ((0, 3), (1,), (2,), (4,), (5,))
     assert leaders.parts(0) == leaders.parts(2) == relays.parts(0)
 
 
 def test_ranks_of_a_smaller_node_stand_in_for_the_equals_it_lacks() -> None:
     nodes = Nodes.of((0, 0, 1, 1, 1))
-    assert [made("2dh").relays(0, destination, nodes) for destination in range(5)] == [(0,), (1,), (0,), (1,), (0,)]
+    assert [made("2dh").forwarding_ranks(0, destination, nodes) for destination in range(5)] == [
+        (0,),
+        (1,),
+        (0,),
+        (1,),
+        (0,),
+    ]
 
 
 def test_on_nodes_of_neighbours_blocks_come_out_of_2dh_in_their_order() -> None:
     for shape in ((0, 0, 1, 1), (0, 0, 0, 1, 1, 1), (0, 1, 1, 2, 2, 2)):
-        relays = Relays(made("2dh"), Nodes.of(shape))
+        relays = BlockPaths(made("2dh"), Nodes.of(shape))
         for rank in range(len(shape)):
             hop = relays.hop(1, rank)
             assert hop.unpack == tuple(range(len(shape))), "no copy is made of what has arrived"
@@ -151,7 +159,7 @@ class Crossing(HierarchicalAllToAll):
 
     links = ("intra", "inter")
 
-    def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
         return (destination,)
 
 
@@ -164,7 +172,7 @@ class Short(Crossing):
 
 
 class Beyond(Crossing):
-    def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
         return (nodes.size,)
 
 
@@ -173,7 +181,7 @@ class Nowhere(Crossing):
 
 
 class Unsaid(HierarchicalAllToAll):
-    def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
         return ()
 
 
@@ -190,4 +198,4 @@ class Unsaid(HierarchicalAllToAll):
 )
 def test_an_algorithm_that_contradicts_itself_is_refused(wrong: type[HierarchicalAllToAll], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Relays(wrong(), Nodes.of((0, 0, 1, 1)))
+        BlockPaths(wrong(), Nodes.of((0, 0, 1, 1)))

@@ -11,7 +11,7 @@ import torch
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.expert_call import sizes_of_call
-from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 from ds_fsmoe.components.expert_compute.saved import SavedTensors
 from tests.expert_cases import make_experts, rows
 from tests.live_memory import LiveMemory
@@ -38,7 +38,7 @@ def test_runs_of_experts_of_several_structures_have_their_own_rows_in_every_chun
     experts = []
     for kind, count in KINDS:
         made = make_experts(kind, count, M, H, torch.float32)
-        assert kind == "bottleneck" or lay_side_by_side(made)
+        assert kind == "bottleneck" or make_contiguous(made)
         experts += made
     sizes = torch.tensor(SIZES)
     sizes_of_chunks = sizes_of_call(SIZES, sizes.cumsum(1).to(torch.int32))

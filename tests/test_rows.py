@@ -17,7 +17,7 @@ from torch import nn
 from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
@@ -25,12 +25,12 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
-from ds_fsmoe.execution.collectives import FULL, Collectives, Wires
+from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes
 from ds_fsmoe.execution.counts_exchange import RoutingError
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
-from ds_fsmoe.execution.row_sizes import TokenCuts
-from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
+from ds_fsmoe.execution.row_sizes import TokenChunks
+from ds_fsmoe.execution.tensor_parallel import SelfSplitCollectives
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
@@ -51,7 +51,7 @@ WIDTH, HIDDEN = 8, 16
 @pytest.mark.parametrize("degrees", [(1, 1), (3, 2), (4, 2), (5, 7), (6, 4)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 23, 64])
 def test_chunk_i_holds_the_tokens_between_two_shares(degrees: tuple[int, int], num_tokens: int) -> None:
-    cuts = TokenCuts(*degrees)
+    cuts = TokenChunks(*degrees)
     lengths = cuts.lengths(num_tokens)
     assert len(lengths) == cuts.num_segments <= sum(degrees) - 1
     for degree in degrees:
@@ -131,7 +131,7 @@ def run_layer(
     whole: bool = False,
     callbacks: tuple[CallbackBase, ...] = (),
     exact: bool = False,
-    wires: Wires = FULL,
+    wires: CommDtypes = FULL,
     conversions: str = "links",
 ) -> list[torch.Tensor]:
     """Output and gradients of one forward and backward of this rank; ``exact`` in float64."""
@@ -147,14 +147,14 @@ def run_layer(
             expert if self_split or layout.esp_size == 1 else shard_expert(expert, shard, layout.esp_size)[0]
         )
     if case.side_by_side:
-        assert lay_side_by_side(experts)
+        assert make_contiguous(experts)
     exchange = exchange_in(groups, named(alltoall))
     blocks = (BlockPlan(each, case.links, conversions=conversions) for each in case.degrees)
     plans = [
         PhasePlan(block, groups.planned, bool(backward), exchange.planned, narrow=wires.narrow)
         for backward, block in enumerate(blocks)
     ]
-    kind = SelfSplitWires if self_split else Collectives
+    kind = SelfSplitCollectives if self_split else Collectives
     collectives = kind(
         exchange.exchange,
         groups.ep_group,
@@ -163,9 +163,9 @@ def run_layer(
         exchange_rows=exchange.exchange_rows,
         row_legs=exchange.row_legs,
         block=block_of(groups),
-        passes_on=exchange.passes_on,
+        forwarded=exchange.forwarded,
         nodes=exchange.nodes,
-        wires=wires,
+        comm_dtypes=wires,
     )
     pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute)
     num_experts = case.experts_per_rank * layout.ep_size
@@ -502,7 +502,7 @@ def test_grouped_products_are_used_and_have_the_numbers_of_single_experts(
         layer(x_SM)
         layer._state.known_experts = [], ExpertSet(list(layer.experts.experts), together=together)
         if together == "auto":
-            assert lay_side_by_side(layer.experts.experts)
+            assert make_contiguous(layer.experts.experts)
         products = 0
         layer.zero_grad()
         layer(x_SM).square().sum().backward()

@@ -11,7 +11,7 @@ import pytest
 
 from ds_fsmoe.files import runs
 from ds_fsmoe.files.runs import Run, read_run
-from ds_fsmoe.offline.commands.compare import tell
+from ds_fsmoe.offline.commands.compare import print_comparison
 from ds_fsmoe.offline.commands.training_command import OURS, STOCK
 from ds_fsmoe.offline.report.comparison import WARM_UP, losses_of, settled_after, times_of
 
@@ -78,7 +78,7 @@ def test_compare_says_how_many_times_as_fast_ours_is_and_not_the_other_way_round
     # Ours has settled after step 10: the same steps count of both, though stock's before it were faster.
     record(tmp_path / STOCK, runs.STOCK, [disturbed(0.1, slow)] * 10 + [slow] * 8)
     record(tmp_path / OURS, "best", [disturbed(50.0, QUIET)] * 10 + [QUIET] * 8, settled_at=10)
-    assert tell(tmp_path) == 0
+    assert print_comparison(tmp_path) == 0
     said = capsys.readouterr().out
     lines = [line.split() for line in said.splitlines()]
     (head,) = [line for line in lines if line[:3] == ["medians", "of", "8"]]
@@ -97,7 +97,7 @@ def test_two_long_runs_have_an_interval_by_blocks_of_steps_and_inside_the_noise_
     shifted = [{"step_ms": 20.0 * (0.9 + 0.2 * ((step + 1) % 3))} for step in range(60)]
     record(tmp_path / STOCK, runs.STOCK, noisy)
     record(tmp_path / OURS, "best", shifted)
-    assert tell(tmp_path) == 0
+    assert print_comparison(tmp_path) == 0
     said = capsys.readouterr().out
     assert "95% interval, by how much the steps of each run vary" in said
     assert "no winner: the interval holds 1, so the difference is inside the noise" in said

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert import LocalExperts
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side, stacked
+from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous, stacked
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from tests.expert_cases import H, M, backward, forward, make_experts, rows
@@ -67,7 +67,7 @@ def test_laying_moves_values_and_nothing_else(name: str) -> None:
     experts = make_experts(name)
     before = [{key: (id(each), each.detach().clone()) for key, each in expert.named_parameters()} for expert in experts]
     assert not lie_side_by_side(experts)
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     assert lie_side_by_side(experts)
     after = [{key: (id(each), each.detach()) for key, each in expert.named_parameters()} for expert in experts]
     for one, other in zip(before, after, strict=True):
@@ -77,7 +77,7 @@ def test_laying_moves_values_and_nothing_else(name: str) -> None:
             assert torch.equal(values, other[key][1])
             assert other[key][1].data_ptr() % 64 == 0
     places = [each.data_ptr() for expert in experts for each in expert.parameters()]
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     assert places == [each.data_ptr() for expert in experts for each in expert.parameters()]
 
 
@@ -95,9 +95,9 @@ def test_what_others_rely_on_is_not_moved() -> None:
     shared[1].fc2.weight.share_memory_()
     for each in (in_a_buffer, tied, differing, shared):
         places = [parameter.data_ptr() for expert in each for parameter in expert.parameters()]
-        assert not lay_side_by_side(each)
+        assert not make_contiguous(each)
         assert places == [parameter.data_ptr() for expert in each for parameter in expert.parameters()]
-    assert not lay_side_by_side([GPTFeedForward(M, H), GPTFeedForward(M, H, bias=False)])
+    assert not make_contiguous([GPTFeedForward(M, H), GPTFeedForward(M, H, bias=False)])
 
 
 def test_experts_of_a_layer_put_together_by_hand_lie_side_by_side_whatever_is_made_of_it() -> None:
@@ -118,7 +118,7 @@ def test_experts_of_a_layer_put_together_by_hand_lie_side_by_side_whatever_is_ma
 @pytest.mark.parametrize("name", ["gpt relu", "gpt gelu", "mixtral"])
 def test_together_they_take_less_additional_memory_than_their_gradients(name: str, num_ranks: int, slots: int) -> None:
     experts = make_experts(name, 8, 64, 256, torch.float32)
-    assert lay_side_by_side(experts)
+    assert make_contiguous(experts)
     shape = (num_ranks, 8, slots // num_ranks, 64)
     x_NeCM, dy_NeCM = rows(*shape, dtype=torch.float32), rows(*shape, seed=2, dtype=torch.float32)
     peaks = []

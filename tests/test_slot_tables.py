@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe.execution import slot_chunks as chunking
 from ds_fsmoe.execution.device_tables import DeviceTables
-from ds_fsmoe.execution.slot_chunks import Cutting
+from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 
 class Noting(TorchDispatchMode):
@@ -41,7 +41,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> DeviceTables:
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=5), st.integers(1, 4))
 def test_a_slot_lies_behind_the_chunks_before_its_own(sizes: list[int], num_experts: int) -> None:
     bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    cutting, capacity = Cutting(tuple(bounds)), bounds[-1]
+    cutting, capacity = CapacityChunks(tuple(bounds)), bounds[-1]
     in_order = [
         expert * capacity + position
         for start, stop in cutting.chunks
@@ -55,38 +55,38 @@ def test_a_slot_lies_behind_the_chunks_before_its_own(sizes: list[int], num_expe
 
 
 def test_the_second_call_reads_the_table_of_the_first_and_copies_nothing(tables: DeviceTables) -> None:
-    cutting, slots = Cutting((0, 2, 5)), torch.arange(15).view(3, 5)
+    cutting, slots = CapacityChunks((0, 2, 5)), torch.arange(15).view(3, 5)
     first = cutting.chunked_slots(slots, 3)
     with Noting() as noting:
-        second = Cutting((0, 2, 5)).chunked_slots(slots, 3)
+        second = CapacityChunks((0, 2, 5)).chunked_slots(slots, 3)
     assert torch.equal(first, second)
     assert noting.names == ["aten.clamp.default", "aten.take.default"]
     with Noting() as noting:
         cutting.chunked_slots(slots, 4)
-        Cutting((0, 3, 5)).chunked_slots(slots, 3)
+        CapacityChunks((0, 3, 5)).chunked_slots(slots, 3)
     assert noting.names.count("aten.cat.default") == 4
 
 
 def test_capacities_that_never_come_again_do_not_fill_memory(tables: DeviceTables) -> None:
     for capacity in range(2, 60):
-        Cutting((0, 1, capacity)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
-        Cutting((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+        CapacityChunks((0, 1, capacity)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+        CapacityChunks((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
     kept = list(tables._tables.values())
     assert 0 < sum(each.nbytes for each in kept) == tables._num_bytes <= 1000
     with Noting() as noting:  # used between all the others
-        Cutting((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+        CapacityChunks((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
     assert "aten.cat.default" not in noting.names
     # One that is larger than all that may be kept is made every time.
-    Cutting((0, 1, 500)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+    CapacityChunks((0, 1, 500)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
     assert [*tables._tables.values()] == kept
 
 
 def test_no_table_is_kept_that_only_a_tracer_could_read(tables: DeviceTables) -> None:
     with FakeTensorMode() as mode:
         slots = mode.from_tensor(torch.zeros(3, dtype=torch.long))
-        assert Cutting((0, 1, 2)).chunked_slots(slots, 2).shape == (3,)
+        assert CapacityChunks((0, 1, 2)).chunked_slots(slots, 2).shape == (3,)
     assert not tables._tables
     with torch.inference_mode():
-        Cutting((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+        CapacityChunks((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
     (table,) = tables._tables.values()
     assert not table.is_inference()

@@ -132,7 +132,7 @@ def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other
     order = torch.tensor([sent.index(each) for each in returned]) if other_cuts else None
     forward = Phase.of(FORWARD)
     rows = Rows(forward, Phase.of(BACKWARD) if other_cuts else forward, order)
-    call = experts.call(True, rows, x_RM.detach(), same_cuts=not other_cuts, recompute=way == "recomputed")
+    call = experts.call(True, rows, x_RM.detach(), same_chunks=not other_cuts, recompute=way == "recomputed")
     found_y, found_dx = torch.empty_like(x_RM), torch.empty_like(x_RM)
     for place, numbers in split(sent, rows.forward):
         found_y[numbers] = call.forward(*place, x_RM.detach()[numbers])

@@ -163,5 +163,5 @@ def test_a_step_is_marked_if_something_was_tried_when_it_began(tmp_path: Path) -
 
     engine.step = step
     log = StepLog(engine, tmp_path / "steps.jsonl", 100, 0)
-    log.tell_tuning(lambda: tuner.left > 0)
+    log.mark_tuning(lambda: tuner.left > 0)
     assert [row.get("is_tuning", False) for row in rows_of(log, engine, 5)] == [True, True, True, False, False]

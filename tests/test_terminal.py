@@ -197,7 +197,7 @@ def test_lines_go_where_they_are_wanted() -> None:
     clock, lines = Hands(), []
     with Progress("reading", unit="choices", say=lines.append, now_s=clock) as progress:
         clock.now_s = 11
-        progress.tell(5, 7)
+        progress.update(5, 7)
         progress.reached(6)
     assert lines == ["reading: 5 of 7 choices after 11 s"]
 

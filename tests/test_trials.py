@@ -14,7 +14,7 @@ import torch
 
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, plan_by_bytes, plan_by_rule
-from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.workload import Gradient
 from ds_fsmoe.tuning.trials import Trials
@@ -37,7 +37,7 @@ class Step:
     has_both: bool = True
     dense_forward_ms: float = 0.25
     dense_backward_ms: float = 0.5
-    takes_turns: bool = False
+    is_interleaved: bool = False
 
     @property
     def step_ms(self) -> float:
@@ -184,7 +184,7 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
 
 def foreseen_and_sent(reduction: Any) -> tuple[list[float] | None, list[int] | None]:
     """The bytes of each window: as the plan of layers that is tried has foreseen it, and as gradients were sent."""
-    tried, plan, flats = reduction.foreseen, reduction.reducer.plan, reduction.reducer.flats
+    tried, plan, flats = reduction.predicted_windows, reduction.reducer.plan, reduction.reducer.flats
     foreseen = None
     if tried is not None:
         foreseen = [sum(size for _, size in part) for each in tried for part in (each.moe, each.dense)]
@@ -259,7 +259,7 @@ def untried(rank: int, world_size: int) -> list[tuple[list[Any], bool, list[str]
             engine.step()
             windows.append(foreseen_and_sent(reduction))
         plan = reduction.reducer.plan
-        by_rule = plan_by_rule(reduction.reducer._supplies(plan.num_windows), "adaptive", 1)
+        by_rule = plan_by_rule(reduction.reducer._readiness(plan.num_windows), "adaptive", 1)
         found.append((windows, plan.parts == by_rule.parts, [each for each in said if "solver" in each]))
         said.clear()
         engine.destroy()
@@ -384,7 +384,7 @@ def test_what_lies_beside_halves_that_take_turns_is_not_what_is_dense() -> None:
     clock = Clock([5.0], [0.0])
     trials = Trials(["halves"], 1, clock.used.append, clock)
     trials.step_is_over()
-    clock.read = lambda: Step(5.0, takes_turns=True)  # type: ignore[method-assign]
+    clock.read = lambda: Step(5.0, is_interleaved=True)  # type: ignore[method-assign]
     assert trials.step_is_over() == 0
     assert trials.least_dense_ms is None
     assert trials.num_steps == 1

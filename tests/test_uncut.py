@@ -208,6 +208,6 @@ def test_a_layer_put_together_by_hand_is_not_cut_either(what: str) -> None:
         y_SM.square().sum().backward()
         results.append([y_SM, x_SM.grad, *(each.grad for each in layer.parameters()), *layer.buffers()])
         if degree != 1:
-            assert layer._state.pipeline.is_cut == (what in STAY_CUT)
+            assert layer._state.pipeline.is_chunked == (what in STAY_CUT)
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)

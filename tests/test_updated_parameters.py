@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.gradients import updated_parameters
-from ds_fsmoe.gradients.arriving import ArrivingParameter, let_arrive, wait_for
+from ds_fsmoe.gradients.lazy_parameters import LazyParameter, gather_on_first_read, wait_for
 from ds_fsmoe.gradients.updated_parameters import ParameterPart, in_messages
 from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
@@ -42,7 +42,7 @@ def on_its_way() -> tuple[nn.Parameter, list[str]]:
             torch.as_strided(storage, (2, 3), (3, 1)).fill_(1.0)
 
     storage = parameter.detach()
-    let_arrive(parameter, arrives)
+    gather_on_first_read(parameter, arrives)
     return parameter, waited
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_value_is_told_at_once() -> None:
     parameter.register_hook(lambda gradient: gradient)
     assert seen[parameter] == "as a key"
     assert waited == []
-    assert type(parameter) is ArrivingParameter
+    assert type(parameter) is LazyParameter
 
 
 def test_gradients_come_to_the_same_parameter() -> None:
@@ -222,7 +222,7 @@ def order_of_events(rank: int, world_size: int) -> list[str]:
             script.forward()
             updated = script.engine.fsmoe.updated
             script.engine.fsmoe.updated.wait()
-            waiting = [each for each in script.model.parameters() if type(each) is ArrivingParameter]
+            waiting = [each for each in script.model.parameters() if type(each) is LazyParameter]
             assert not waiting
             assert updated is not None
     finally:

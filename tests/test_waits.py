@@ -21,7 +21,7 @@ UNMARKED: dict[str, str] = {
     "components/hierarchical.py": "tasks of lanes",
     "execution/collectives.py": "tasks of lanes",
     "execution/node_links.py": "tasks of lanes; others mark what they exchange by it",
-    "gradients/ways.py": "tasks of lanes, or steps that FlatBuffer marks",
+    "gradients/reduction_algorithms.py": "tasks of lanes, or steps that FlatBuffer marks",
     "gradients/updated_parameters.py": "steps that Beside waits for, with a mark",
     "measuring/cluster_profile.py": "timed by the stopwatch, which marks each round",
     "measuring/packing_times.py": "timed by the stopwatch",

@@ -92,11 +92,13 @@ def test_a_wait_within_work_with_files_is_said_once_and_goes_on(hangs: Hangs, fi
 def test_what_is_said_names_the_last_forward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits._Last, "forward", None)
     monkeypatch.setattr(waits._Last, "step", None)
-    assert waits.said() == "is in no wait of ds_fsmoe; has run no forward"
+    assert waits.describe_waits() == "is in no wait of ds_fsmoe; has run no forward"
     waits.forward_begins("forward 2 (training) of L00")
     waits.at_step(7)
-    assert waits.said().startswith("is in no wait of ds_fsmoe; last forward: forward 2 (training) of L00, since ")
-    assert waits.said().endswith("; at step 7")
+    assert waits.describe_waits().startswith(
+        "is in no wait of ds_fsmoe; last forward: forward 2 (training) of L00, since "
+    )
+    assert waits.describe_waits().endswith("; at step 7")
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +113,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     clock = SteppedClock()
     clock.gives_up = lambda thread: thread.name == "fsmoe-store"
     others = PeerReports(clock, 1.0, 1)
-    assert others.look(True) is None
+    assert others.check(True) is None
     assert others.states() == []
     answers.set()
 

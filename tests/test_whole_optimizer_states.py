@@ -141,7 +141,7 @@ def moved_and_refused(rank: int, world_size: int, stage: int) -> list[Any]:
     said += [torch.equal(safe_get_full_fp32_param(each), before[name]) for name, each in experts.items()]
     for name, each in experts.items():
         safe_set_full_fp32_param(each, 2 * before[name])
-    placements.go_home()
+    placements.restore_model_order()
     said += [torch.equal(safe_get_full_fp32_param(each), 2 * before[name]) for name, each in experts.items()]
     name, first = next(iter(experts.items()))
     with pytest.raises(ValueError, match=r"ds_fsmoe: a value of shape .* give that of all 4 experts"):

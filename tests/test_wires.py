@@ -15,7 +15,7 @@ import ds_fsmoe
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.distributed.groups import make_groups
-from ds_fsmoe.execution.collectives import FULL, Collectives, Wires, narrowed, widened
+from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes, dequantized_rows, quantized_rows
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.node_links import NodeLinks
 from tests.ranks import run_on_ranks
@@ -25,12 +25,12 @@ from tests.small_model import SmallModel, batch
 from tests.test_alltoalls import on_nodes
 from tests.test_rows import WIDTH, Case, differences, mixtral, run_layer
 
-EVERY = [Wires(*each) for each in itertools.product(("model", "fp8"), repeat=2)]
-BOTH = Wires("fp8", "fp8")
+EVERY = [CommDtypes(*each) for each in itertools.product(("model", "fp8"), repeat=2)]
+BOTH = CommDtypes("fp8", "fp8")
 
 
 def there_and_back(x_RM: torch.Tensor) -> torch.Tensor:
-    return widened(narrowed(x_RM), x_RM.dtype, x_RM.shape[1:])
+    return dequantized_rows(quantized_rows(x_RM), x_RM.dtype, x_RM.shape[1:])
 
 
 def by_hand(x_RM: torch.Tensor) -> torch.Tensor:
@@ -88,9 +88,9 @@ def test_a_number_that_is_not_finite_stays_seen_and_spoils_no_other_row(wrong: f
 
 
 def test_a_row_travels_as_its_width_and_four_bytes() -> None:
-    assert narrowed(torch.ones(3, 13)).shape == (3, 17)
+    assert quantized_rows(torch.ones(3, 13)).shape == (3, 17)
     assert there_and_back(torch.ones(2, 3, 4)).shape == (2, 3, 4)
-    assert Wires("fp8", "model").shares(60, 2) == (64 / 120, 1.0)
+    assert CommDtypes("fp8", "model").shares(60, 2) == (64 / 120, 1.0)
 
 
 # ---- layers on ranks
@@ -99,7 +99,7 @@ def test_a_row_travels_as_its_width_and_four_bytes() -> None:
 class Rounding(CallbackBase):
     """Rounds what is about to be sent, in the place of the wires."""
 
-    def __init__(self, wires: Wires) -> None:
+    def __init__(self, wires: CommDtypes) -> None:
         self._wires = wires
 
     def _rounded(self, args: CallbackArgs, wire: str) -> torch.Tensor:
@@ -176,7 +176,7 @@ def payload(rank: int, world_size: int) -> dict[str, list[int]]:
         groups = make_groups(4, 1)
     lanes, found = make_lanes(torch.device("cpu"), overlap=False), {}
     send = dist.all_to_all_single
-    for name, wires in (("model", FULL), ("fp8", BOTH), ("dispatch", Wires("fp8"))):
+    for name, wires in (("model", FULL), ("fp8", BOTH), ("dispatch", CommDtypes("fp8"))):
         given: list[int] = []
 
         def counted(y: torch.Tensor, x: torch.Tensor, *args: Any, given: list[int] = given, **kwargs: Any) -> Any:
@@ -229,8 +229,8 @@ def converting_where_they_send(patch: pytest.MonkeyPatch) -> None:
             x_RM = args[rows_at]
             if x_RM.dim() != 2 or x_RM.shape[1] != WIDTH or not x_RM.is_floating_point():
                 return send(*args)
-            given = (*args[:rows_at], narrowed(x_RM), *args[rows_at + 1 :])
-            return widened(send(*given), x_RM.dtype, x_RM.shape[1:])
+            given = (*args[:rows_at], quantized_rows(x_RM), *args[rows_at + 1 :])
+            return dequantized_rows(send(*given), x_RM.dtype, x_RM.shape[1:])
 
         return converting
 

@@ -16,7 +16,7 @@ import vl_convert
 from ds_fsmoe.offline.report.charts import Chart, draw_ranks
 from ds_fsmoe.offline.report.decisions import rows_of_ranks
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.placement_costs import Seen
+from ds_fsmoe.planning.placement_costs import ObservedRouting
 from ds_fsmoe.planning.placement_policies import Allowed, balanced
 from ds_fsmoe.routes.made import choices
 
@@ -35,7 +35,10 @@ def rows() -> np.ndarray:
 def placements() -> dict[str, ExpertPlacement]:
     """Return title -> placement."""
     now = ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK))
-    return {"the model's own order": now, "experts moved": balanced(now, Seen(rows(), NODE_OF_RANK), Allowed())}
+    return {
+        "the model's own order": now,
+        "experts moved": balanced(now, ObservedRouting(rows(), NODE_OF_RANK), Allowed()),
+    }
 
 
 def above_each_other(charts: Sequence[Chart]) -> dict[str, Any]:

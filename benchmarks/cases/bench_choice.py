@@ -41,17 +41,17 @@ from benchmarks.models.auto_ep import AutoEPSteps, can_run
 from benchmarks.models.contenders import MAX_DEGREE
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, begin
-from ds_fsmoe.planning.workload import ONCE_PER_NODE
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED
 
 Prepare = Callable[[Any], None]
 WAYS: dict[str, dict[str, Any]] = {
     "flat": {"alltoall": "flat"},
-    "once": {"alltoall": ONCE_PER_NODE},
+    "once": {"alltoall": NODE_DEDUPLICATED},
     "chosen": {"alltoall": "auto"},
 }
 BY_SCHEDULE: dict[str, dict[str, Any]] = {
-    "once, tutel": {"alltoall": ONCE_PER_NODE, "schedule": "tutel"},
-    "once, fsmoe": {"alltoall": ONCE_PER_NODE, "schedule": "fsmoe"},
+    "once, tutel": {"alltoall": NODE_DEDUPLICATED, "schedule": "tutel"},
+    "once, fsmoe": {"alltoall": NODE_DEDUPLICATED, "schedule": "fsmoe"},
 }
 
 

@@ -145,11 +145,11 @@ class Job:
             ]
         self.settled = rounds_kept(self.engine)
         reduction = self.engine.fsmoe.reduction
-        self.settled_windows = None if reduction is None else reduction.foreseen
+        self.settled_windows = None if reduction is None else reduction.predicted_windows
 
     def fastest(self, in_halves: bool) -> ModelPlan:
         """Return the plan whose trials took least, the same on every rank."""
-        return min((way for way in self.ways if way.plan.in_halves == in_halves), key=lambda way: way.took_ms).plan
+        return min((way for way in self.ways if way.plan.is_two_batch == in_halves), key=lambda way: way.took_ms).plan
 
     def use(self, plan: ModelPlan) -> None:
         """Run the layers by a plan from now on."""
@@ -203,7 +203,7 @@ def write_predicted(job: Job, result: CaseResult, file: Path) -> None:
         f"{gain:.3f}",
         f"{gain / measured - 1:+.1%}",
         *(describe_plan(model.labels, plan) for plan in plans.values()),
-        "in halves" if kept.in_halves else "whole",
+        "in halves" if kept.is_two_batch else "whole",
     )
     facts = dict(zip(COLUMNS, cells, strict=True))
     row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": result.case.name} | facts

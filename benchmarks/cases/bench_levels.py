@@ -29,7 +29,7 @@ from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run
 from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import wait_for_parameters
-from ds_fsmoe.gradients.reduction import LOOKS
+from ds_fsmoe.gradients.reduction import OBSERVED_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class TrainingStep:
         torch.manual_seed(dist.get_rank())
         self.x_BLM = torch.randn(2, sizes.S // 2, sizes.M)
         # Gradients are planned after some steps; plans are measured and tried first, if that is asked for.
-        for _ in range(LOOKS + 1):
+        for _ in range(OBSERVED_ROUNDS + 1):
             self()
         while self._is_trying():
             self()

@@ -35,7 +35,7 @@ from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.layers import begin
 from ds_fsmoe.execution.lanes import Observer, Together
-from ds_fsmoe.gradients.reduction import LOOKS
+from ds_fsmoe.gradients.reduction import OBSERVED_ROUNDS
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, Schedule, Task
 
 MICRO_OP_BYTES = 1 << 17
@@ -69,7 +69,7 @@ def made(block: dict[str, Any], model: Model) -> Step:
     return Step(
         model,
         {"fsmoe": {"enabled": True, "metrics": "off", "autotune": False} | block},
-        None if "autotune" in block else LOOKS + 1,
+        None if "autotune" in block else OBSERVED_ROUNDS + 1,
     )
 
 

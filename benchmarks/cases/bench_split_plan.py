@@ -30,10 +30,10 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, Settings, mode_of, plan_by_name
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST
-from ds_fsmoe.planning.decide.ways import PlanRequest
-from ds_fsmoe.planning.groups import Groups, crosses_once
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, Layer, kind_costs, layer_work
+from ds_fsmoe.planning.groups import Groups, can_deduplicate
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll, Layer, kind_costs, layer_work
 
 FILE = "halves_plan.csv"
 NUM_LAYERS = 8
@@ -72,9 +72,9 @@ class Case:
         else:
             model = model_of(self.model)
             step = SAMPLES, min(LENGTH, model.max_length), dtype_bytes_of(cluster)
-            crossings = crossings_of(model, groups) if alltoall == ONCE_PER_NODE else None
+            crossings = crossings_of(model, groups) if alltoall == NODE_DEDUPLICATED else None
             # The first has the embedding, and sometimes blocks without experts; the last has the head.
-            found = model_layers(model, groups, *step, alltoall, crossings=crossings)[1 : 1 + NUM_LAYERS]
+            found = model_layers(model, groups, *step, alltoall, fanout=crossings)[1 : 1 + NUM_LAYERS]
         assert len(found) == NUM_LAYERS
         return found if self.gradients else tuple(replace(each, gradients=()) for each in found)
 
@@ -119,7 +119,7 @@ def cases(quick: bool) -> Iterator[Case]:
 def rows_of(case: Case) -> list[Row]:
     """Simulate a case with every all-to-all."""
     groups, cluster = case.groups(), cluster_of(case.cluster)
-    alltoalls: tuple[AllToAll, ...] = ("flat", ONCE_PER_NODE) if crosses_once(groups) else ("flat",)
+    alltoalls: tuple[AllToAll, ...] = ("flat", NODE_DEDUPLICATED) if can_deduplicate(groups) else ("flat",)
     found = [(each, *_simulated(case, cluster, groups, each)) for each in alltoalls]
     baseline_ms = min(best_ms for _, best_ms, *_ in found)
     return [
@@ -138,7 +138,7 @@ def _simulated(case: Case, cluster: Cluster, groups: Groups, alltoall: AllToAll)
     planner = Planner(costs, Settings(cluster.contention, cluster.host_ms))
     options, space = [{alltoall: each} for each in layers], planner.settings.space(BEST)
     request = PlanRequest(options, space, mode_of(BEST) if case.gradients else "off", can_split=True)
-    carried = Search(planner, request).in_halves()
+    carried = Search(planner, request).best_two_batch()
     assert carried is not None
     return planner.step_ms(plan_by_name(planner, BEST, layers)), planner.step_ms(carried), carried
 

@@ -141,7 +141,7 @@ class Layer:
         facts |= kernels(work, self.checks)
         row = {"case": self.name, "tokens": self.tokens, "variant": way, "ops": "", "general_because": ""}
         if (state := getattr(getattr(block, "experts", None), "fsmoe", None)) is not None:
-            why = "not asked" if state.short_way is None else state.short_way.why_general
+            why = "not asked" if state.fast_path is None else state.fast_path.why_general
             row |= {"ops": state.order.ops.name, "general_because": why}
         self.checks.append("gpu_layer.csv", row | {each: facts[each] for each in OF_ROW})
         if way != "stock deepspeed" and off and max(off) > 3e-2:  # stock's layer is another

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ds_fsmoe
 from benchmarks.harness import routing
 from benchmarks.models.layers import Layer, Layout, Model, Mpu, StockGroups, ranks_per_node
-from ds_fsmoe.gradients.reduction import LOOKS
+from ds_fsmoe.gradients.reduction import OBSERVED_ROUNDS
 from ds_fsmoe.planning.block import BlockPlan
 
 HOT_SHARE = 0.5
@@ -99,7 +99,7 @@ class Steps:
         if routing.forced is not None:
             routing.forced.tokens_of_node = layer.B * layer.L
         self.batches = batches or tokens(layer, all_of_node=layout == "node" and stock)
-        for _ in range(1 if stock else LOOKS):
+        for _ in range(1 if stock else OBSERVED_ROUNDS):
             self()
         # Until it has tried the plans it thinks of, and planned gradients by the one it keeps.
         while not stock and self._is_trying():

@@ -21,7 +21,7 @@ import ds_fsmoe
 from benchmarks.models.language_model import VOCABULARY, batches, put_attention, put_embedding, put_moe
 from benchmarks.models.layer_steps import Found, set_degree
 from benchmarks.models.layers import Attention, Layer, StockGroups
-from ds_fsmoe.gradients.reduction import LOOKS
+from ds_fsmoe.gradients.reduction import OBSERVED_ROUNDS
 
 STAGES = 2
 MICRO_BATCHES = 4
@@ -121,7 +121,7 @@ class PipelineSteps:
         self.losses: list[torch.Tensor] = []
         # Each rank of a stage reads a text of its own, the same in both stages.
         self.batches = batches(layer, "ranks", reader=self.engine.grid.data_parallel_id)
-        for _ in range(LOOKS if block is not None else 1):
+        for _ in range(OBSERVED_ROUNDS if block is not None else 1):
             self()
 
     def tune(self) -> None:

@@ -14,8 +14,8 @@ from ds_fsmoe.offline.models.known import load_model
 from ds_fsmoe.offline.models.memory import GB, memory_of
 from ds_fsmoe.offline.models.training import BYTES, Training
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
-from ds_fsmoe.planning.groups import Crossings, Groups, crosses_once, expected_crossings
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
+from ds_fsmoe.planning.groups import Fanout, Groups, can_deduplicate, expected_fanout
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def variants(job: Job) -> list[Variant]:
         groups = Groups(job.ranks, cluster.gpus_per_node, ep=ep)
         memory_gb = memory_gb_of(job, groups)
         fits = None if cluster.memory_gb is None else memory_gb <= cluster.memory_gb
-        alltoalls: tuple[AllToAll, ...] = ("flat", ONCE_PER_NODE) if crosses_once(groups) else ("flat",)
+        alltoalls: tuple[AllToAll, ...] = ("flat", NODE_DEDUPLICATED) if can_deduplicate(groups) else ("flat",)
         found += [Variant(groups, each, memory_gb, fits) for each in alltoalls]
     return found
 
@@ -124,11 +124,11 @@ def memory_gb_of(job: Job, groups: Groups) -> float:
     return memory_of(model, groups, training).total / GB
 
 
-def crossings_of(model: Architecture, groups: Groups) -> Crossings | None:
+def crossings_of(model: Architecture, groups: Groups) -> Fanout | None:
     """Return how often a token crosses where it does so once per node, all choices of the router being as likely, of
     experts and of groups of them; ``None`` where it cannot."""
     experts = model.blocks[model.moe_blocks[0]].experts
-    if experts is None or not crosses_once(groups):
+    if experts is None or not can_deduplicate(groups):
         return None
     at = groups.placements["ep"]
-    return expected_crossings(experts.E, experts.K, at.nodes, at.per_node, *(experts.groups or (1, 1)))
+    return expected_fanout(experts.E, experts.K, at.nodes, at.per_node, *(experts.groups or (1, 1)))

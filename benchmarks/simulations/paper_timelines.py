@@ -10,8 +10,8 @@ from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.presets import Switches
-from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Stage, Work, layer_work

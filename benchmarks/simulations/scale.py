@@ -35,7 +35,7 @@ from ds_fsmoe.planning.decide.bounds import step_bounds_ms
 from ds_fsmoe.planning.decide.plan import Planner, Settings
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, Layer, kind_costs
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, Layer, kind_costs
 from ds_fsmoe.terminal.tables import print_table
 
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "olmoe", "gpt-oss-20b")
@@ -108,7 +108,7 @@ class _Simulated:
         self._settings = Settings(cluster.contention, cluster.host_ms)
         shape = moe_shape(model, commonest_moe(model), job.samples, self._length, dtype_bytes_of(cluster))
         self._costs = kind_costs(cluster, groups, alltoall, shape)
-        crossings = crossings_of(model, groups) if alltoall == ONCE_PER_NODE else None
+        crossings = crossings_of(model, groups) if alltoall == NODE_DEDUPLICATED else None
         sizes = job.samples, self._length, dtype_bytes_of(cluster)
         self._layers = model_layers(model, groups, *sizes, alltoall, job.checkpointing, crossings)
         self._planner = Planner(self._costs, self._settings)

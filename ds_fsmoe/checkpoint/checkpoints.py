@@ -137,7 +137,7 @@ class Checkpoints:
             ranks.together(f"reading {place}", lambda: self._check_stock_states(place, layout))
         differences = layout.differences
         if manifest is not None:
-            _tell_versions(place, manifest)
+            _log_versions(place, manifest)
             if with_optimizer:
                 ranks.together(f"reading {place}", lambda: check_packing(self._engine, place, manifest, self._parts))
             if with_optimizer and not differences:
@@ -150,7 +150,7 @@ class Checkpoints:
         if moved:
             ranks.together(f"moving {place}", lambda: self._check_move(place, differences, reading))
             asked = asked | {"load_optimizer_states": False}
-        elif layout.is_recut_anywhere:
+        elif layout.is_resharded_anywhere:
             ranks.together(f"reading {place}", lambda: check_reach(self._engine, place, differences))
         relaid, strict = layout.is_relaid(differences), asked.get("load_module_strict", True)
         if layout.is_compared() and asked.get("custom_load_fn") is None:
@@ -160,7 +160,7 @@ class Checkpoints:
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest, layout)
         rounds = moved and asked.get("custom_load_fn") is None
         with (
-            reading.in_use(layout.is_recut, sharper, strict, relaid, moved, rounds),
+            reading.in_use(layout.is_resharded, sharper, strict, relaid, moved, rounds),
             without_tying(self._engine),
         ):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
@@ -206,18 +206,18 @@ class Checkpoints:
         facts = {name: each if not callable(each) else "a function" for name, each in asked.items()}
         ranks.agree("what to load", {"tag": wanted} | facts)
         place = folder / wanted
-        ranks.on_leaders(f"looking for {place}", lambda: self._look_for(folder, wanted))
+        ranks.on_leaders(f"looking for {place}", lambda: self._find(folder, wanted))
         manifest = ranks.together(f"reading {place}", lambda: manifests.read_manifest(place))
         # All that follows is decided by it.
         ranks.agree(f"what {place} is", {manifests.NAME: hashlib.sha256(repr(manifest).encode()).hexdigest()})
         ranks.on_leaders(f"checking {place}", lambda: _check_all_is_named(place, manifest))
         if manifest is not None:
             ranks.together(f"checking {place}", lambda: check_model(self._engine, place, manifest, self._parts))
-            beside = ranks.beside()
+            beside = ranks.sharing_files()
             ranks.together(f"checking {place}", lambda: self._check_files(place, manifest, with_optimizer, beside))
         return wanted, manifest
 
-    def _look_for(self, folder: Path, tag: str) -> None:
+    def _find(self, folder: Path, tag: str) -> None:
         if recover(folder, tag):
             log_on_rank_0(f"{folder / tag} was restored: a save over it was killed", logging.WARNING)
         if not (folder / tag).is_dir():
@@ -332,7 +332,7 @@ class Checkpoints:
             raise CheckpointError("; ".join(found) + manifests.advice(manifest, found, with_optimizer))
 
 
-def _tell_versions(place: Path, manifest: Manifest) -> None:
+def _log_versions(place: Path, manifest: Manifest) -> None:
     now = facts_of_versions(("torch", "deepspeed"))
     other = [
         f"{name} {each} (now {now[name]})" for name, each in manifest.versions.items() if now.get(name, each) != each

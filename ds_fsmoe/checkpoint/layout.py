@@ -142,8 +142,8 @@ class Comparison:
         own = ranks.together(f"comparing {place}", self._own)
         of_ranks = on_every_rank(own)
         self.differences = [*dict.fromkeys(each for differences, *_ in of_ranks for each in differences)]
-        self.is_recut = own[1]
-        self.is_recut_anywhere = any(recut for _, recut, _ in of_ranks)
+        self.is_resharded = own[1]
+        self.is_resharded_anywhere = any(recut for _, recut, _ in of_ranks)
         self.has_parts_anywhere = any(parts for *_, parts in of_ranks)
 
     def is_relaid(self, differences: Sequence[str]) -> bool:
@@ -153,7 +153,7 @@ class Comparison:
         Args:
             differences: all that differs, in words.
         """
-        return bool(differences) if self._is_in_pieces() else bool(self._parts)
+        return bool(differences) if self._is_partitioned() else bool(self._parts)
 
     def is_compared(self) -> bool:
         """Return whether to compare parameters with the model's before any is changed: pieces and parts of one model
@@ -162,9 +162,9 @@ class Comparison:
         has_other_stages = sizes.pp > 1 and not (manifest is not None and manifest.stages)
         if sizes.mp > 1 or has_other_stages or self._engine.use_node_local_storage():
             return False
-        return self.has_parts_anywhere or self._is_in_pieces() or bool(manifest is not None and manifest.parts)
+        return self.has_parts_anywhere or self._is_partitioned() or bool(manifest is not None and manifest.parts)
 
-    def _is_in_pieces(self) -> bool:
+    def _is_partitioned(self) -> bool:
         """Return whether weights are shared out over ranks there or here, as at ZeRO 3."""
         stages = 0 if self._manifest is None else self._manifest.sizes.zero_stage, sizes_of(self._engine).zero_stage
         return self._manifest is not None and STAGE_3 in stages

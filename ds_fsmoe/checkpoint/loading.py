@@ -30,9 +30,9 @@ from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, of_one_expert, pa
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
 from ds_fsmoe.checkpoint_files.numbering import (
     AUTO_EP_LAYERS,
-    Cut,
     ExpertName,
     Numbering,
+    ShardDim,
     expert_file,
     expert_name,
     main_file,
@@ -41,7 +41,7 @@ from ds_fsmoe.checkpoint_files.pieces import FLAT, FROZEN, MASTER, OPTIMIZER, Co
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
-from ds_fsmoe.components.expert_compute.shards import cuts_of
+from ds_fsmoe.components.expert_compute.shards import shard_dims_of
 from ds_fsmoe.distributed.waits import waiting
 
 
@@ -190,7 +190,7 @@ class Reading:
         self._manifest = manifest
         self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
         self._relaid: Relaid | None = None
-        self._cuts: dict[str, dict[str, Cut]] = {}
+        self._shard_dims: dict[str, dict[str, ShardDim]] = {}
         self._has_parts = has_parts
 
     @cached_property
@@ -209,7 +209,7 @@ class Reading:
 
     @contextmanager
     def in_use(
-        self, recut: bool, sharper: bool, strict: bool, relaid: bool, moved: bool, rounds: bool
+        self, resharded: bool, sharper: bool, strict: bool, relaid: bool, moved: bool, rounds: bool
     ) -> Iterator[None]:
         """Make DeepSpeed load through this reader within the block.
 
@@ -225,7 +225,7 @@ class Reading:
         """
         files = self._engine.checkpoint_engine
         if type(files) is not TorchCheckpointEngine:
-            with replaced(guards, guards.use_ds_fsmoe_convert.__name__, guards.passed_over):
+            with replaced(guards, guards.use_ds_fsmoe_convert.__name__, guards.skip_guard):
                 yield
             return
 
@@ -248,7 +248,7 @@ class Reading:
         def read(path: Path, map_location: Any) -> Any:
             if own is not None and (made := own.file(path)) is not None:
                 return made
-            expert = expert_file(path.name) if recut or sharper else None
+            expert = expert_file(path.name) if resharded or sharper else None
             if expert is not None:
                 return self._expert(expert.layer, expert.number, sharper, strict)
             self._check_named(path)
@@ -371,9 +371,9 @@ class Reading:
         name = str(ExpertName(expert.layer, meant, expert.parameter))
         if esp == 1:
             return name, None
-        if expert.layer not in self._cuts:
-            self._cuts[expert.layer] = cuts_of(layer.experts.deepspeed_experts[0])
-        return name, of_one_expert(self._cuts[expert.layer].get(expert.parameter, "whole"), shard, esp)
+        if expert.layer not in self._shard_dims:
+            self._shard_dims[expert.layer] = shard_dims_of(layer.experts.deepspeed_experts[0])
+        return name, of_one_expert(self._shard_dims[expert.layer].get(expert.parameter, "whole"), shard, esp)
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

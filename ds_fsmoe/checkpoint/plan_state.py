@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 STATE_FORMAT = 1
 """The version of the format of a rank's file."""
 
-_ANYBODY = 64
+_MIN_MAX_CHUNKS = 64
 """The number of chunks that any job may have, whatever it would choose itself."""
 _MOST_MESSAGES = 100_000
 
@@ -108,8 +108,8 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
-    if reducer is not None and reducer.coming_plan is not None:
-        gradients = reducer.memory() | {"plan": asdict(reducer.coming_plan)}
+    if reducer is not None and reducer.next_plan is not None:
+        gradients = reducer.memory() | {"plan": asdict(reducer.next_plan)}
     watch = state.placement_watch
     placement = None if state.placement is None else {"layers": state.placement.as_data()}
     if placement is not None and watch is not None:
@@ -222,7 +222,7 @@ def read_paths(files: Iterable[Path], profiler: PathProfiler) -> dict[str, PathP
 def _most_chunks(allowed: PipelineDegreeBlock) -> int:
     """Return the largest degree that a plan may have; a schedule of very many chunks would take hours to write."""
     asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
-    return max(_ANYBODY, allowed.max, *asked)
+    return max(_MIN_MAX_CHUNKS, allowed.max, *asked)
 
 
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:

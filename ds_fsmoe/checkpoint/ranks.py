@@ -38,7 +38,7 @@ class Ranks:
         self._is_local = engine.use_node_local_storage()
         self._local_rank = engine.local_rank
         self.is_leader = engine.local_rank == 0 if self._is_local else engine.global_rank == 0
-        self._told: CheckpointError | None = None
+        self._reported: CheckpointError | None = None
 
     def agree(self, what: str, facts: Mapping[str, object]) -> None:
         """Check that all ranks are about to do the same thing.
@@ -74,8 +74,8 @@ class Ranks:
             result.append(act())
         except Exception as error:  # whatever it is, the others have to hear of it
             caught = error
-        if self._told is not None:
-            raise self._told  # all have heard of it, inside of act
+        if self._reported is not None:
+            raise self._reported  # all have heard of it, inside of act
         self._compare(what, caught)
         return result[0]
 
@@ -87,7 +87,7 @@ class Ranks:
         """Return rank 0's value on one rank of each file system at least."""
         return from_first_rank(value) if self._is_local else value
 
-    def beside(self) -> list[int]:
+    def sharing_files(self) -> list[int]:
         """Return the ranks that share this one's file system, this one among them, in ascending order."""
         if not self._is_local:
             return list(range(dist.get_world_size()))
@@ -99,14 +99,14 @@ class Ranks:
             seen[place] += 1
         return next(each for each in found.values() if dist.get_rank() in each)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here, or raise the error of one; for use inside of :meth:`together`."""
         self._compare("saving or loading", None)
 
     @contextmanager
     def at_barriers(self) -> Iterator[None]:
         """Make ranks :meth:`meet` where DeepSpeed's engine waits at a barrier, within the block."""
-        with replaced(stock_engine, "dist", _Meeting(stock_engine.dist, self.meet)):
+        with replaced(stock_engine, "dist", _Barrier(stock_engine.dist, self.barrier)):
             yield
 
     def _compare(self, what: str, error: Exception | None) -> None:
@@ -124,8 +124,8 @@ class Ranks:
         told = [
             f"{begin} on {in_words(ranks)}: {cause}" if cause else begin for (begin, cause), ranks in ranks_of.items()
         ]
-        self._told = CheckpointError("; ".join(told))
-        raise self._told from error
+        self._reported = CheckpointError("; ".join(told))
+        raise self._reported from error
 
 
 @contextmanager
@@ -141,19 +141,19 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
             setattr(thing, name, found)
 
 
-class _Meeting:
+class _Barrier:
     """Wraps ``deepspeed.comm`` with another barrier."""
 
     def __init__(self, comm: Any, meet: Callable[[], None]) -> None:
         self._comm = comm
-        self._meet = meet
+        self._wait = meet
 
     def barrier(self, *args: Any, **options: Any) -> None:
         if args or options:  # of some ranks only
             with waiting("a barrier of a save or load"):
                 self._comm.barrier(*args, **options)
         else:
-            self._meet()
+            self._wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)

@@ -37,7 +37,7 @@ from ds_fsmoe.checkpoint_files.numbering import StageOfLayers, main_file
 from ds_fsmoe.checkpoint_files.pieces import FROZEN, merged
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.components.expert_compute.shards import cuts_of
+from ds_fsmoe.components.expert_compute.shards import shard_dims_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import device_of, from_first_rank, on_every_rank, on_first_rank
 from ds_fsmoe.distributed.partitioned import gathered
@@ -103,7 +103,7 @@ class Saving:
         ranks, folder, tag, publication = self._ranks, self._folder, self._tag, self._publication
         try:
             ranks.on_leaders(f"making room for {folder / tag}", publication.begin)
-            ranks.together(f"looking for {self._place}", self._look)
+            ranks.together(f"looking for {self._place}", self._check_folder)
             files = self._engine.checkpoint_engine
             with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):
                 result = ranks.together(f"writing {self._place}", lambda: write(str(self._place.relative_to(folder))))
@@ -122,7 +122,7 @@ class Saving:
             ranks.on_leaders(f"writing {folder / tags.LATEST}", lambda: tags.point(folder, tag))
         return result
 
-    def _look(self) -> None:
+    def _check_folder(self) -> None:
         if not self._place.is_dir():
             raise FileNotFoundError(
                 f"{self._folder.absolute()} is not the folder that rank 0 writes to: use one folder for all ranks "
@@ -210,7 +210,7 @@ class Saving:
                 name,
                 layer.total_experts,
                 layer.ep_size,
-                cuts_of(layer.experts.deepspeed_experts[0]),
+                shard_dims_of(layer.experts.deepspeed_experts[0]),
                 stage_of(self._engine),
             )
             for name, layer in stock_layers(self._engine).items()
@@ -381,7 +381,7 @@ def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> di
     placement = getattr(getattr(engine, "fsmoe", None), "placement", None)
     if placement is not None:
         refuse_within(engine.fsmoe.running, "whole_state_dict")
-    with nullcontext() if placement is None else placement.at_home():
+    with nullcontext() if placement is None else placement.in_model_order():
         group = getattr(getattr(engine, "fsmoe", None), "stage_group", None)
         if group is None:
             return _gathered_state_dict(engine, exclude_frozen_parameters)

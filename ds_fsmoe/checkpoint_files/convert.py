@@ -50,7 +50,7 @@ Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOW = (torch.bfloat16, torch.float16)
 
-Told = Iterator[tuple[str, int]]
+ConversionProgress = Iterator[tuple[str, int]]
 """The files as they are written, each with the number of bytes that it holds."""
 
 
@@ -104,7 +104,7 @@ def open_checked(place: Path) -> Whole:
 
 def export_tensors(
     whole: Whole, target: Path, form: Form, renames: Sequence[Rename], dtype: str | None, limit_bytes: int
-) -> Told:
+) -> ConversionProgress:
     """Write the weights of a checkpoint as safetensors, in the optimizer's precision where it is known.
 
     Args:
@@ -157,7 +157,7 @@ def export_tensors(
     yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes), whole)
 
 
-def export_stock(whole: Whole, target: Path) -> Told:
+def export_stock(whole: Whole, target: Path) -> ConversionProgress:
     """Write files that stock DeepSpeed loads. Shards and parts of experts are joined; then the optimizer's states,
     which are cut as these are, are left out.
 
@@ -169,7 +169,7 @@ def export_stock(whole: Whole, target: Path) -> Told:
         FileExistsError: the folder is there and not empty.
     """
 
-    def write(folder: Path) -> Told:
+    def write(folder: Path) -> ConversionProgress:
         place = folder / whole.place.name
         place.mkdir()
         if whole.parts and whole.num_stages > 1:
@@ -199,7 +199,7 @@ def export_stock(whole: Whole, target: Path) -> Told:
 
 def _write_experts(
     place: Path, sources: dict[ExpertName, Callable[[], torch.Tensor]], file_of: Callable[[str, int], str]
-) -> Told:
+) -> ConversionProgress:
     by_file: dict[str, dict[str, Callable[[], torch.Tensor]]] = defaultdict(dict)
     for name, read in sources.items():
         by_file[file_of(name.layer, name.number)][str(name)] = read
@@ -209,7 +209,7 @@ def _write_experts(
         yield file, sum(each.numel() * each.itemsize for each in state.values())
 
 
-def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Rename]) -> Told:
+def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Rename]) -> ConversionProgress:
     """Write safetensors with Mixtral's or DeepSpeed's names as a checkpoint of weights alone.
 
     Args:
@@ -246,7 +246,7 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
             raise CheckpointError(f"{parameter} has shapes {sorted(map(list, of_experts))} in different experts")
     counts = [_num_experts(layer, [each for each in experts if each.layer == layer]) for layer in layers]
 
-    def write(folder: Path) -> Told:
+    def write(folder: Path) -> ConversionProgress:
         place = folder / tag
         place.mkdir(parents=True)
         dense = {names[name]: each.read() for name, each in found.items() if expert_name(names[name]) is None}
@@ -291,7 +291,7 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(len(each.lstrip("0")), each.lstrip("0")) if i % 2 else (-1, each) for i, each in enumerate(texts)]
 
 
-def _into(target: Path, write: Callable[[Path], Told], source: Whole | None = None) -> Told:
+def _into(target: Path, write: Callable[[Path], ConversionProgress], source: Whole | None = None) -> ConversionProgress:
     """Write a folder that appears whole or not at all, and that comes from one checkpoint alone."""
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

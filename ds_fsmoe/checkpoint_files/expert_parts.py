@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.numbering import Cut
+from ds_fsmoe.checkpoint_files.numbering import ShardDim
 
 Layout = Literal["stacked", "innermost"]
 """How experts lie in a parameter. ``"stacked"``: one behind the other along the first dimension, [E * k, ...], as in
@@ -43,7 +43,7 @@ class Shard:
         if not 0 <= self.index < self.count:
             raise ValueError(f"index = {self.index}: must be between 0 and count - 1 ({self.count - 1})")
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this shard of a tensor with all of some experts.
 
         Raises:
@@ -137,7 +137,7 @@ class ExpertPart:
         whole = (*part[:dim], part[dim] * self.ep_size, *part[dim + 1 :])
         return whole if self.shard is None else self.shard.scaled(whole, up=True)
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole parameter; of ``"stacked"`` ones without shards a view.
 
         Raises:
@@ -147,7 +147,7 @@ class ExpertPart:
         if self.layout == "stacked":
             size = whole.shape[dim] // self.ep_size
             mine = whole[self.ep_rank * size : (self.ep_rank + 1) * size]
-            return mine if self.shard is None else self.shard.cut(mine)
+            return mine if self.shard is None else self.shard.take(mine)
         mine = slice(self.experts.start, self.experts.stop)
         return whole.unflatten(dim, (-1, self.num_experts))[..., mine].flatten(dim)
 
@@ -195,7 +195,7 @@ class ExpertPart:
         return dim
 
 
-def of_one_expert(cut: Cut, index: int, count: int) -> ExpertPart:
+def of_one_expert(cut: ShardDim, index: int, count: int) -> ExpertPart:
     """Describe one of ``count`` shards of an expert with a file of its own, whose parameter is seen as [1, ...]."""
     is_whole = cut == "whole" or count == 1
     shard = None if is_whole else Shard(count, index, None if cut == "first" else int(cut) + 1)

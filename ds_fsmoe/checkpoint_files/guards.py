@@ -45,11 +45,11 @@ def use_ds_fsmoe_convert(sentence: str) -> None:
     raise CheckpointError(sentence)
 
 
-def passed_over(sentence: str) -> None:
+def skip_guard(sentence: str) -> None:
     """Do nothing, where our own reader unpickles a guard."""
 
 
-PASSED_OVER = (passed_over, f"{__name__}.{use_ds_fsmoe_convert.__name__}")
+SKIPPED_GUARD = (skip_guard, f"{__name__}.{use_ds_fsmoe_convert.__name__}")
 """Names what our reader calls instead, as it stands in files."""
 
 

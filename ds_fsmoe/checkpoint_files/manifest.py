@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, StrictStr
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, parts_file
-from ds_fsmoe.checkpoint_files.numbering import Cut, StageOfLayers, expert_file, main_file
+from ds_fsmoe.checkpoint_files.numbering import ShardDim, StageOfLayers, expert_file, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.files.whole_files import OWNER
 from ds_fsmoe.shapes import Counted, Listed, Positive, made
@@ -71,7 +71,7 @@ class LayerSizes:
     path: StrictStr
     num_experts: Positive
     ep: Positive
-    cuts: Mapping[StrictStr, Annotated[Cut, BeforeValidator(_not_alike)]] = field(default_factory=dict)
+    cuts: Mapping[StrictStr, Annotated[ShardDim, BeforeValidator(_not_alike)]] = field(default_factory=dict)
     """Maps a parameter of its experts -> how shards are cut from it; empty where that is not known."""
     stage: Counted = 0
     """The stage of the pipeline that has it."""

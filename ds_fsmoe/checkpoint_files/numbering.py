@@ -23,7 +23,7 @@ from pydantic import StrictStr
 
 from ds_fsmoe.shapes import Counted
 
-Cut = Literal[0, 1, "first", "whole"]
+ShardDim = Literal[0, 1, "first", "whole"]
 """How an expert's parameter is cut: along a dimension; whole in the first shard and zero in the others; not at all."""
 
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."

@@ -485,7 +485,7 @@ def _expert(
     def read() -> torch.Tensor:
         shards = [joined(each).view(one) for each in sources]
         whole = shards[0] if was.shard is None else was.shard.join(shards)
-        return whole if here.shard is None else here.shard.cut(whole)
+        return whole if here.shard is None else here.shard.take(whole)
 
     return sources[0][0].file, read
 

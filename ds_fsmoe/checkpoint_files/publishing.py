@@ -33,7 +33,7 @@ from ds_fsmoe.untrusted import MOST_RUN_BYTES, problem_of
 logger = logging.getLogger("ds_fsmoe")
 
 # How long a tag may have no folder before a save that may be under way is taken for one that was killed.
-_LOOKS, _BETWEEN_LOOKS_S = 40, 0.05
+_ATTEMPTS, _BETWEEN_ATTEMPTS_S = 40, 0.05
 _TRIES = 3
 
 
@@ -175,12 +175,12 @@ def recover(folder: Path, tag: str) -> bool:
     place = folder / tag
     if not place.parent.resolve().is_relative_to(folder.resolve()):
         return False
-    for look in range(_LOOKS):
+    for look in range(_ATTEMPTS):
         left = [] if os.path.lexists(place) else _leftovers(place, BEFORE)
         if not left:
             return False
         before, owner = left[-1]
-        if owner is None or owner.life == "dead" or look == _LOOKS - 1:
+        if owner is None or owner.life == "dead" or look == _ATTEMPTS - 1:
             if owner is not None and owner.life == "alive":
                 raise CheckpointError(f"{place} is being saved over by {owner}, which does not go on")
             try:
@@ -190,7 +190,7 @@ def recover(folder: Path, tag: str) -> bool:
                     return False  # another process was faster
                 raise
             return True
-        time.sleep(_BETWEEN_LOOKS_S)
+        time.sleep(_BETWEEN_ATTEMPTS_S)
     return False
 
 

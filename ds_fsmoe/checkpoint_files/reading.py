@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import _weights_only_unpickler
 
-from ds_fsmoe.checkpoint_files.guards import KEY, PASSED_OVER
+from ds_fsmoe.checkpoint_files.guards import KEY, SKIPPED_GUARD
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.untrusted import problem_of
 
@@ -169,7 +169,7 @@ PLAIN: tuple[Any, ...] = (
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     slice,
     *BYTES,
-    PASSED_OVER,
+    SKIPPED_GUARD,
 )
 
 # What DeepSpeed's own files name: a class or two with numbers in it.
@@ -216,7 +216,7 @@ def read_file(
             with _allowed(*PLAIN, *trusted, *NUMPY):
                 found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
     except pickle.UnpicklingError as error:
-        named = _strangers(path, trusted)
+        named = _untrusted_names(path, trusted)
         if not named:
             raise CheckpointError(f"{path} cannot be read: {_without_advice(error)}") from error
         raise CheckpointError(
@@ -281,7 +281,7 @@ def _without_advice(error: BaseException) -> BaseException:
     return error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
 
 
-def _strangers(path: Path, trusted: Sequence[Any]) -> list[str]:
+def _untrusted_names(path: Path, trusted: Sequence[Any]) -> list[str]:
     """Return the names in a file that are neither plain nor trusted."""
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))

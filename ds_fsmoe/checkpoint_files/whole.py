@@ -131,8 +131,8 @@ class Whole:
         self._first = {name: each.first() for name, each in self.parts.items()}
         for name, each in self._stacked.items():
             self._first[name] = ExpertPart("stacked", each.num_experts, each.num_experts, 0)
-        self._pieces = SavedPieces(self.index, stage, self.file, place)
-        self._cuts = {} if self.manifest is None else {each.path: each.cuts for each in self.manifest.layers}
+        self._saved_states = SavedPieces(self.index, stage, self.file, place)
+        self._shard_dims = {} if self.manifest is None else {each.path: each.cuts for each in self.manifest.layers}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def main(self, stage: int = 0) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class Whole:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        if self._was(name, None) is None and not self._in_pieces(name):
+        if self._was(name, None) is None and not self._is_partitioned(name):
             return self._weights_of(self._saved_name(name, 0))
         return self.part(name, None)
 
@@ -243,7 +243,7 @@ class Whole:
 
     def has_state(self, name: str, item: str) -> bool:
         """Return whether the optimizer had such a state."""
-        return self._pieces.has(self._saved_name(self._optimized(name), 0), item)
+        return self._saved_states.has(self._saved_name(self._optimized(name), 0), item)
 
     def _optimized(self, name: str) -> str:
         """Return the one name under which a parameter with several names is optimized."""
@@ -288,7 +288,7 @@ class Whole:
         num_shards = 1 if expert is None else self._numbering_of(expert).esp
         if expert is None or num_shards == 1:
             return None if here is None else here.all_of_it()
-        cuts = self._cuts.get(expert.layer)
+        cuts = self._shard_dims.get(expert.layer)
         if not cuts:
             raise CheckpointError(f"{self.place} does not say how {name} is cut into its {num_shards} shards")
         # What is not named is no parameter, but a buffer.
@@ -307,17 +307,17 @@ class Whole:
     ) -> Iterator[Source]:
         """Return where elements are of a tensor, or of its state, that a rank had saved."""
         if item is not None:
-            return self._pieces.sources(saved, item, first, size)
-        if not self._in_pieces(saved):
+            return self._saved_states.sources(saved, item, first, size)
+        if not self._is_partitioned(saved):
             return iter([Source(self._place_of(saved)[0], partial(self._weights_of, saved), first, size, dtype)])
         found = self._optimized(saved)
-        if not self._pieces.has(found, MASTER):
-            return self._pieces.sources(found, WEIGHTS, first, size, dtype)
+        if not self._saved_states.has(found, MASTER):
+            return self._saved_states.sources(found, WEIGHTS, first, size, dtype)
         # In the data type of the job.
         own = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
-        return self._pieces.sources(found, MASTER, first, size, dtype or own)
+        return self._saved_states.sources(found, MASTER, first, size, dtype or own)
 
-    def _in_pieces(self, name: str) -> bool:
+    def _is_partitioned(self, name: str) -> bool:
         """Return whether ZeRO 3 has saved a tensor in pieces, as it does all but buffers."""
         return self.is_shared_out and name not in self._buffers
 
@@ -388,7 +388,7 @@ class Whole:
         return found
 
     def _shape_of(self, saved: str) -> torch.Size:
-        if not self._in_pieces(saved):
+        if not self._is_partitioned(saved):
             return self._weights_of(saved).shape
         name = whole_name(saved) if whole_name(saved) in self.parts else saved
         for shapes in (*(self.main()["param_shapes"] or ()), self.main()["frozen_param_shapes"] or {}):

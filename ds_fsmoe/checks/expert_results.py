@@ -75,20 +75,20 @@ class ExpertResults:
         if not call.is_training:
             return
         if isinstance(call.experts, WholeExperts):
-            call.experts = replace(call.experts, module=self._looked_at(call.experts.module, call.path))
+            call.experts = replace(call.experts, module=self._checked(call.experts.module, call.path))
         else:
             call.experts = _Watched(call.experts, self, call.path)  # type: ignore[assignment]
 
-    def _looked_at(self, module: Callable[[torch.Tensor], Any], path: str) -> Callable[[torch.Tensor], Any]:
+    def _checked(self, module: Callable[[torch.Tensor], Any], path: str) -> Callable[[torch.Tensor], Any]:
         def looked_at(x_NeCM: torch.Tensor) -> Any:
             y = module(x_NeCM)
             if isinstance(y, torch.Tensor) and y.numel() == x_NeCM.numel():
-                self.look(path, x_NeCM, y.reshape(x_NeCM.shape))
+                self.check(path, x_NeCM, y.reshape(x_NeCM.shape))
             return y
 
         return looked_at
 
-    def look(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
+    def check(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
         """Check the inputs and outputs of this rank's experts."""
         self._note(path, _is_bad(x_NeCM), _is_bad(y_NeCM))
 
@@ -96,7 +96,7 @@ class ExpertResults:
         states_e = torch.where(given_e, _GIVEN, _MADE * made_e.int())
         self._found_E[path].scatter_reduce_(0, self._here[path], states_e.to(torch.int32), "amax")
 
-    def look_at_rows(self, path: str, x_RM: torch.Tensor, y_RM: torch.Tensor, sizes: list[int]) -> None:
+    def check_rows(self, path: str, x_RM: torch.Tensor, y_RM: torch.Tensor, sizes: list[int]) -> None:
         """The same for rows that lie expert by expert, of each as many as ``sizes`` says."""
         self._note(path, _is_bad_row(x_RM, sizes), _is_bad_row(y_RM, sizes))
 
@@ -162,9 +162,9 @@ class _Watched:
         def watched(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
             y = forward(start, stop, x)
             if rows is None:
-                self._results.look(self._path, x, y)
+                self._results.check(self._path, x, y)
             else:
-                self._results.look_at_rows(self._path, x, y, sizes[start, stop])
+                self._results.check_rows(self._path, x, y, sizes[start, stop])
             return y
 
         call.forward = watched  # type: ignore[method-assign]

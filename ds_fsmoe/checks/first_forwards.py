@@ -50,7 +50,7 @@ class FirstForwards:
         self._keeps_calls = keeps_calls
         self.calls: dict[str, FirstCall] = {}
         """Label of the layer -> its first call."""
-        self._seen: set[str] = set()
+        self._checked: set[str] = set()
         self._expert_KS: dict[str, torch.Tensor] = {}
         """Label of the layer -> see :attr:`FirstCall.expert_KS`."""
         self._compared: set[tuple[str, bool]] = set()
@@ -59,7 +59,7 @@ class FirstForwards:
         self._many: list[tuple[str, int, tuple[int, int]]] = []
         """(label, slots of an expert or tokens, chunks forward and backward) of layers with more chunks than these."""
         self._recompute = False
-        self._is_told = False
+        self._is_logged = False
 
     def watch(self, call: LayerCall) -> None:
         """Compare the sizes that a layer's ranks exchange, before it is called, and record how the layer is called.
@@ -73,8 +73,8 @@ class FirstForwards:
         key = call.label, call.is_training
         if call.capacity_group is not None and key not in self._compared and not in_backward():
             call.gate = self._comparing(call.gate, key, call.path, call.capacity_group, call.in_rows)
-        if call.is_training and call.local_experts is not None and call.label not in self._seen:
-            self._seen.add(call.label)
+        if call.is_training and call.local_experts is not None and call.label not in self._checked:
+            self._checked.add(call.label)
             self._recompute = call.pipeline.recompute
             if self._keeps_calls:
                 call.tell_routing(partial(self._keep_choices, call.label))
@@ -97,7 +97,7 @@ class FirstForwards:
         can_be_cut_into = num_tokens if in_rows else sizes.capacity
         if max(degrees) > max(1, can_be_cut_into):
             self._many.append((label, can_be_cut_into, degrees))
-        for recompute, kept in self._kept.items() if not self._is_told else ():
+        for recompute, kept in self._kept.items() if not self._is_logged else ():
             kept.append(saved_bytes(experts, sizes, device, recompute))
         if self._keeps_calls:
             autocast = AutocastState.now(dict.fromkeys(("cpu", device.type)))
@@ -120,14 +120,14 @@ class FirstForwards:
     def watch_again(self) -> None:
         """Keep the next call of each layer as if it were the first."""
         self._keeps_calls = True
-        self._seen.clear()
+        self._checked.clear()
         self.calls.clear()
 
-    def tell(self) -> None:
+    def log_saved_bytes(self) -> None:
         """Log once, after a forward of the engine, the memory that is kept for its backward."""
-        if self._is_told or not self._seen:
+        if self._is_logged or not self._checked:
             return
-        self._is_told = True
+        self._is_logged = True
         kept, otherwise = self._kept[self._recompute], self._kept[not self._recompute]
         log_on_rank_0(describe(kept, otherwise, self._recompute))
         if self._many:
@@ -216,7 +216,7 @@ def saved_bytes(
     if isinstance(experts, StackedExperts):
         return _of_stacked(experts, sizes, recompute)
     forms = experts.written_now()
-    keeps_graphs = sizes.same_cuts and not recompute
+    keeps_graphs = sizes.same_chunks and not recompute
     needs_rows = [
         not keeps_graphs if form is None else recompute or any(up.weight.requires_grad for up in form.up)
         for form in forms
@@ -234,7 +234,7 @@ def saved_bytes(
 def _of_stacked(experts: StackedExperts, sizes: CallSizes, recompute: bool) -> SavedBytes:
     num_rows = sizes.num_ranks * experts.num_experts * sizes.capacity
     rows, hidden = (num_rows * each * sizes.dtype.itemsize for each in experts.kept_of_a_row(recompute))
-    is_graph = experts.own_forward is not None and sizes.same_cuts and not recompute
+    is_graph = experts.own_forward is not None and sizes.same_chunks and not recompute
     return SavedBytes(rows, hidden, 0, experts.num_experts if is_graph else 0)
 
 

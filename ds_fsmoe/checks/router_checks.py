@@ -45,12 +45,12 @@ class RouterCheck:
 
         def checked(x_SM: torch.Tensor, *args: Any) -> Any:
             if not in_backward():
-                self.look_at(x_SM, call.path)
+                self.check(x_SM, call.path)
             return gate(x_SM, *args)
 
         call.gate = checked
 
-    def look_at(self, x_SM: torch.Tensor, path: str) -> None:
+    def check(self, x_SM: torch.Tensor, path: str) -> None:
         """Check tokens for nan and infinity. Collective.
 
         Raises:

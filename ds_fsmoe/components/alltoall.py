@@ -84,7 +84,7 @@ class AllToAllBase(ABC):
         return _Exchange.apply(x, self, group)
 
 
-class CrossesOnce:
+class NodeDeduplicated:
     """Marks an all-to-all that is run in two levels, a row of a token crossing to each node once."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.gradient_sums import lay_side_by_side
+from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 
 if TYPE_CHECKING:
     from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
@@ -81,12 +81,12 @@ class LocalExperts(nn.Module):
     def __init__(self, expert: nn.Module, num_local_experts: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
-        lay_side_by_side(self.experts)
+        make_contiguous(self.experts)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LocalExperts:
         """Whatever gives the parameters other memory (``to``, ``half``, ``cuda``) comes here."""
         super()._apply(fn, recurse)
-        lay_side_by_side(self.experts)
+        make_contiguous(self.experts)
         return self
 
     def forward(self, x_GeCM: torch.Tensor) -> torch.Tensor:

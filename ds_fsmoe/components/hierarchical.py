@@ -80,7 +80,7 @@ class HierarchicalAllToAll(AllToAllBase):
     """What each step goes along."""
 
     @abstractmethod
-    def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
         """Where a block rests after each step but the last, which brings it to its destination. A step may leave it
         where it is. The same on every rank: it follows from the arguments alone."""
 
@@ -169,7 +169,7 @@ def _runs(order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class Relays:
+class BlockPaths:
     """Where every block of a group is after each step.
 
     Args:
@@ -190,7 +190,7 @@ class Relays:
                 f"{type(alltoall).__name__}.links = {links!r}: must be some of {get_args(Link)}, one a step"
             )
         pairs = [(source, destination) for source in range(nodes.size) for destination in range(nodes.size)]
-        paths = {(s, d): (s, *alltoall.relays(s, d, nodes), d) for s, d in pairs}
+        paths = {(s, d): (s, *alltoall.forwarding_ranks(s, d, nodes), d) for s, d in pairs}
         _check(paths, alltoall, nodes)
         self.links = alltoall.links[::-1] if back else alltoall.links
         self._paths = {(s, d): paths[d, s][::-1] for s, d in pairs} if back else paths
@@ -206,7 +206,7 @@ class Relays:
                 part_of.update(dict.fromkeys(other, one))
         return tuple(sorted({tuple(sorted(part)) for part in part_of.values()}))
 
-    def told(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    def forwarded_blocks(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Return of whose blocks a rank has to know the sizes: of each other rank the destinations of those of its
         blocks that rest here, on their way or on the way of their answers; and what this rank tells each so."""
         hears: list[list[int]] = [[] for _ in range(self.nodes.size)]

@@ -26,7 +26,7 @@ def leave_block_alone() -> None:
     _finder.begin()
 
 
-def look_at_block_again() -> None:
+def watch_block_again() -> None:
     """Undo :func:`leave_block_alone`."""
     _finder.end()
     plugin = getattr(sys.modules.get(_MODULE), _CLASS, None)

@@ -206,16 +206,16 @@ class GradientPartitionBlock(StrictShape):
         return self.chunk_bytes if "chunk_bytes" in self.model_fields_set else None
 
 
-Wire = Literal["model", "fp8"]
+CommDtype = Literal["model", "fp8"]
 
 
 class WiresBlock(StrictShape):
     """``fsmoe.comm_dtype``: dtype of rows between the ranks that share the experts."""
 
-    dispatch: Wire = Field(
+    dispatch: CommDtype = Field(
         "model", description=("dtype of rows sent to the experts, and of the gradients of these rows")
     )
-    combine: Wire = Field("model", description="dtype of rows returned by the experts, and of their gradients")
+    combine: CommDtype = Field("model", description="dtype of rows returned by the experts, and of their gradients")
 
 
 class AutotuneBlock(StrictShape):

@@ -77,7 +77,10 @@ def _init(block: type[BaseModel], indent: str) -> str:
             taken[index] = re.sub(r"\[(.*?)\]", r"[\n        \1\n    ]", line, count=1)
     said = [
         textwrap.fill(
-            f"{words_for(name, field)[0]}: {_said_of(field)}", width, initial_indent=" " * 8, subsequent_indent=" " * 12
+            f"{words_for(name, field)[0]}: {_description_of(field)}",
+            width,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
         )
         for name, field in block.model_fields.items()
     ]
@@ -85,7 +88,7 @@ def _init(block: type[BaseModel], indent: str) -> str:
     return textwrap.indent("\n".join(lines), indent)
 
 
-def _said_of(field: FieldInfo) -> str:
+def _description_of(field: FieldInfo) -> str:
     inner = shape_in(field)
     return field.description or ((inner and inner.__doc__) or "").split("``: ")[-1].rstrip(".").strip()
 

@@ -59,7 +59,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         raise ConfigError(f'{BLOCK} = {shown(written)}: must be an object, for example {{"enabled": true}}')
     words = words_of(written)
     unfit = {**words.twice, **_unfit_null(written)}
-    problems = [*_beside_the_block(ds_config), *_missing_switch(written), *unfit.values()]
+    problems = [*_misplaced_autotuner(ds_config), *_missing_switch(written), *unfit.values()]
     block, wrong, mistakes = _validated(words)
     problems += mistakes
     failed: list[NotImported] = []
@@ -82,11 +82,11 @@ def _validated(words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
     """Return the block with these words, the names of its wrong fields, which have their defaults in it, and a sentence
     about each."""
     try:
-        return FSMoEBlock.model_validate(words.once), set(), []
+        return FSMoEBlock.model_validate(words.normalized), set(), []
     except ValidationError as error:
         wrong = {_field_of(each["loc"][0]) for each in error.errors()}
         found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, {f"{BLOCK}.schedule": _SCHEDULES})
-    right = {word: value for word, value in words.once.items() if _field_of(word) not in wrong}
+    right = {word: value for word, value in words.normalized.items() if _field_of(word) not in wrong}
     # A block that was written as one value has an error for each field that it stands for.
     return FSMoEBlock.model_validate(right), wrong, list(dict.fromkeys(map(words.as_written, found)))
 
@@ -110,7 +110,7 @@ def refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
             raise ConfigError(f'{key} = ...: no such block in a DeepSpeed config; did you mean "{BLOCK}"?')
 
 
-def _beside_the_block(ds_config: Mapping[str, Any]) -> list[str]:
+def _misplaced_autotuner(ds_config: Mapping[str, Any]) -> list[str]:
     """Return a sentence about our autotuner where it is written beside our block, in the place of DeepSpeed's."""
     return [
         f"{key} = ...: no such block in a DeepSpeed config; {BLOCK}.autotune, which chooses how layers are run, "

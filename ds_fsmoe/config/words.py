@@ -31,7 +31,7 @@ class Words:
     """A sentence for each older word that was used."""
     twice: dict[str, str] = field(default_factory=dict)
     """Path, by its older word, of each field that was written by both of its words -> a sentence about it."""
-    once: Any = None
+    normalized: Any = None
     """The block as it was written, but without the older words of these fields, and without what means nothing any
     more."""
 
@@ -52,14 +52,16 @@ class Words:
 def words_of(written: Any) -> Words:
     """Return the words of a block as it is written in a config; any value is looked at, wrong ones as well."""
     found = Words()
-    found.once = _look(found, FSMoEBlock, written, [BLOCK], BLOCK)
+    found.normalized = _collect_words(found, FSMoEBlock, written, [BLOCK], BLOCK)
     if isinstance(written, Mapping) and "solver" in written:
         # Numbers of chunks are chosen by simulating all of them.
-        found.old.append(f"{BLOCK}.solver = {shown(found.once.pop('solver'))} means nothing any more: leave it out")
+        found.old.append(
+            f"{BLOCK}.solver = {shown(found.normalized.pop('solver'))} means nothing any more: leave it out"
+        )
     return found
 
 
-def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> Any:
+def _collect_words(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> Any:
     """Add what is ``written`` at ``path`` for a block, whose path may be called by any of ``paths``; return it with
     each field by one word."""
     values = written if isinstance(written, Mapping) else {}
@@ -78,7 +80,7 @@ def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], 
         names = [f"{parent}.{word}" for parent in paths for word in words]
         found.paths.update(dict.fromkeys(names, here))
         if inner := shape_in(each):
-            inner_once = _look(found, inner, value, names, here)
+            inner_once = _collect_words(found, inner, value, names, here)
             if used[0] in values:
                 once[used[0]] = inner_once
                 alone = () if isinstance(value, Mapping) else alone_in(each)

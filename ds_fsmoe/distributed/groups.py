@@ -167,7 +167,7 @@ def make_groups(
     rank = dist.get_rank()
     # The order of these lines is the order on every rank, members or not: making a group is collective. DeepSpeed's
     # come first, as with a layer, which has made them before this is called; then those that DeepSpeed lacks.
-    theirs = _theirs(stock, found, rank, expert_before_data)
+    theirs = _groups_of_deepspeed(stock, found, rank, expert_before_data)
     wider = agreeing if agreeing != found.blocks else None
     ours = {each.purpose: make(each, max_ctas) for each in of_layers(found.kinds, wider)}
     capacity_group = ours.get("capacity", theirs[0])
@@ -177,7 +177,9 @@ def make_groups(
     return _made().groups.setdefault(key, groups)
 
 
-def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> list[dist.ProcessGroup | None]:
+def _groups_of_deepspeed(
+    stock: Any, found: Layout, rank: int, expert_before_data: bool
+) -> list[dist.ProcessGroup | None]:
     """Return this rank's block, EDP and DP groups: DeepSpeed's, where it is in use, connected to their peers."""
     if stock is None:
         return [make(each) for each in of_deepspeed(found.kinds)]

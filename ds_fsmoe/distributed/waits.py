@@ -22,7 +22,7 @@ class _Mark:
     """Stands for something that is under way in a thread."""
 
     __slots__ = ("_what", "since_s", "thread")
-    _under_way: ClassVar[dict[int, Any]]
+    _in_progress: ClassVar[dict[int, Any]]
 
     def __init__(self, *what: str) -> None:
         """
@@ -34,12 +34,12 @@ class _Mark:
     def __enter__(self) -> None:
         self.since_s = time.monotonic()
         self.thread = threading.get_ident()
-        self._under_way[id(self)] = self
+        self._in_progress[id(self)] = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._under_way[id(self)]
+        del self._in_progress[id(self)]
 
     @property
     def what(self) -> str:
@@ -49,21 +49,21 @@ class _Mark:
     @classmethod
     def now(cls) -> list[Self]:
         """Return those that are under way, the oldest first."""
-        return list(cls._under_way.values())
+        return list(cls._in_progress.values())
 
 
 class waiting(_Mark):
     """Marks one collective in which this rank waits for others: ``with waiting("the counts of", path): ...``."""
 
     __slots__ = ()
-    _under_way: ClassVar[dict[int, Any]] = {}
+    _in_progress: ClassVar[dict[int, Any]] = {}
 
 
 class working(_Mark):
     """Marks work with files, in which a rank may keep others waiting for long: no wait inside of it is a hang."""
 
     __slots__ = ()
-    _under_way: ClassVar[dict[int, Any]] = {}
+    _in_progress: ClassVar[dict[int, Any]] = {}
 
 
 def at_work(what: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
@@ -106,7 +106,7 @@ def is_patient(wait: _Mark) -> bool:
     return any(each.thread == wait.thread for each in working.now())
 
 
-def said() -> str:
+def describe_waits() -> str:
     """Return the present waits and the last action of this process, as one line."""
     parts = [f"waits for other ranks in {each.what}, {_since(each.since_s)}" for each in waiting.now()]
     parts = parts or ["is in no wait of ds_fsmoe"]

@@ -30,21 +30,21 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import sequence_ranks_of_mpu, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
-from ds_fsmoe.engine.cut_experts import (
+from ds_fsmoe.engine.restore_model import take_up
+from ds_fsmoe.engine.shard_experts import (
     adapters_of,
     check_wrappers,
-    class_of_ours,
     computes_by_contract,
     contract_of_shard,
     convert_wrappers,
-    cut_parameter,
+    converted_class,
     eager_forward,
     packed_ep_size,
+    shard_parameter,
     shards_of,
     share_out_over_replicas,
     wrappers_around,
 )
-from ds_fsmoe.engine.way_back import take_up
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import (
     FSMoEExperts,
@@ -53,7 +53,7 @@ from ds_fsmoe.layer.experts_layer import (
     own_class_of,
     replace_all,
 )
-from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter
+from ds_fsmoe.layer.experts_state import ExpertsState, ExternalRouter
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.replay import RouterWatch
@@ -320,7 +320,7 @@ def ep_size_of(
             chosen fits the experts of all stages and is the same in each. ``None``: all ranks have the same experts.
 
     Raises:
-        ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.cut_experts.packed_ep_size`; on every
+        ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.shard_experts.packed_ep_size`; on every
             rank.
     """
     num_experts = [num_experts_of(each) for each in experts.values()]
@@ -385,7 +385,7 @@ def convert_experts(
     """
     contract = contract_of(module)
     num_experts = num_experts_of(module)
-    own_class, gate = type(module), GivenRouter()
+    own_class, gate = type(module), ExternalRouter()
     state = ExpertsState(
         parts,
         parts.order_for(gate),
@@ -419,7 +419,7 @@ def convert_experts(
         with gathered(module.parameters()):
             if not computes_by_contract(module, contract):
                 state.own_forward = eager_forward(module, own_class)
-    module.__class__ = class_of_ours(FSMoEExperts, own_class)
+    module.__class__ = converted_class(FSMoEExperts, own_class)
     module.fsmoe = state
     replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
     state.opaque = Handle(module, path)
@@ -452,7 +452,7 @@ def cut_weights(
     replaced = {}
     for name, part in parts.items():
         whole = getattr(module, name)
-        mine = cut_parameter(whole, part, group_name)
+        mine = shard_parameter(whole, part, group_name)
         if mine is not whole:
             setattr(module, name, mine)
             replaced[mine] = whole

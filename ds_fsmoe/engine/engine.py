@@ -50,9 +50,9 @@ from ds_fsmoe.engine.convert_experts import (
     watch_router,
 )
 from ds_fsmoe.engine.convert_layers import check_mpu, convert, facts_of_tensor_parallel, find_layers
-from ds_fsmoe.engine.cut_experts import gather_as_they_run, type_of_run, wrappers_around
 from ds_fsmoe.engine.marked_experts import count_all_experts, hooks_on, mark_experts, refuse_hooks
 from ds_fsmoe.engine.optimizer_groups import GroupsEngine
+from ds_fsmoe.engine.restore_model import free_when_dropped, refuse_while_shared_out
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine, keep_whole, show_whole_experts
 from ds_fsmoe.engine.set_up import (
@@ -61,13 +61,13 @@ from ds_fsmoe.engine.set_up import (
     make_groups_on_every_stage,
     tape_deepspeeds_functions,
 )
+from ds_fsmoe.engine.shard_experts import gather_as_they_run, type_of_run, wrappers_around
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
-from ds_fsmoe.engine.way_back import let_go_when_dropped, refuse_while_shared_out
 from ds_fsmoe.gradients.norm import clip_by_norm, complete_norms, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
-from ds_fsmoe.gradients.zero_stages import partitions_are_ours
+from ds_fsmoe.gradients.zero_stages import partitions_match
 from ds_fsmoe.layer.expert_checks import uncompiled
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import choose_parts
@@ -106,7 +106,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         begin_splitting(self.module, self.fsmoe, in_stages)
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
         self.fsmoe.running.put_on_model.append(mark_experts(self.module))
-        let_go_when_dropped(self.optimizer)
+        free_when_dropped(self.optimizer)
         log_on_rank_0(summary(self.fsmoe))
 
     def _take_over_reduction(self) -> None:
@@ -154,7 +154,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             reason = "the forwards of stages start one after another"
         elif type(self.optimizer) is not DeepSpeedZeroOptimizer:
             reason = "updated parameters are gathered at zero_optimization.stage 1 and 2"
-        elif not partitions_are_ours(self.optimizer, groups):
+        elif not partitions_match(self.optimizer, groups):
             reason = "ZeRO partitions parameters over other ranks than those that share them"
         reason = reason or state.running.one_link
         if asked == "overlapped" and reason is not None:
@@ -229,7 +229,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if clock is not None:
             clock.end_forward()
         if has_batch:
-            self.fsmoe.running.first_forwards.tell()
+            self.fsmoe.running.first_forwards.log_saved_bytes()
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward, timed in steps that are compared with predictions."""
@@ -259,7 +259,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if is_over:
             found = state.step_is_over(self.global_steps)
             state.telemetry.step_is_over(self.global_steps, self.global_samples, found)
-        state.running.late_faults.look()
+        state.running.late_faults.check()
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the true norm of all gradients; DeepSpeed's differs where experts are spread over ranks."""
@@ -276,7 +276,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
                 self.fsmoe.close()
                 refuse_while_shared_out(self.module, self.fsmoe.running)
-                self.fsmoe.running.late_faults.look_at_all()
+                self.fsmoe.running.late_faults.check_all()
         finally:
             super().destroy()
 
@@ -446,7 +446,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         result = super().train_batch(*args, **kwargs)
         if clock is not None:
             clock.end_step()
-        state.running.first_forwards.tell()
+        state.running.first_forwards.log_saved_bytes()
         self._after_step(is_over=True)
         return result
 

@@ -51,11 +51,11 @@ from ds_fsmoe.engine.convert_experts import (
     num_experts_of,
 )
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers, restore_stock
-from ds_fsmoe.engine.cut_experts import check_shards_of_experts, wrappers_around
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
+from ds_fsmoe.engine.restore_model import take_back
 from ds_fsmoe.engine.set_up import check_engine_stages, refused_on_all_stages, wait_for_all_ranks
-from ds_fsmoe.engine.telemetry import claim_folders, watch_ours, watch_stock
-from ds_fsmoe.engine.way_back import take_back
+from ds_fsmoe.engine.shard_experts import check_shards_of_experts, wrappers_around
+from ds_fsmoe.engine.telemetry import claim_folders, watch_fsmoe, watch_stock
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.stock_layer import StockMoE, check_containers
 from ds_fsmoe.log import log_on_rank_0, logger
@@ -112,7 +112,7 @@ def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mode
 # latter
 
 
-_beneath: list[Callable[..., Any]] = [deepspeed.initialize]
+_wrapped_functions: list[Callable[..., Any]] = [deepspeed.initialize]
 """The functions that ours calls in turn. The first is DeepSpeed's own, or what another library had put in its place
 before this module was imported; :func:`install` adds what it finds there, and puts ours over it."""
 _replaced: Callable[..., Any] | None = None
@@ -193,13 +193,13 @@ def initialize(
     arguments = dict(locals())
     if _depth:
         # A wrapper that lies beneath ours calls ours again: it has been honoured already.
-        return _call_beneath(arguments)
+        return _call_wrapped(arguments)
     written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
     ds_config = {} if written is None else compat.load_ds_config(written)
     passed_on: AbstractContextManager[None] = nullcontext()
     if _given is not None and written is not None and model is not None:
-        ds_config = _with_given(ds_config, model)
-        passed_on = _passed_on(arguments, ds_config)
+        ds_config = _with_given_block(ds_config, model)
+        passed_on = _config_passed(arguments, ds_config)
     # Whatever is wrong, it is called as the user has written it.
     with passed_on, words_of(ds_config.get(BLOCK)).in_errors():
         return _initialize_by(read_block(ds_config), arguments, ds_config)
@@ -208,12 +208,12 @@ def initialize(
 def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Any:
     model, mpu = arguments["model"], arguments["mpu"]
     if model is None:
-        return _call_beneath(arguments)
+        return _call_wrapped(arguments)
     is_enabled = block is not None and block.enabled
     take_back(model, ds_config, is_enabled)
     if not is_enabled:
         _make_stock(model, mpu)
-        made = _call_beneath(arguments)
+        made = _call_wrapped(arguments)
         if block is not None:
             watch_stock(made[0], block)
         elif _given is None:
@@ -229,7 +229,7 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
     else:
         check_before_any_group(block, ds_config, model, mpu)
     launch_order.ask()
-    compat.check_initialize(_function_beneath(), _said(arguments))
+    compat.check_initialize(_wrapped_function(), _given_arguments(arguments))
     if not isinstance(model, PipelineModule):
         # As DeepSpeed's function does it, which then finds it done.
         deepspeed.init_distributed(
@@ -246,30 +246,30 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
         replaced(deepspeed, "DeepSpeedEngine", FSMoEEngine),
         replaced(deepspeed, "PipelineEngine", FSMoEPipelineEngine),
     ):
-        made = _call_beneath(arguments)
-    watch_ours(_engine_of(made))
+        made = _call_wrapped(arguments)
+    watch_fsmoe(_engine_of(made))
     return made
 
 
-def _function_beneath() -> Callable[..., Any]:
+def _wrapped_function() -> Callable[..., Any]:
     # Called without install(), ours still goes through what another library has put in DeepSpeed's place.
     if _depth == 0 and _replaced is None and deepspeed.initialize is not initialize:
         return deepspeed.initialize
-    return _beneath[max(len(_beneath) - 1 - _depth, 0)]
+    return _wrapped_functions[max(len(_wrapped_functions) - 1 - _depth, 0)]
 
 
-def _call_beneath(arguments: dict[str, Any]) -> Any:
+def _call_wrapped(arguments: dict[str, Any]) -> Any:
     """Call DeepSpeed's own function, or the replacement by another library."""
     global _depth
-    function = _function_beneath()
+    function = _wrapped_function()
     _depth += 1
     try:
-        return function(**_said(arguments))
+        return function(**_given_arguments(arguments))
     finally:
         _depth -= 1
 
 
-def _said(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _given_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that were given a value: a wrapper need not take the others."""
     defaults = inspect.signature(initialize).parameters
     return {name: value for name, value in arguments.items() if value is not defaults[name].default}
@@ -280,13 +280,13 @@ def _engine_of(made: Any) -> Any:
     engine = next((each for each in (made if isinstance(made, tuple) else (made,)) if hasattr(each, "fsmoe")), None)
     if engine is None:
         raise compat.IncompatibleError(
-            f"{compat.name_and_place(_function_beneath())} replaces deepspeed.initialize and has not returned an "
+            f"{compat.name_and_place(_wrapped_function())} replaces deepspeed.initialize and has not returned an "
             "engine of ds_fsmoe: it must call deepspeed.initialize and return its result"
         )
     return engine
 
 
-def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def _with_given_block(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a config with its block replaced by the one given from outside. A script may have engines for models
     without MoE layers too: those get no block."""
     others = {key: value for key, value in ds_config.items() if key != BLOCK}
@@ -305,7 +305,7 @@ def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any
 
 
 @contextmanager
-def _passed_on(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
+def _config_passed(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
     """Make DeepSpeed read this config meanwhile, from where it would have read the script's own."""
     where = next((name for name in ("config", "config_params") if arguments[name]), None)
     if where is not None:
@@ -367,13 +367,17 @@ def install(block: Mapping[str, Any] | None = None) -> None:
     found = deepspeed.initialize
     if found is not initialize:
         # Where a library has taken its own away again, what lay over it has gone, too.
-        kept = _beneath[: _beneath.index(found) + 1] if found in _beneath else [*_beneath, found]
-        _refuse_to_be_gone_past(kept)
-        _beneath[:] = kept
+        kept = (
+            _wrapped_functions[: _wrapped_functions.index(found) + 1]
+            if found in _wrapped_functions
+            else [*_wrapped_functions, found]
+        )
+        _refuse_bypass(kept)
+        _wrapped_functions[:] = kept
         _replaced = found if _replaced is None else _replaced
         deepspeed.initialize = initialize
     else:
-        _refuse_to_be_gone_past(_beneath)
+        _refuse_bypass(_wrapped_functions)
     launch_order.ask()
     accelerate.leave_block_alone()
     building.follow(lambda: None if _given is None else _given.block)
@@ -381,7 +385,7 @@ def install(block: Mapping[str, Any] | None = None) -> None:
         _given = InitializeArgs(dict(block))
 
 
-def _refuse_to_be_gone_past(functions: Sequence[Callable[..., Any]]) -> None:
+def _refuse_bypass(functions: Sequence[Callable[..., Any]]) -> None:
     # A wrapper's own module holds what it wraps, as it has to.
     own = {sys.modules[__name__], deepspeed, *(sys.modules.get(_module_of(each)) for each in functions)}
     for name, module in list(sys.modules.items()):
@@ -411,11 +415,11 @@ def uninstall() -> None:
         False
     """
     global _given, _replaced
-    accelerate.look_at_block_again()
+    accelerate.watch_block_again()
     building.follow(None)
     if _replaced is not None:
         deepspeed.initialize = _replaced
-    del _beneath[1:]
+    del _wrapped_functions[1:]
     _given = _replaced = None
 
 

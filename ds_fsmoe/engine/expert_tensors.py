@@ -38,7 +38,7 @@ from ds_fsmoe.engine.convert_experts import (
     find_experts,
     num_experts_of,
 )
-from ds_fsmoe.engine.cut_experts import PEFT_COUNTS_ALL, share_out_over_replicas, tag_as_experts, type_of_run
+from ds_fsmoe.engine.shard_experts import PEFT_COUNTS_ALL, share_out_over_replicas, tag_as_experts, type_of_run
 from ds_fsmoe.layer.experts_layer import leave_alone
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -71,7 +71,7 @@ class Build:
         """Name of a module of experts -> this rank's part."""
         self.own: dict[str, ExpertPart] = {}
         """Name of a parameter of experts -> this rank's part."""
-        self.is_cut = False
+        self.is_sharded = False
         self._undrawn: set[str] = set()
         """Names of parameters of experts that no file has."""
         self._building = ExitStack()
@@ -86,7 +86,7 @@ class Build:
         with self._building:
             yield
 
-    def cut(self, model: nn.Module) -> None:
+    def shard_experts(self, model: nn.Module) -> None:
         """Give each module of experts its shard, without weights. Collective.
 
         Raises:
@@ -94,7 +94,7 @@ class Build:
             LayerError: experts cannot be cut; see :func:`check_experts_modules`.
         """
         self._building.close()
-        self.is_cut = True
+        self.is_sharded = True
         experts = find_experts(model)
         if not experts:
             return
@@ -200,7 +200,7 @@ class Build:
             ConfigError, LayerError: see :meth:`cut`; or the model is quantised or sharded in other ways.
         """
         model, state_dict, files, load_config = given
-        self.cut(model)
+        self.shard_experts(model)
         if not self.parts:
             return load(*given, **others)
         for name, why in (("hf_quantizer", "is quantised"), ("device_mesh", "is sharded by transformers")):
@@ -217,7 +217,7 @@ class Build:
             dense, experts, is_whole = split_tensors(
                 conversions, model, tensors, load_config.weight_mapping or [], self.own
             )
-            stack.enter_context(_cutting_after(conversions, is_whole))
+            stack.enter_context(_sharding_results(conversions, is_whole))
             if not self.is_zero3:
                 info, index = load(model, dense | experts, files, load_config, **others)
                 self._undrawn = self.own.keys() & info.missing_keys
@@ -390,10 +390,10 @@ def _mixes_experts(operation: Any) -> bool:
 
 
 @contextmanager
-def _cutting_after(conversions: ModuleType, converters: Mapping[int, tuple[Any, ExpertPart]]) -> Iterator[None]:
+def _sharding_results(conversions: ModuleType, converters: Mapping[int, tuple[Any, ExpertPart]]) -> Iterator[None]:
     """Have the results of converters cut, meanwhile: id -> (converter, this rank's part)."""
 
-    class CutExperts(conversions.ConversionOps):  # type: ignore[name-defined, misc]
+    class ShardExperts(conversions.ConversionOps):  # type: ignore[name-defined, misc]
         """Takes this rank's experts from the results of a converter."""
 
         def __init__(self, part: ExpertPart) -> None:
@@ -405,11 +405,11 @@ def _cutting_after(conversions: ModuleType, converters: Mapping[int, tuple[Any, 
                 whole = made[0] if isinstance(made, list) else made
                 if whole.shape[0] != self.part.num_experts:
                     raise LayerError(f"{name} has {whole.shape[0]} experts, and the model {self.part.num_experts}")
-                found[name] = self.part.cut(whole).clone()
+                found[name] = self.part.take(whole).clone()
             return found
 
     for each, part in converters.values():
-        each.operations.append(CutExperts(part))
+        each.operations.append(ShardExperts(part))
     try:
         yield
     finally:

@@ -18,19 +18,19 @@ from torch import nn
 
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
-from ds_fsmoe.engine.cut_experts import adapters_of
-from ds_fsmoe.gradients.arriving import wait_for
-from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.held_experts import (
+from ds_fsmoe.engine.shard_experts import adapters_of
+from ds_fsmoe.gradients.lazy_parameters import wait_for
+from ds_fsmoe.layer.expert_cache import (
+    ExpertCacheMemory,
     ExpertForm,
-    Room,
     Where,
     form_of_module,
     form_of_set,
     give_back_host_memory,
-    held_experts,
+    make_expert_cache,
 )
-from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options, is_under_way
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options, is_running_inference
 from ds_fsmoe.layer.runtime import LayerRuntime, block_of
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.layer.stock_layer import FSMoELayer
@@ -136,7 +136,7 @@ def inference(
     record = Inference(weights=weights)
     if not found:
         log_on_rank_0("ds_fsmoe.inference: the model has no MoE layer of ds_fsmoe", logging.WARNING)
-    elif is_under_way(next(iter(found.values())).fsmoe.running):
+    elif is_running_inference(next(iter(found.values())).fsmoe.running):
         raise RuntimeError("ds_fsmoe.inference: already active for this model; leave it before entering again")
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
@@ -144,11 +144,11 @@ def inference(
         if found:
             stack.callback(give_back_host_memory)
             options = Options(most_per_rank, second_phase)
-            _come_and_go(stack, found, record, options, path_length, estimate, profiles)
+            _cache_experts(stack, found, record, options, path_length, estimate, profiles)
         yield record
 
 
-def _come_and_go(
+def _cache_experts(
     stack: ExitStack,
     found: Mapping[str, FSMoEExperts | FSMoELayer],
     record: Inference,
@@ -176,9 +176,9 @@ def _come_and_go(
         log_on_rank_0(f"ds_fsmoe.inference: experts are scheduled after each gate, as {reason}", logging.WARNING)
         profiles = {}
     record.left |= left_by_any(found)
-    coming = {label: Coming.of(module, options) for label, module in found.items() if label not in record.left}
+    coming = {label: LayerToCache.of(module, options) for label, module in found.items() if label not in record.left}
     sizes = _sizes_of(profiles, max((each.placement.num_experts for each in coming.values()), default=1))
-    record.weights, rooms = made_room(coming, record.weights)
+    record.weights, rooms = allocate_expert_memory(coming, record.weights)
     layers = {
         label: each.layer(rooms.pop(label), options, profiles.get(label) if estimate else None)
         for label, each in coming.items()
@@ -252,7 +252,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Coming:
+class LayerToCache:
     """A layer whose experts will come and go."""
 
     module: FSMoEExperts | FSMoELayer
@@ -263,7 +263,7 @@ class Coming:
     """The most experts that a rank holds."""
 
     @classmethod
-    def of(cls, module: FSMoEExperts | FSMoELayer, options: Options) -> Coming:
+    def of(cls, module: FSMoEExperts | FSMoELayer, options: Options) -> LayerToCache:
         """Return the data of a layer."""
         state: Any = module.fsmoe
         num_ranks, num_local = module.ep_size, module.num_local_experts
@@ -275,20 +275,22 @@ class Coming:
         most = min(placement.num_experts, max(options.most_per_rank, 2 * num_local))
         return cls(module, form, placement, most)
 
-    def layer(self, room: Room, options: Options, profile: PathProfile | None) -> InferenceLayer:
+    def layer(self, memory: ExpertCacheMemory, options: Options, profile: PathProfile | None) -> InferenceLayer:
         """Return the layer, with its weights in this memory. Collective over the ranks that share the experts."""
         state: Any = self.module.fsmoe
         for parameter in self.form.parameters:
             if isinstance(parameter, nn.Parameter):
                 wait_for(parameter)
         block, homes = block_of(state.groups), tuple(map(tuple, self.placement.by_rank.tolist()))
-        with gathered(self.form.parameters if room.stacks else ()):
-            held = held_experts(self.form, homes, block, room)
+        with gathered(self.form.parameters if memory.stacks else ()):
+            held = make_expert_cache(self.form, homes, block, memory)
         of_layer = state.label, homes, block, state.order.ops, held, state.path
         return InferenceLayer(*of_layer, options, profile)
 
 
-def made_room(layers: Mapping[str, Coming], weights: Where) -> tuple[Where, dict[str, Room]]:
+def allocate_expert_memory(
+    layers: Mapping[str, LayerToCache], weights: Where
+) -> tuple[Where, dict[str, ExpertCacheMemory]]:
     """Return where weights are taken from, and label -> memory for them. Collective over all ranks of the job.
 
     Weights are taken from home where the memory of any rank does not suffice for all of them in its host.
@@ -299,14 +301,14 @@ def made_room(layers: Mapping[str, Coming], weights: Where) -> tuple[Where, dict
     ways: tuple[Where, ...] = ("host", "home") if weights == "host" else ("home",)
     why = ""
     for where in ways:
-        rooms: dict[str, Room] = {}
+        rooms: dict[str, ExpertCacheMemory] = {}
         # All look before any takes.
         why = _first_problem(_lacking(layers, where))
         if not why:
             problem = ""
             try:
                 rooms = {
-                    label: Room.made(each.form, each.placement.num_experts, each.most, where)
+                    label: ExpertCacheMemory.made(each.form, each.placement.num_experts, each.most, where)
                     for label, each in layers.items()
                 }
             except (RuntimeError, MemoryError) as error:
@@ -332,10 +334,12 @@ def _first_problem(own: str) -> str:
     return next((f"rank {rank}: {each}" for rank, each in enumerate(on_every_rank(own)) if each), "")
 
 
-def _lacking(layers: Mapping[str, Coming], where: Where) -> str:
+def _lacking(layers: Mapping[str, LayerToCache], where: Where) -> str:
     """Return which memory does not suffice on this rank, in words; empty: it does."""
     device = next((each.form.device for each in layers.values()), torch.device("cpu"))
-    of_layers = [Room.bytes_of(each.form, each.placement.num_experts, each.most, where) for each in layers.values()]
+    of_layers = [
+        ExpertCacheMemory.bytes_of(each.form, each.placement.num_experts, each.most, where) for each in layers.values()
+    ]
     on_host, on_device = (sum(each) for each in zip((0, 0), *of_layers, strict=True))
     if device.type == "cpu":
         on_host, on_device = on_host + on_device, 0

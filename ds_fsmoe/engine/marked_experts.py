@@ -28,7 +28,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.engine.cut_experts import adapters_of
+from ds_fsmoe.engine.shard_experts import adapters_of
 from ds_fsmoe.layer.expert_shard import (
     METADATA,
     TRUSTED,
@@ -71,7 +71,7 @@ class GatheredWeight(nn.Parameter):
 def _with_gradients(value: Any) -> Any:
     if isinstance(value, GatheredWeight) and value.requires_grad:
         origin = value.fsmoe_origin
-        return WholeOfParts.apply(value, value.data, origin.cut, origin.group)
+        return WholeOfParts.apply(value, value.data, origin.take, origin.group)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_with_gradients, value))
     return {name: _with_gradients(each) for name, each in value.items()} if isinstance(value, dict) else value
@@ -115,7 +115,7 @@ def _take_changes(parameter: ExpertShard, own: torch.Tensor, modifier_rank: int 
         with waiting("a change within GatheredParameters of", parameter.fsmoe_origin.name):
             dist.broadcast(whole, dist.get_global_rank(group, modifier_rank), group=group)
         parameter.data = whole
-    own.copy_(parameter.fsmoe_origin.cut(parameter.data))
+    own.copy_(parameter.fsmoe_origin.take(parameter.data))
 
 
 def gather_experts_whole() -> None:
@@ -181,7 +181,7 @@ def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
             f"whole_weight: ZeRO 3 has partitioned {origin.name}; compute the loss inside "
             "deepspeed.zero.GatheredParameters(parameter), where it has all experts and a gradient"
         )
-    return WholeOfParts.apply(parameter, origin.whole(parameter), origin.cut, origin.group)
+    return WholeOfParts.apply(parameter, origin.whole(parameter), origin.take, origin.group)
 
 
 def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -314,7 +314,7 @@ def _guard(module: nn.Module) -> Iterator[Any]:
                 continue
             origin = parameter.fsmoe_origin
             if tuple(given.shape) == origin.part.whole_shape(parameter.shape):
-                state_dict[prefix + name] = origin.cut(given)
+                state_dict[prefix + name] = origin.take(given)
 
     yield module.register_load_state_dict_pre_hook(before_load)
 

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.expert_parts import part_of, parts_in
-from ds_fsmoe.engine.cut_experts import adapters_of
+from ds_fsmoe.engine.shard_experts import adapters_of
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.log import log_on_rank_0
 
@@ -206,7 +206,7 @@ class ScriptGroups:
 
     def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int], came_off: Mapping[int, int]) -> None:
         self.now, self.numbers, self._came_off = list(optimizer.param_groups), numbers, came_off
-        optimizer.register_load_state_dict_post_hook(self._look)
+        optimizer.register_load_state_dict_post_hook(self._read_groups)
         if came_off:
             optimizer.register_step_pre_hook(self._follow)
 
@@ -214,7 +214,7 @@ class ScriptGroups:
         """Return the script's groups as they are now."""
         return [self.now[each] for each in self.numbers]
 
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+    def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         self.now = list(optimizer.param_groups)
 
     def _follow(self, *_: Any) -> None:

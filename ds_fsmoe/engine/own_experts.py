@@ -171,12 +171,12 @@ def _begin(modeling: ModuleType) -> Build | None:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # where ranks exchange the names of their hosts
     if world_size_now() == 1:
         return None
-    _meet(wanted[0].debug.hang_timeout_s)
+    _barrier(wanted[0].debug.hang_timeout_s)
     return Build(*wanted, modeling.is_deepspeed_zero3_enabled())
 
 
 @functools.cache  # once: with its groups made, one rank may read another model alone
-def _meet(limit_s: float) -> None:
+def _barrier(limit_s: float) -> None:
     wait_for_all_ranks("from_pretrained", limit_s)
 
 
@@ -206,7 +206,7 @@ def _patch(modeling: ModuleType) -> None:
         with _built(build):
             made = from_pretrained(cls, *args, **kwargs)
         model = made[0] if isinstance(made, tuple) else made
-        if not build.is_cut:
+        if not build.is_sharded:
             raise LayerError(
                 f"{cls.__name__}.from_pretrained: a distributed checkpoint cannot be loaded inside own_experts()"
             )
@@ -223,7 +223,7 @@ def _patch(modeling: ModuleType) -> None:
             model = from_config(cls, *args, **kwargs)
             # Where the script itself is on the meta device, weights come later.
             drawn = {name for name, each in model.named_parameters() if hasattr(each, DEVICE)}
-            build.cut(model)
+            build.shard_experts(model)
         build.draw(model, drawn & build.own.keys())
         if build.is_zero3:
             build.share_out(model)
@@ -232,7 +232,7 @@ def _patch(modeling: ModuleType) -> None:
 
     @functools.wraps(load)
     def read(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _build is None or _build.is_cut:
+        if _build is None or _build.is_sharded:
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         others = {**dict(zip(["expected_keys"], args, strict=False)), **kwargs}
         return _build.read(modeling, load, (model, state_dict, checkpoint_files, load_config), others)

@@ -81,19 +81,19 @@ class SavingEngine(DeepSpeedEngine):
         save, checkpoints = super().save_checkpoint, Checkpoints(self)
         if not save_dir or self.checkpoint_engine.is_decoupled():
             checkpoints.check_tag(save_dir, tag, save_latest)
-            with self._experts_at_home():
+            with self._experts_in_model_order():
                 return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
 
         def write(name: str) -> Any:
             return save(save_dir, name, client_state or {}, False, *more, **others)
 
-        with self._experts_at_home():
+        with self._experts_in_model_order():
             return checkpoints.save(save_dir, tag, write, save_latest, client_state)
 
-    def _experts_at_home(self) -> AbstractContextManager[None]:
+    def _experts_in_model_order(self) -> AbstractContextManager[None]:
         """Restore the model's own order of experts inside the block. Collective."""
         placement = self.fsmoe.placement
-        return nullcontext() if placement is None else placement.at_home()
+        return nullcontext() if placement is None else placement.in_model_order()
 
     @at_work("saving weights")
     def save_16bit_model(
@@ -107,7 +107,7 @@ class SavingEngine(DeepSpeedEngine):
         refuse_within(self.fsmoe.running, "save_16bit_model")
         save = super().save_16bit_model
         if not self.spreads_experts or self.zero_optimization_partition_weights():
-            with self._experts_at_home():
+            with self._experts_in_model_order():
                 return save(save_dir, save_filename, exclude_frozen_parameters)
         whole = whole_state_dict(self, exclude_frozen_parameters)
         with replaced(self, "module_state_dict", lambda **options: whole):
@@ -182,7 +182,7 @@ class SavingEngine(DeepSpeedEngine):
         # What is loaded is in the model's own order. Experts are then where they were when it was saved, if it says so;
         # else, or where nothing is loaded, where they are now.
         before, placement.was_read = dict(placement.now), False
-        placement.go_home()
+        placement.restore_model_order()
         try:
             result = Checkpoints(self).load(Path(load_dir), tag, load, asked)
         except Exception:
@@ -323,7 +323,7 @@ def _whole_of(own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor
     return own if own is None or origin is None else origin.whole(own)
 
 
-def _cut_from(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def _own_part_of(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of a whole value.
 
     Raises:
@@ -339,7 +339,7 @@ def _cut_from(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
             f"{origin.part.num_parts} ranks: give that of all {origin.part.num_experts} experts, {list(shape)}, on "
             "every rank, as safe_get_full_* returns it"
         )
-    return origin.cut(value.reshape(shape))
+    return origin.take(value.reshape(shape))
 
 
 def _replace_at_stage_3(optimizer: Any) -> None:
@@ -347,13 +347,13 @@ def _replace_at_stage_3(optimizer: Any) -> None:
     set_gradient, update = optimizer.set_fp32_grad_for_param, optimizer.update_fp32_grad_for_param_vectorized
 
     def update_whole(update_func: Callable[..., torch.Tensor], param_list: Iterable[nn.Parameter]) -> None:
-        update(lambda whole, each: _cut_from(update_func(whole, each), each), param_list)
+        update(lambda whole, each: _own_part_of(update_func(whole, each), each), param_list)
 
     optimizer._fp32_state_allgather = lambda param, partition: _whole_of(gather(param, partition), param)
     optimizer.set_full_hp_param = lambda value, param, *key, **named: set_state(
-        _cut_from(value, param), param, *key, **named
+        _own_part_of(value, param), param, *key, **named
     )
-    optimizer.set_fp32_grad_for_param = lambda value, param: set_gradient(_cut_from(value, param), param)
+    optimizer.set_fp32_grad_for_param = lambda value, param: set_gradient(_own_part_of(value, param), param)
     optimizer.update_fp32_grad_for_param_vectorized = update_whole
 
 
@@ -382,8 +382,8 @@ def _see_whole(parameter: nn.Parameter) -> None:
     set_state, set_gradient = parameter.set_full_hp_param, parameter.set_full_hp_grad
     parameter.get_full_hp_param = lambda *key, **named: _whole_of(get_state(*key, **named), parameter)
     parameter.get_full_hp_grad = lambda: _whole_of(get_gradient(), parameter)
-    parameter.set_full_hp_param = lambda value, *key, **named: set_state(_cut_from(value, parameter), *key, **named)
-    parameter.set_full_hp_grad = lambda value: set_gradient(_cut_from(value, parameter))
+    parameter.set_full_hp_param = lambda value, *key, **named: set_state(_own_part_of(value, parameter), *key, **named)
+    parameter.set_full_hp_grad = lambda value: set_gradient(_own_part_of(value, parameter))
 
 
 def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None]:

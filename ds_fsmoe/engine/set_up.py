@@ -24,7 +24,6 @@ from ds_fsmoe.config.reading import STAY, ConfigError
 from ds_fsmoe.distributed.agreement import DisagreementError, in_words
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.halves.splitter import Splitter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.replay import Taped
@@ -36,6 +35,7 @@ from ds_fsmoe.placement.moving import PlacementError
 from ds_fsmoe.placement.placements import Placements, obstacle_to_placement
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.placement_costs import Prices
+from ds_fsmoe.two_batch.splitter import Splitter
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState

@@ -17,15 +17,14 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.topology import Stages, world_size_now
+from ds_fsmoe.engine.restore_model import forget_graph
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
-from ds_fsmoe.engine.way_back import forget_graph
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
-from ds_fsmoe.halves.splitter import Splitter
 from ds_fsmoe.layer.expert_checks import Uncut
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.experts_state import GivenRouter
+from ds_fsmoe.layer.experts_state import ExternalRouter
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.state import ConvertedLayer
@@ -36,12 +35,13 @@ from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.decide.block_times import order_words
 from ds_fsmoe.planning.decide.presets import BEST
-from ds_fsmoe.planning.workload import ONCE_PER_NODE
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED
 from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
 from ds_fsmoe.tuning.drift import BatchWatch, PredictionWatch, StepComparison
-from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
+from ds_fsmoe.tuning.micro_ops import MicroOps, chunks_by_bytes
+from ds_fsmoe.two_batch.splitter import Splitter
 from ds_fsmoe.versions import VERSION
 
 
@@ -71,7 +71,7 @@ class FSMoEState:
         self.reduction: Reduction | None = None
         """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
-        self.micro_ops = MicroOps(block, stage_group) if cuts_by_bytes(block) else None
+        self.micro_ops = MicroOps(block, stage_group) if chunks_by_bytes(block) else None
         """The object that cuts layers by rule, where that is asked for."""
         if self.micro_ops is not None:
             running.instruments.append(self.micro_ops.watch)
@@ -122,8 +122,8 @@ class FSMoEState:
         self._is_settled = False
         is_tuned = block.autotune.enabled or self.micro_ops is not None
         tries, is_sharded = block.debug.check_experts, block.esp_size > 1
-        self.uncut = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._layers_uncut)
-        running.checks.append(self.uncut.look)
+        self.chunking_guard = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._on_layers_unchunked)
+        running.checks.append(self.chunking_guard.check)
 
     def begin(self, steps_whole: bool) -> None:
         """Begin to look at layers, as the engine is complete.
@@ -131,7 +131,7 @@ class FSMoEState:
         Args:
             steps_whole: whether the engine has an optimizer, and parameters that are whole in a forward.
         """
-        self.uncut.begin(self.inner_layers)
+        self.chunking_guard.begin(self.inner_layers)
         running = self.running
         if steps_whole and self.stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
             alone = [
@@ -162,22 +162,22 @@ class FSMoEState:
             self._first_step = number
         elif number > self._first_step and not self._is_settled:
             self._is_settled = True
-            self.uncut.settle(self.inner_layers)
-            self._cut_by_rule()
+            self.chunking_guard.settle(self.inner_layers)
+            self._chunk_by_rule()
         if self._router_check is not None:
             self._router_check.step = number
         every = self.block.debug.check_every
         if every and number >= self._compared_at + every:
             self._compared_at = number
-            self.uncut.settle(self.inner_layers)
+            self.chunking_guard.settle(self.inner_layers)
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
-    def _cut_by_rule(self) -> None:
+    def _chunk_by_rule(self) -> None:
         """Cut layers by their bytes, where that is asked for and a step has told them. Collective."""
         if self.micro_ops is None or not self.micro_ops.is_wanted:
             return
-        self.uncut.settle(self.inner_layers)
-        is_cut = self.micro_ops.cut(self.inner_layers)
+        self.chunking_guard.settle(self.inner_layers)
+        is_cut = self.micro_ops.chunk_layers(self.inner_layers)
         if self.stage_group is not None:
             # Plans are compared on all stages at once, also on those where nothing is cut.
             is_cut = any(on_every_rank(is_cut))
@@ -214,7 +214,7 @@ class FSMoEState:
         self.wait_for_parameters()
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
-        self.uncut.settle(self.inner_layers)
+        self.chunking_guard.settle(self.inner_layers)
         # A schedule that was named is run as it is.
         can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.is_worth_trying
         if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, self.micro_batches()):
@@ -265,10 +265,10 @@ class FSMoEState:
     def look_again(self) -> None:
         """Check again whether layers may be cut: to be called by every rank, between two steps, after experts or their
         weights have been changed, hooks put on their module, or dropout turned on. Collective."""
-        self.uncut.look_again()
-        self.uncut.begin(self.inner_layers)
+        self.chunking_guard.recheck()
+        self.chunking_guard.begin(self.inner_layers)
 
-    def _layers_uncut(self) -> None:
+    def _on_layers_unchunked(self) -> None:
         """Update the state after some layers were set to one chunk, on this rank for now."""
         self._facts = {}
         if self.telemetry is not None:
@@ -284,7 +284,7 @@ class FSMoEState:
         Returns:
             The comparison, if one was made.
         """
-        self._cut_by_rule()
+        self._chunk_by_rule()
         if self.running.step_clock is not None:
             self.running.step_clock.step_is_over()
         if self.placement_watch is not None:
@@ -301,7 +301,7 @@ class FSMoEState:
             return None
         if self.autotune is not None and self.autotune.step_is_over():
             # Layers may be cut from now on, and experts may have changed since they were looked at.
-            self.uncut.look_again()
+            self.chunking_guard.recheck()
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
     def _predictors(self) -> Mapping[str, MeasuredPredictor]:
@@ -309,7 +309,7 @@ class FSMoEState:
 
     def _plan_again(self, reason: str) -> None:
         self.plans_made_again += 1
-        self.uncut.look_again()
+        self.chunking_guard.recheck()
         self.autotune.request_again(reason)
 
     def after_optimizer_step(self) -> None:
@@ -365,7 +365,7 @@ def alike(block: FSMoEBlock) -> dict[str, Any]:
 # show
 
 
-WORTH_SAYING = 0.1
+MIN_LOGGED_SHARE = 0.1
 """The share of slots that have to be empty for a word about it."""
 
 
@@ -400,7 +400,7 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
             state.reduction is not None or state.has_late_gradients,
         ),
         "placement": (_describe_placement(state), state.placement is not None),
-        "split_batch": (_describe_halves(state), _in_halves(state)),
+        "split_batch": (_describe_two_batch(state), _runs_two_batch(state)),
     }
 
 
@@ -435,7 +435,7 @@ def _describe_chunks(blocks: Sequence[tuple[BlockPlan, BlockPlan]]) -> str:
     return "; ".join("forward {}, backward {}".format(*each) for each in counts)
 
 
-def _in_halves(state: FSMoEState) -> bool:
+def _runs_two_batch(state: FSMoEState) -> bool:
     return state.splitter is not None and state.splitter.is_planned
 
 
@@ -451,7 +451,7 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
         return f"{name} (chosen by the autotuner from {others + 1} plans)"
     if name == "deepspeed":
         return "DeepSpeed's"
-    if is_cut or _in_halves(state) or state.micro_ops is not None:
+    if is_cut or _runs_two_batch(state) or state.micro_ops is not None:
         return name
     if tuner is not None and not tuner.is_settled:
         return f"DeepSpeed's until measured, then {name}"
@@ -460,7 +460,7 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
     return f"{name} in one chunk, which is DeepSpeed's order"
 
 
-def _describe_halves(state: FSMoEState) -> str:
+def _describe_two_batch(state: FSMoEState) -> str:
     """Return whether two halves of a batch take turns now; where batches stay whole, the reason."""
     asked, splitter, tuner = state.block.split_batch, state.splitter, state.autotune
     why = state.why_whole or (splitter and (splitter.why_not or splitter.why_whole))
@@ -493,7 +493,7 @@ def describe_dispatch(state: FSMoEState) -> str:
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
     words = "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
-    if state.block.dispatch != "auto" or empty < WORTH_SAYING:
+    if state.block.dispatch != "auto" or empty < MIN_LOGGED_SHARE:
         return words
     return f'{words}, of which at least {empty:.0%} are empty; "dispatch": "unpadded" does not send these'
 
@@ -509,11 +509,11 @@ def describe_alltoall(state: FSMoEState) -> str:
     """Return the all-to-all that is asked for, and those that run where they are others."""
     asked = state.running.plan.alltoall
     run = {layer.pipeline.forward.alltoall for layer in state.inner_layers.values()}
-    return f"{asked}, run as {'; '.join(sorted(run))}" if asked == ONCE_PER_NODE and run - {asked} else asked
+    return f"{asked}, run as {'; '.join(sorted(run))}" if asked == NODE_DEDUPLICATED and run - {asked} else asked
 
 
 def describe_gate(gate: Any) -> str:
     """Return a gate's class and settings."""
     if not isinstance(gate, FSMoEGate):
-        return gate.describe() if isinstance(gate, (GateBase, GivenRouter)) else type(gate).__name__
+        return gate.describe() if isinstance(gate, (GateBase, ExternalRouter)) else type(gate).__name__
     return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

@@ -109,7 +109,7 @@ def _is_recording() -> bool:
     return any(each.is_open for each in _made)
 
 
-def watch_ours(engine: Any) -> None:
+def watch_fsmoe(engine: Any) -> None:
     """Begin the record of an engine of ours, if its block asks for one, and let DeepSpeed's profiler count all of it.
 
     Raises:
@@ -126,7 +126,7 @@ def watch_ours(engine: Any) -> None:
     if record is not None:
         # The record outlives an engine that nobody has ended, and writes its end.
         autotune = (lambda: None) if state.autotune is None else weakref.ref(state.autotune)
-        record.steps.tell_tuning(lambda: _is_tuning(autotune()))
+        record.steps.mark_tuning(lambda: _is_tuning(autotune()))
         state.telemetry.record = record
         state.telemetry.plans_changed()
 
@@ -222,7 +222,7 @@ class Telemetry:
         self._state = state
         self._every = block.metrics_every
         self._is_detailed = block.metrics == "detailed"
-        self._tells = block.metrics != "off" and engine.monitor.enabled
+        self._writes_metrics = block.metrics != "off" and engine.monitor.enabled
         self.record: Record | None = None
         """The record of the run, if there is to be one."""
         self.routers: RouterMetrics | None = None
@@ -334,7 +334,7 @@ class Telemetry:
             values |= found.values(self._is_detailed)
             if self.record is not None:
                 self.record.append(COMPARED, [asdict(found) | {"busy": found.busy}])
-        if values and self._tells:
+        if values and self._writes_metrics:
             self._engine.monitor.write_events(named(values, num_samples))
 
     def _with_places(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 # ---- Lets a call of a layer pause while its tokens travel, so that another part of the batch computes
 # meanwhile
 #
-# Whoever runs parts of a batch in turns calls the layers inside of :meth:`Half.running`; a call that finds a half
+# Whoever runs parts of a batch in turns calls the layers inside of :meth:`SubBatch.running`; a call that finds a half
 # there pauses twice, see :func:`with_pauses`. What runs in a pause is the same on every rank.
 
 
-_current: ContextVar[Half | None] = ContextVar("half", default=None)
+_current: ContextVar[SubBatch | None] = ContextVar("half", default=None)
 
 
 @dataclass(frozen=True, eq=False)
-class Half:
+class SubBatch:
     """One of the parts of a batch that take turns."""
 
     pause: Callable[[], None]
@@ -55,7 +55,7 @@ class Half:
             _current.reset(token)
 
 
-def half_now() -> Half | None:
+def current_sub_batch() -> SubBatch | None:
     """Return the part of a batch for which a layer is called now; ``None``: the whole batch."""
     return _current.get()
 
@@ -99,9 +99,9 @@ class GradientWindow(Protocol):
 
     def open(self, label: str) -> Sequence[Any]: ...
 
-    def tasks(self, parcel: Any) -> tuple[str, ...]: ...
+    def tasks(self, grad_slice: Any) -> tuple[str, ...]: ...
 
-    def send(self, parcel: Any, task: str) -> None: ...
+    def send(self, grad_slice: Any, task: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -114,7 +114,7 @@ def with_pauses(
     x_RM: torch.Tensor,
     weights_R: torch.Tensor | None,
     parameters: Iterable[torch.Tensor],
-    half: Half,
+    sub_batch: SubBatch,
     needs_backward: bool,
 ) -> torch.Tensor:
     """Run a call as :class:`AtOnce` does, and pause twice; its backward pauses where autograd has other work that is
@@ -128,15 +128,15 @@ def with_pauses(
     try:
         if not needs_backward:
             call.begin_forward(x_RM)
-            half.pause()
+            sub_batch.pause()
             call.go_on_forward()
-            half.pause()
+            sub_batch.pause()
             return call.end_forward()
         entered = _Enter.apply(x_RM, weights_R, call)
-        half.pause()
+        sub_batch.pause()
         # Nodes are as old as their calls: parameters come in here, where their gradients are made.
         computed = _Compute.apply(entered, call, *parameters)
-        half.pause()
+        sub_batch.pause()
         return _Leave.apply(computed, call)
     except BaseException:
         # Of the other half, or this one: its tokens may be on their way.
@@ -246,20 +246,20 @@ class Call:
         layout: Layout,
         experts: CallOfExperts | None,
         hook: Hook | None,
-        half: Half | None = None,
+        sub_batch: SubBatch | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._layout = layout
         self.experts = experts
         self._hook = hook
-        self._half = half
+        self._sub_batch = sub_batch
         self._observer = pipeline.observer
         # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
-        self._window = pipeline.window if half is None or half.is_last_in_backward else None
+        self._window = pipeline.window if sub_batch is None or sub_batch.is_last_in_backward else None
         self._phase: PhaseRun | None = None
         self._run: LaneRun | None = None
         self._tasks: Sequence[Task] = ()
-        self._held: list[torch.Tensor] = []
+        self._kept_rows: list[torch.Tensor] = []
 
     def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
         """Run the forward on the rows and return as many."""
@@ -285,7 +285,7 @@ class Call:
         # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
         # rows that came over a link would be handed to the next chunk that comes: these stay until the streams are
         # joined, as they would if they had been received into memory made whole beforehand.
-        self._held = self.experts.rows() if self._pipeline.lanes.runs_behind else []
+        self._kept_rows = self.experts.rows() if self._pipeline.lanes.runs_behind else []
         # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
         # but memory depends on it, and a torch that cannot do it yet goes without.
         getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
@@ -293,11 +293,11 @@ class Call:
     def begin_backward(self, dy_RM: torch.Tensor) -> None:
         """Send the gradients of results to the experts, if the call pauses."""
         window = self._window
-        parcels = () if window is None else window.open(self._pipeline.label)
+        grad_slices = () if window is None else window.open(self._pipeline.label)
         bodies: dict[str, Body] = {}
-        for kind in GRADIENT_TASKS if parcels else ():
-            bodies[kind] = lambda task: window.send(parcels[task.chunk], task.kind)
-        slices = tuple(map(window.tasks, parcels)) if parcels else ()
+        for kind in GRADIENT_TASKS if grad_slices else ():
+            bodies[kind] = lambda task: window.send(grad_slices[task.chunk], task.kind)
+        slices = tuple(map(window.tasks, grad_slices)) if grad_slices else ()
         self._begin("backward", dy_RM, self._pipeline.backward, slices, bodies)
 
     def go_on_backward(self) -> _Gradients:
@@ -320,7 +320,7 @@ class Call:
 
     def drop(self) -> None:
         """Release the tensors of the backward."""
-        self._held = []
+        self._kept_rows = []
         self.experts.release()
 
     def _begin(
@@ -334,16 +334,16 @@ class Call:
         pipeline, pause = self._pipeline, 0
         chunks = self._layout.chunks(pipeline.collectives, direction, rows_RM)
         self._phase = phase = PhaseRun(chunks, self._hook, direction, pipeline.lanes.runs_behind)
-        if self._half is None:
+        if self._sub_batch is None:
             schedule = plan.sending(slices)
         else:
             # In the backward the halves come the other way round.
-            schedule, pause = plan.paused(slices, is_second=self._half.is_last_in_backward == plan.backward)
+            schedule, pause = plan.paused(slices, is_second=self._sub_batch.is_last_in_backward == plan.backward)
         self._tasks = schedule.tasks
-        bodies |= phase.travel(schedule)
+        bodies |= phase.communication(schedule)
         bodies[EXPERT] = self._expert_body(phase, direction)
         self._run = pipeline.lanes.begin(schedule, bodies, f"{pipeline.label}/{direction}", self._observer)
-        if self._half is not None:
+        if self._sub_batch is not None:
             self._run.go(pause)
 
     def _expert_body(self, phase: PhaseRun, direction: Direction) -> Body:

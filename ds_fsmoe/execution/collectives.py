@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
-from ds_fsmoe.execution.row_sizes import ALONE, ChunkSizes, PassedOn, RowBlock
+from ds_fsmoe.execution.row_sizes import ALONE, ChunkSizes, ForwardedRows, RowBlock
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
 # ---- What rows are on the wire: as they are, or bytes of 8-bit floating-point numbers with a scale for each
 # row
@@ -29,7 +29,7 @@ from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
 # Letters: R rows, M width.
 
 
-Wire = Literal["model", "fp8"]
+CommDtype = Literal["model", "fp8"]
 """``"model"``: rows travel in the layer's own type."""
 FP8 = torch.float8_e4m3fn
 """Three bits of mantissa: with a scale for each row its range is enough for gradients, too."""
@@ -39,15 +39,15 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Wires:
+class CommDtypes:
     """The wires of a layer. The backward's gradients take the wire of their hop the other way."""
 
-    dispatch: Wire = "model"
+    dispatch: CommDtype = "model"
     """From tokens to experts, and of gradients back from there."""
-    combine: Wire = "model"
+    combine: CommDtype = "model"
     """From experts to tokens, and of gradients to the experts."""
 
-    def of(self, direction: Literal["forward", "backward"]) -> tuple[Wire, Wire]:
+    def of(self, direction: Literal["forward", "backward"]) -> tuple[CommDtype, CommDtype]:
         """Return the wires of a phase's way in and of its way out."""
         return (self.dispatch, self.combine) if direction == "forward" else (self.combine, self.dispatch)
 
@@ -61,15 +61,15 @@ class Wires:
         return _share(self.dispatch, width, element_bytes), _share(self.combine, width, element_bytes)
 
 
-FULL = Wires()
+FULL = CommDtypes()
 """Rows travel in the layer's own type, both ways."""
 
 
-def _share(wire: Wire, width: int, element_bytes: int) -> float:
-    return 1.0 if wire == "model" or not width else (width + SCALE_BYTES) / (width * element_bytes)
+def _share(comm_dtype: CommDtype, width: int, element_bytes: int) -> float:
+    return 1.0 if comm_dtype == "model" or not width else (width + SCALE_BYTES) / (width * element_bytes)
 
 
-def narrowed(x_RM: torch.Tensor) -> torch.Tensor:
+def quantized_rows(x_RM: torch.Tensor) -> torch.Tensor:
     """Return rows as bytes, [R, M + 4] uint8. A row with a number that is not finite has none that is."""
     rows_RM = x_RM.flatten(1).float()
     # Below that a scale has too few bits of its own; a row of zeros has any.
@@ -81,8 +81,8 @@ def narrowed(x_RM: torch.Tensor) -> torch.Tensor:
     return bytes_RB
 
 
-def widened(bytes_RB: torch.Tensor, dtype: torch.dtype, row_shape: torch.Size) -> torch.Tensor:
-    """Return rows from :func:`narrowed` in a type, each in a shape."""
+def dequantized_rows(bytes_RB: torch.Tensor, dtype: torch.dtype, row_shape: torch.Size) -> torch.Tensor:
+    """Return rows from :func:`quantized_rows` in a type, each in a shape."""
     # Copied, for a scale to begin where a float may.
     scale_R1 = bytes_RB[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     rows_RM = bytes_RB[:, :-SCALE_BYTES].contiguous().view(FP8).float().mul_(scale_R1)
@@ -133,11 +133,11 @@ class Collectives:
     """The same as :attr:`legs`, for rows."""
     block: RowBlock = ALONE
     """The ranks that share the experts; they tell each other how many rows they send."""
-    passes_on: PassedOn | None = None
+    forwarded: ForwardedRows | None = None
     """Of which rows that rest on other ranks on their way those have to know how many they are."""
     nodes: NodeLinks | None = None
     """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
-    wires: Wires = FULL
+    comm_dtypes: CommDtypes = FULL
     """The wires say in which format rows travel between the ranks of the EP group."""
     why_flat: str = ""
     """Why it is the flat all-to-all where something else was asked for."""
@@ -146,7 +146,7 @@ class Collectives:
     def planned(self) -> AllToAll:
         """The planner's name for the all-to-all."""
         if self.nodes is not None:
-            return ONCE_PER_NODE
+            return NODE_DEDUPLICATED
         return "2dh" if self.legs else "flat"
 
     @property

@@ -28,12 +28,12 @@ from ds_fsmoe.execution.device_tables import TABLES, HostCopy
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import (
     ChunkSizes,
+    ForwardedRows,
     NodeCounts,
-    PassedOn,
     PhaseSizes,
     RowBlock,
     RowSizes,
-    TokenCuts,
+    TokenChunks,
     expert_ends,
     moves,
     sizes_of_phases,
@@ -176,12 +176,12 @@ class CountsExchange:
     """An exchange of counts, while it travels. Made by :meth:`begin`."""
 
     block: RowBlock
-    cuts: TokenCuts
+    token_chunks: TokenChunks
     own_ET: torch.Tensor
     received: torch.Tensor
     """int64: of each rank of the block its header, its rows for each expert here in each segment, and, only where rows
     of it rest here on their way, how many there are for each of their destinations in each segment."""
-    passes_on: PassedOn | None
+    forwarded: ForwardedRows | None
     work: Any
     name: str
 
@@ -191,8 +191,8 @@ class CountsExchange:
         counts_ET: torch.Tensor,
         fault: torch.Tensor,
         block: RowBlock,
-        cuts: TokenCuts,
-        passes_on: PassedOn | None = None,
+        token_chunks: TokenChunks,
+        forwarded: ForwardedRows | None = None,
         name: str = "",
         forward: Forward | None = None,
     ) -> CountsExchange:
@@ -211,24 +211,24 @@ class CountsExchange:
         own_GX = counts_ET.reshape(ranks, -1)
         header = headed(fault, forward)
         splits: list[list[int]] = []
-        if passes_on is None:
+        if forwarded is None:
             sent = torch.cat([header.expand(ranks, 1), own_GX], dim=1)
             if (eps := [ep for ep, _ in block.places]) != list(range(ranks)):
                 sent = torch.stack([sent[ep] for ep in eps])
         else:
-            here, num_segments = 1 + own_GX.shape[1], cuts.num_segments
+            here, num_segments = 1 + own_GX.shape[1], token_chunks.num_segments
             totals_GT = own_GX.view(ranks, -1, num_segments).sum(1)
-            order = _table(_sent, counts_ET, block, here, num_segments, passes_on)
+            order = _table(_sent, counts_ET, block, here, num_segments, forwarded)
             sent = torch.cat([header.reshape(1), own_GX.reshape(-1), totals_GT.reshape(-1)])[order]
             splits = [
-                [here + num_segments * count for count in _passed(block, each)]
-                for each in (passes_on.hears, passes_on.tells)
+                [here + num_segments * count for count in _counts_to_forward(block, each)]
+                for each in (forwarded.resting_here, forwarded.resting_there)
             ]
         if block.group is None:
-            return cls(block, cuts, counts_ET, sent, passes_on, None, name)
+            return cls(block, token_chunks, counts_ET, sent, forwarded, None, name)
         received = sent.new_empty(sum(splits[0])) if splits else torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, *splits, group=block.group, async_op=True)
-        return cls(block, cuts, counts_ET, received, passes_on, work, name)
+        return cls(block, token_chunks, counts_ET, received, forwarded, work, name)
 
     def wait(self) -> RowSizes:
         """Return the sizes of the call. The host waits here for the device.
@@ -237,15 +237,15 @@ class CountsExchange:
             RoutingError: the decision of a rank contradicts itself.
             DisagreementError: ranks are in different forwards.
         """
-        block, num_segments = self.block, self.cuts.num_segments
+        block, num_segments = self.block, self.token_chunks.num_segments
         num_local = self.own_ET.shape[0] // block.num_exchanging
         here = 1 + num_local * num_segments
         with waiting("the exchange of counts of", self.name):
             if self.work is not None:
                 self.work.wait()
             received = self.received
-            if self.passes_on is not None:
-                received = received[_table(_received, received, block, here, num_segments, self.passes_on)]
+            if self.forwarded is not None:
+                received = received[_table(_received, received, block, here, num_segments, self.forwarded)]
             elif block.sources != tuple(range(len(block.sources))):
                 received = torch.stack([received[source] for source in block.sources])
             received = received.reshape(-1)
@@ -271,7 +271,7 @@ class CountsExchange:
             arrived_NeT: the rows that come here, on the device.
         """
         phase = partial(self._phase, own_ET, host_NeT, passed_XT, arrived_NeT)
-        return sizes_of_phases(self.cuts, int(own_ET.sum()), phase, self.own_ET, arrived_NeT)
+        return sizes_of_phases(self.token_chunks, int(own_ET.sum()), phase, self.own_ET, arrived_NeT)
 
     def _phase(
         self,
@@ -281,18 +281,18 @@ class CountsExchange:
         arrived_NeT: torch.Tensor,
         degree: int,
     ) -> PhaseSizes:
-        ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
-        of_chunks = cuts.adder(degree)
-        to_Gr = of_chunks(own_ET.reshape(ranks, -1, cuts.num_segments).sum(1))
+        ranks, sharing, token_chunks = self.block.num_exchanging, self.block.num_sharing, self.token_chunks
+        of_chunks = token_chunks.adder(degree)
+        to_Gr = of_chunks(own_ET.reshape(ranks, -1, token_chunks.num_segments).sum(1))
         arrived_Ner = of_chunks(host_NeT)
         from_Nr = arrived_Ner.sum(1)
         own = slice(self.block.esp_index * ranks, (self.block.esp_index + 1) * ranks)
         gathered_Pr = from_Nr.reshape(sharing, ranks, degree).sum(1)
         between_r: list[Any] = [None] * degree
-        if self.passes_on is not None:
+        if self.forwarded is not None:
             me = self.block.ep_index
             pairs = [
-                *_pairs(self.passes_on),
+                *_pairs(self.forwarded),
                 *((me, each) for each in range(ranks)),
                 *((each, me) for each in range(ranks)),
             ]
@@ -302,11 +302,11 @@ class CountsExchange:
         chunks = zip(*(each.T.tolist() for each in parts), between_r, strict=True)
         starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
         order = None
-        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):
+        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < token_chunks.num_segments):
             num_rows = int(from_Nr.sum())
             places = (degree, "by_source"), (degree, "by_expert")
-            order = moves(arrived_NeT, cuts, *places, num_rows, of_chunk=True)
-        ends = expert_ends(cuts, degree, arrived_NeT)
+            order = moves(arrived_NeT, token_chunks, *places, num_rows, of_chunk=True)
+        ends = expert_ends(token_chunks, degree, arrived_NeT)
         return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, ends)
 
 
@@ -315,35 +315,35 @@ def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: RowBlock,
     return TABLES.from_host(like, make, replace(block, group=None), *others)
 
 
-def _passed(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
+def _counts_to_forward(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
     """Return for each rank of the block how many destinations go with its counts: those of its EP group alone have
     any."""
     return [len(of_ranks[ep]) if esp == block.esp_index else 0 for ep, esp in block.places]
 
 
-def _sent(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
+def _sent(block: RowBlock, here: int, num_segments: int, forwarded: ForwardedRows) -> np.ndarray:
     """Return the positions of the header, the counts for each rank and the totals for each."""
     first = 1 + block.num_exchanging * (here - 1)
     found = []
     for ep, esp in block.places:
         found += [np.zeros(1, dtype=np.int64), 1 + ep * (here - 1) + np.arange(here - 1)]
         if esp == block.esp_index:
-            found += [first + num_segments * each + np.arange(num_segments) for each in passes_on.tells[ep]]
+            found += [first + num_segments * each + np.arange(num_segments) for each in forwarded.resting_there[ep]]
     return np.concatenate(found)
 
 
-def _received(block: RowBlock, here: int, num_segments: int, passes_on: PassedOn) -> np.ndarray:
+def _received(block: RowBlock, here: int, num_segments: int, forwarded: ForwardedRows) -> np.ndarray:
     """Return where the headers and counts lie in what was received, source by source, and then what is passed on."""
-    counts = _passed(block, passes_on.hears)
+    counts = _counts_to_forward(block, forwarded.resting_here)
     starts = np.cumsum([0, *(here + num_segments * each for each in counts)])
     found = [starts[source] + np.arange(here) for source in block.sources]
     found += [starts[source] + here + np.arange(num_segments * counts[source]) for source in block.sources]
     return np.concatenate(found)
 
 
-def _pairs(passes_on: PassedOn) -> tuple[tuple[int, int], ...]:
+def _pairs(forwarded: ForwardedRows) -> tuple[tuple[int, int], ...]:
     """Return (source, destination) of the rows that rest here, in the order in which their counts come."""
-    return tuple((source, each) for source, those in enumerate(passes_on.hears) for each in those)
+    return tuple((source, each) for source, those in enumerate(forwarded.resting_here) for each in those)
 
 
 # ---- Tells every rank of an EP group what comes to it, where each token crosses to a node once
@@ -386,7 +386,7 @@ class NodeExchange:
     rows: NodeRows
     block: RowBlock
     links: NodeLinks
-    cuts: TokenCuts
+    token_chunks: TokenChunks
     received_GX: torch.Tensor
     """[G, 1 + e * T + (1 + p) * T] int64: of each rank its header, its choices of each expert here, its tokens with an
     expert in this node and with one on each of its ranks."""
@@ -400,7 +400,7 @@ class NodeExchange:
         rows: NodeRows,
         block: RowBlock,
         links: NodeLinks,
-        cuts: TokenCuts,
+        token_chunks: TokenChunks,
         name: str = "",
         forward: Forward | None = None,
     ) -> NodeExchange:
@@ -422,7 +422,7 @@ class NodeExchange:
         sent_GX = torch.cat(parts, dim=1)
         received_GX = torch.empty_like(sent_GX)
         work = dist.all_to_all_single(received_GX, sent_GX, group=block.group, async_op=True)
-        return cls(rows, block, links, cuts, received_GX, work, name)
+        return cls(rows, block, links, token_chunks, received_GX, work, name)
 
     def wait(self) -> torch.Tensor:
         """Return [R] int64: ``choice * S + token`` of each choice of this rank's tokens that was not dropped. The host
@@ -432,7 +432,7 @@ class NodeExchange:
             RoutingError: the decision of a rank contradicts itself.
             DisagreementError: ranks are in different forwards.
         """
-        rows, links, segments = self.rows, self.links, self.cuts.num_segments
+        rows, links, segments = self.rows, self.links, self.token_chunks.num_segments
         own = rows.counts_ET, rows.counts_GT, rows.counts_nT
         with waiting("the exchange of counts of", self.name):
             self.work.wait()
@@ -450,7 +450,7 @@ class NodeExchange:
         mates = [of_node[links.place] for of_node in links.ranks]
         self._counts = NodeCounts(
             links,
-            self.cuts,
+            self.token_chunks,
             own_ET.reshape(ranks, -1, segments),
             own_GT,
             own_nT,
@@ -488,15 +488,17 @@ class NodeExchange:
         # To the relay in a node go the copies for its ranks: the tokens with an expert on each, rank by rank.
         is_on_GS = rows.is_on_GS[self.links.rank_of_each(rows.is_on_GS)]
         numbers_GS = in_node_nS.repeat_interleave(self.links.per_node, dim=0)
-        copies_sent, copies_received = counts.relay_sizes
+        copies_sent, copies_received = counts.forwarded_sizes
         place_GS = torch.where(is_on_GS, is_on_GS.view(-1).cumsum(0).view_as(numbers_GS) - 1, sum(copies_sent))
         copies = numbers_GS.new_empty(sum(copies_sent) + 1)
         copies = copies.scatter_(0, place_GS.reshape(-1), numbers_GS.reshape(-1))[:-1]
         with waiting("the exchange of records of", self.name):
-            relay_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
+            forwarded_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
         shape = counts.choices_GeT.shape
         choices_GeT = self.received_GX[:, 1 : 1 + shape[1] * shape[2]].reshape(shape)
-        sizes = counts.sizes(rows.counts_nT, choices_GeT, relay_records.long(), received_RW[:, 0].long(), num_choices)
+        sizes = counts.sizes(
+            rows.counts_nT, choices_GeT, forwarded_records.long(), received_RW[:, 0].long(), num_choices
+        )
         return NodeCall(sizes, weights, self.block, *counts.choice_sizes)
 
 

@@ -29,7 +29,7 @@ def is_capturing() -> bool:
 
 
 @contextmanager
-def beside_captures() -> Iterator[None]:
+def allow_queries_in_captures() -> Iterator[None]:
     """Allow this thread to query events inside the block while other threads capture graphs.
 
     CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an

@@ -282,17 +282,17 @@ class Lanes(ABC):
     ) -> LaneRun:
         """Begin a run and do nothing of it yet; arguments and errors as in :meth:`run`."""
         self._check_free()
-        crossings = dependencies_of(schedule)
-        if not crossings.kinds <= bodies.keys():
-            missing = sorted(crossings.kinds - bodies.keys())
+        dependencies = dependencies_of(schedule)
+        if not dependencies.kinds <= bodies.keys():
+            missing = sorted(dependencies.kinds - bodies.keys())
             raise ValueError(f"no body for {', '.join(missing)}; bodies exist for {', '.join(sorted(bodies))}")
         if observer is not None:
             try:
                 observer = observer.of_run(schedule, label)
             except BaseException as error:
-                self._tell(error)
+                self._call_on_error(error)
                 raise
-        return self._run_of(crossings, LaneWork(bodies, label, observer))
+        return self._run_of(dependencies, LaneWork(bodies, label, observer))
 
     def _check_free(self) -> None:
         if self._is_closed:
@@ -314,17 +314,17 @@ class Lanes(ABC):
                 run._join()
                 self._has_run = True
         except BaseException as error:
-            self._tell(error)
+            self._call_on_error(error)
             raise
         finally:
             self._is_running = was_running
 
-    def _tell(self, error: BaseException) -> None:
+    def _call_on_error(self, error: BaseException) -> None:
         if self.on_error is not None:
             self.on_error(error)
 
     @abstractmethod
-    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
+    def _run_of(self, dependencies: Dependencies, work: LaneWork) -> LaneRun:
         """Return a run of these steps."""
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
@@ -362,16 +362,16 @@ class SerialLanes(Lanes):
     overlap: ClassVar[Mapping[Lane, str]] = dict.fromkeys(Lane, "the caller's thread and stream; overlaps with nothing")
     _nests: ClassVar[bool] = True
 
-    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
-        return _SerialRun(self, crossings, work)
+    def _run_of(self, dependencies: Dependencies, work: LaneWork) -> LaneRun:
+        return _SerialRun(self, dependencies, work)
 
 
 class _SerialRun(LaneRun):
     """Does one task after another in the caller's thread."""
 
-    def __init__(self, lanes: SerialLanes, crossings: Dependencies, work: LaneWork) -> None:
+    def __init__(self, lanes: SerialLanes, dependencies: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
-        self._steps = crossings.steps
+        self._steps = dependencies.steps
         self._work = work
         self._at = 0
 

@@ -128,9 +128,9 @@ class PhaseRun:
         self._at: dict[int, torch.Tensor] = {}
         self._back: set[int] = set()
         # The memory of a tensor that another stream uses must not be given away before the join.
-        self._held: list[torch.Tensor] | None = [] if holds else None
+        self._kept_tensors: list[torch.Tensor] | None = [] if holds else None
 
-    def travel(self, schedule: Schedule) -> dict[str, Body]:
+    def communication(self, schedule: Schedule) -> dict[str, Body]:
         """Return kind -> body for the communication tasks."""
         travel = {A2A_IN: self._dispatch, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._combine}
         chunks, step, kinds = self._chunks, self._step, dependencies_of(schedule).kinds
@@ -270,7 +270,7 @@ class PhaseRun:
         x = self._chunks.read(chunk)
         if self._hook is not None:
             x = self._hooked("before_dispatch_hook", x, chunk)
-        self._held is None or self._held.append(x)
+        self._kept_tensors is None or self._kept_tensors.append(x)
         return x.contiguous()
 
     def _after_dispatch(self, chunk: int, x: torch.Tensor) -> None:
@@ -284,20 +284,20 @@ class PhaseRun:
         y = self._chunks.leaving(self._at.pop(chunk))
         if self._hook is not None:
             y = self._hooked("before_combine_hook", y, chunk)
-        self._held is None or self._held.append(y)
+        self._kept_tensors is None or self._kept_tensors.append(y)
         return y.contiguous()
 
     def _after_combine(self, chunk: int, y: torch.Tensor) -> None:
         """Write the result where its tokens are."""
         if self._hook is not None:
             y = self._hooked("after_combine_hook", y, chunk)
-        self._held is None or self._held.append(y)
+        self._kept_tensors is None or self._kept_tensors.append(y)
         self._back.add(chunk)
         self._chunks.write(y, chunk)
 
     def _keep(self, chunk: int, tensor: torch.Tensor) -> None:
         self._at[chunk] = tensor
-        self._held is None or self._held.append(tensor)
+        self._kept_tensors is None or self._kept_tensors.append(tensor)
 
     def _hooked(self, point: str, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
         replaced = self._hook(point, tensor, self._direction, chunk)

@@ -28,7 +28,7 @@ from ds_fsmoe.execution.call import (
     CallOfExperts,
     GradientWindow,
     Layout,
-    half_now,
+    current_sub_batch,
     with_pauses,
 )
 from ds_fsmoe.execution.collectives import FULL, Collectives
@@ -52,7 +52,7 @@ class LayerExperts(Protocol):
         rows: RowSizes | None = None,
         x_RM: torch.Tensor | None = None,
         *,
-        same_cuts: bool = True,
+        same_chunks: bool = True,
         recompute: bool = False,
     ) -> CallOfExperts: ...
 
@@ -72,7 +72,7 @@ class WholeExperts:
     """Whether the layer's runs are reported to the code that times steps."""
 
 
-def uncut(block: BlockPlan) -> BlockPlan:
+def unchunked(block: BlockPlan) -> BlockPlan:
     """Return the same order of tasks with one chunk."""
     return BlockPlan(links=block.links, conversions=block.conversions)
 
@@ -90,7 +90,7 @@ class CallSizes:
     dtype: torch.dtype
     num_chunks: int
     """The number of chunks in the forward."""
-    same_cuts: bool
+    same_chunks: bool
     """Whether the backward has the same chunks as the forward."""
     num_experts: int = 0
     """The number of experts of all ranks, E."""
@@ -98,7 +98,7 @@ class CallSizes:
     """The number of tokens by which rows are cut; ``None`` where slots are."""
     num_choices: int = 0
     """The number of choices of a token, K, where rows are sent."""
-    wires: tuple[float, float] = (1.0, 1.0)
+    comm_byte_shares: tuple[float, float] = (1.0, 1.0)
     """The bytes of a row on its way to experts and back, as shares of what it has in its own type."""
 
 
@@ -122,17 +122,19 @@ class LayerPipeline:
         kinds = dependencies_of(self.forward.schedule).kinds | dependencies_of(self.backward.schedule).kinds
         if kinds & {A2A_IN_NODE, A2A_OUT_NODE} and not self.collectives.legs:
             raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, but its two parts are missing")
-        if (self.forward.narrow, self.backward.narrow) != (self.collectives.wires.narrow,) * 2:
-            raise ValueError(f"{self.label}: conversions are planned for other wires than {self.collectives.wires}")
+        if (self.forward.narrow, self.backward.narrow) != (self.collectives.comm_dtypes.narrow,) * 2:
+            raise ValueError(
+                f"{self.label}: conversions are planned for other wires than {self.collectives.comm_dtypes}"
+            )
 
     @property
-    def is_cut(self) -> bool:
+    def is_chunked(self) -> bool:
         """Whether there is more than one chunk in either phase."""
         return max(self.forward.block.degree, self.backward.block.degree) > 1
 
-    def uncut(self) -> LayerPipeline:
+    def unchunked(self) -> LayerPipeline:
         """Return the same pipeline with one chunk in both phases."""
-        forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
+        forward, backward = (replace(each, block=unchunked(each.block)) for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def watched(
@@ -204,18 +206,18 @@ class LayerPipeline:
             num_exchanging = self.collectives.num_exchanging
             num_ranks, num_experts = num_exchanging * self.collectives.num_sharing, layout.num_experts
             slots = layout.slots_per_expert(num_ranks, max(1, num_experts // num_exchanging))
-            same = layout.same_cuts
+            same = layout.same_chunks
             of_rows = x_RM.shape[-1], x_RM.dtype, self.degrees[0], same, num_experts, layout.num_tokens
-            wires = FULL if isinstance(layout, SlotLayout) else self.collectives.wires
-            shares = wires.shares(x_RM.shape[-1], x_RM.dtype.itemsize)
+            comm_dtypes = FULL if isinstance(layout, SlotLayout) else self.collectives.comm_dtypes
+            shares = comm_dtypes.shares(x_RM.shape[-1], x_RM.dtype.itemsize)
             sizes = CallSizes(num_ranks, slots, *of_rows, getattr(layout, "num_choices", 0), shares)
             for tell in self.on_call:
                 tell(sizes)
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, layout, experts, hook, needs_backward, weights_R)
         rows = None if isinstance(layout, SlotLayout) else layout.sizes
-        call = experts.call(needs_backward, rows, x_RM, same_cuts=layout.same_cuts, recompute=self.recompute)
-        half = half_now() if self.forward.in_halves else None
+        call = experts.call(needs_backward, rows, x_RM, same_chunks=layout.same_chunks, recompute=self.recompute)
+        half = current_sub_batch() if self.forward.is_two_batch else None
         of_call = Call(self, layout, call, hook, half)
         if not needs_backward and half is None:
             return of_call.forward(x_RM)
@@ -346,7 +348,7 @@ class _WholeCall(Call):
     """Holds one call, which pauses in each phase while the experts' module, or its backward, runs under autograd."""
 
     def __init__(self, pipeline: LayerPipeline, layout: Layout, hook: Hook | None) -> None:
-        if pipeline.is_cut:
+        if pipeline.is_chunked:
             raise ValueError(f"{pipeline.label}: experts that take all rows in one call cannot run in chunks")
         super().__init__(pipeline, layout, None, hook)
         self.hook = hook

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fsmoe.execution.collectives import Collectives, narrowed, widened
+from ds_fsmoe.execution.collectives import Collectives, dequantized_rows, quantized_rows
 from ds_fsmoe.execution.counts_exchange import NodeCall
 from ds_fsmoe.execution.phase import Chunks, Direction
 from ds_fsmoe.execution.row_sizes import NodePhase, PhaseSizes, RowSizes
@@ -41,7 +41,7 @@ class RowLayout:
     """What adds up the results of such a call."""
 
     @property
-    def same_cuts(self) -> bool:
+    def same_chunks(self) -> bool:
         """Whether the backward has the chunks of the forward."""
         return self.sizes.forward is self.sizes.backward
 
@@ -69,7 +69,7 @@ class RowChunks(Chunks):
     def __init__(self, collectives: Collectives, sizes: RowSizes, direction: Direction, rows_RM: torch.Tensor) -> None:
         phase: PhaseSizes = getattr(sizes, direction)
         super().__init__(collectives, len(phase.chunks), rows_RM.shape)
-        self._wires = collectives.wires.of(direction)
+        self._wires = collectives.comm_dtypes.of(direction)
         # Of the chunks that travel as 8-bit numbers: the type and the shape of a row as they were before.
         self._wide: dict[int, tuple[torch.dtype, torch.Size]] = {}
         self._sizes = phase
@@ -101,15 +101,17 @@ class RowChunks(Chunks):
     def quantised(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Return the rows as bytes, as they travel."""
         self._wide[chunk] = x_RM.dtype, x_RM.shape[1:]
-        return narrowed(x_RM)
+        return quantized_rows(x_RM)
 
     def dequantised(self, bytes_RB: torch.Tensor, chunk: int) -> torch.Tensor:
         """Undo :meth:`quantised` for the bytes that came."""
-        return widened(bytes_RB, *self._wide.pop(chunk))
+        return dequantized_rows(bytes_RB, *self._wide.pop(chunk))
 
     def stayed(self, x_RM: torch.Tensor, way: int) -> torch.Tensor:
         """Return rows that no task has sent, with the numbers that they would have come with."""
-        return x_RM if self._wires[way] == "model" else widened(narrowed(x_RM), x_RM.dtype, x_RM.shape[1:])
+        return (
+            x_RM if self._wires[way] == "model" else dequantized_rows(quantized_rows(x_RM), x_RM.dtype, x_RM.shape[1:])
+        )
 
     def leg(self, kind: str, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Do one of the two parts of :meth:`dispatch` or :meth:`combine`."""
@@ -232,7 +234,7 @@ class NodeChunks(RowChunks):
         self._gradients_R: torch.Tensor | None = None
         self._weights_JN = None
         if direction == "forward":
-            self._weights_JN = fan.beside(self._call.weights_R[fan.record_of_copy])
+            self._weights_JN = fan.by_copy(self._call.weights_R[fan.record_of_copy])
         else:
             self._weights_R = self._call.weights_R[fan.record_of_copy]
             self._gradients_R = torch.zeros_like(self._weights_R)

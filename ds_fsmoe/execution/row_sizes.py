@@ -30,7 +30,7 @@ from ds_fsmoe.execution.node_links import NodeLinks
 
 
 @dataclass(frozen=True)
-class TokenCuts:
+class TokenChunks:
     """The number of chunks in each phase, and the segments that follow from them."""
 
     forward: int
@@ -79,9 +79,9 @@ class TokenCuts:
 
 
 @lru_cache(maxsize=256)
-def token_cuts_of(forward: int, backward: int) -> TokenCuts:
+def token_chunks_of(forward: int, backward: int) -> TokenChunks:
     """Return the cuts for these degrees, which are worked out once."""
-    return TokenCuts(forward, backward)
+    return TokenChunks(forward, backward)
 
 
 # ---- The orders in which rows lie on their way, and how to get from one to another
@@ -99,7 +99,7 @@ receiver they lie as a relay sends them: for each receiver, in the place of an e
 
 
 @lru_cache(maxsize=256)
-def block_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int, order: Order) -> np.ndarray:
+def block_order(shape: tuple[int, int, int], token_chunks: TokenChunks, degree: int, order: Order) -> np.ndarray:
     """Return the blocks in the order in which they lie, chunk by chunk, as indices into an array [N, e, T].
 
     Args:
@@ -109,7 +109,7 @@ def block_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int, order
         order: the order within a chunk.
     """
     source, expert, segment = (each.reshape(-1) for each in np.indices(shape))
-    chunk = cuts.chunk_of_segment(degree)[segment]
+    chunk = token_chunks.chunk_of_segment(degree)[segment]
     # The last key counts first.
     keys = {
         "by_source": (segment, expert, source, chunk),
@@ -121,21 +121,25 @@ def block_order(shape: tuple[int, int, int], cuts: TokenCuts, degree: int, order
 
 @lru_cache(maxsize=256)
 def _table(
-    shape: tuple[int, int, int], cuts: TokenCuts, before: tuple[int, Order], after: tuple[int, Order], of_chunk: bool
+    shape: tuple[int, int, int],
+    token_chunks: TokenChunks,
+    before: tuple[int, Order],
+    after: tuple[int, Order],
+    of_chunk: bool,
 ) -> np.ndarray:
     """Return [4, X]: the blocks in the order before, those in the order after, for each of the latter its position in
     the former, and the position of the first block of its chunk."""
-    blocks_before, blocks_after = (block_order(shape, cuts, *each) for each in (before, after))
+    blocks_before, blocks_after = (block_order(shape, token_chunks, *each) for each in (before, after))
     position = np.empty_like(blocks_before)
     position[blocks_before] = np.arange(len(blocks_before))
-    chunk = cuts.chunk_of_segment(after[0])[blocks_after % shape[2]]
+    chunk = token_chunks.chunk_of_segment(after[0])[blocks_after % shape[2]]
     first = np.searchsorted(chunk, chunk) if of_chunk else np.zeros_like(chunk)
     return np.stack([blocks_before, blocks_after, position[blocks_after], first])
 
 
 def moves(
     sizes_NeT: torch.Tensor,
-    cuts: TokenCuts,
+    token_chunks: TokenChunks,
     before: tuple[int, Order],
     after: tuple[int, Order],
     num_rows: int,
@@ -153,7 +157,7 @@ def moves(
         num_rows: their number.
         of_chunk: whether places count from the first row of the chunk; then both orders have the same chunks.
     """
-    table = TABLES.from_host(sizes_NeT, _table, tuple(sizes_NeT.shape), cuts, before, after, of_chunk)
+    table = TABLES.from_host(sizes_NeT, _table, tuple(sizes_NeT.shape), token_chunks, before, after, of_chunk)
     blocks_before, blocks_after, position, first = table.unbind()
     sizes_X = sizes_NeT.reshape(-1)
     ends_before, ends_after = sizes_X[blocks_before].cumsum(0), sizes_X[blocks_after].cumsum(0)
@@ -211,12 +215,12 @@ ALONE = RowBlock(None)
 
 
 @dataclass(frozen=True)
-class PassedOn:
+class ForwardedRows:
     """The rows that rest on a rank of an EP group on their way, as that rank sees them."""
 
-    hears: tuple[tuple[int, ...], ...]
+    resting_here: tuple[tuple[int, ...], ...]
     """Of each rank, the destinations of those of its rows that rest here."""
-    tells: tuple[tuple[int, ...], ...]
+    resting_there: tuple[tuple[int, ...], ...]
     """Of each rank, the destinations of those of our rows that rest there."""
 
 
@@ -295,7 +299,11 @@ class RowSizes:
 
 
 def sizes_of_phases(
-    cuts: TokenCuts, num_rows: int, phase: Callable[[int], PhaseSizes], own_XT: torch.Tensor, arrived_NeT: torch.Tensor
+    token_chunks: TokenChunks,
+    num_rows: int,
+    phase: Callable[[int], PhaseSizes],
+    own_XT: torch.Tensor,
+    arrived_NeT: torch.Tensor,
 ) -> RowSizes:
     """Return all sizes of a call.
 
@@ -306,20 +314,25 @@ def sizes_of_phases(
         own_XT: the rows of this rank to each place in each segment, on the device.
         arrived_NeT: the rows from each source for each expert in each segment, on the device.
     """
-    forward = phase(cuts.forward)
-    if cuts.is_same:
+    forward = phase(token_chunks.forward)
+    if token_chunks.is_same:
         return RowSizes(num_rows, forward, forward, None, None)
-    between = partial(moves, cuts=cuts, before=(cuts.forward, "by_expert"), after=(cuts.backward, "by_expert"))
+    between = partial(
+        moves,
+        token_chunks=token_chunks,
+        before=(token_chunks.forward, "by_expert"),
+        after=(token_chunks.backward, "by_expert"),
+    )
     return RowSizes(
         num_rows,
         forward,
-        phase(cuts.backward),
+        phase(token_chunks.backward),
         between(own_XT.unsqueeze(0), num_rows=num_rows),
         between(arrived_NeT.sum(0, keepdim=True), num_rows=forward.places[-1]),
     )
 
 
-def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torch.Tensor:
+def expert_ends(token_chunks: TokenChunks, degree: int, arrived_NeT: torch.Tensor) -> torch.Tensor:
     """Return [chunks, e] int32: where the rows of each expert end in a chunk.
 
     Args:
@@ -328,9 +341,9 @@ def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torc
         arrived_NeT: the rows from each source for each expert in each segment, on the device.
     """
     of_experts_Te = arrived_NeT.sum(0).t()
-    if degree == cuts.num_segments:
+    if degree == token_chunks.num_segments:
         return of_experts_Te.cumsum(1).to(torch.int32)
-    chunk_of_T = TABLES.from_host(of_experts_Te, TokenCuts.chunk_of_segment, cuts, degree)
+    chunk_of_T = TABLES.from_host(of_experts_Te, TokenChunks.chunk_of_segment, token_chunks, degree)
     of_chunks_re = of_experts_Te.new_zeros(degree, of_experts_Te.shape[1]).index_add_(0, chunk_of_T, of_experts_Te)
     return of_chunks_re.cumsum(1).to(torch.int32)
 
@@ -339,14 +352,14 @@ def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torc
 #
 # A token's row goes to each node that has one of its experts, to the rank of the same place (its *relay*). The relay
 # copies it to the ranks of its node that have one of its experts, and such a rank copies it to each of those. On the
-# way back results are added up at the same three points. Where copies go is a :class:`Fan`.
+# way back results are added up at the same three points. Where copies go is a :class:`RowCopies`.
 #
 # Letters: G ranks of an EP group, n nodes, p ranks in a node, e experts on this rank, T segments of the tokens, r
 # chunks, J the most copies of a row, R copies of all rows.
 
 
 @dataclass(frozen=True)
-class Fan:
+class RowCopies:
     """Copies of rows, chunk by chunk."""
 
     row_of_copy: torch.Tensor
@@ -375,7 +388,7 @@ class Fan:
         """Return where the copies of a chunk lie."""
         return slice(self.first_copy[chunk], self.first_copy[chunk + 1])
 
-    def beside(self, values_R: torch.Tensor) -> torch.Tensor:
+    def by_copy(self, values_R: torch.Tensor) -> torch.Tensor:
         """Return values of copies where :attr:`copies_JN` names the copies; zero where it names none."""
         whole = values_R.new_zeros(self.copies_JN.numel())
         return whole.scatter_(0, self.place_of_copy, values_R).view(self.copies_JN.shape)
@@ -385,9 +398,9 @@ class Fan:
 class NodePhase(PhaseSizes):
     """The chunks of one phase, and where copies go."""
 
-    to_ranks: Fan
+    to_ranks: RowCopies
     """The copies that this rank makes as a relay."""
-    to_experts: Fan
+    to_experts: RowCopies
     """The copies that it makes for its experts, which lie expert by expert."""
 
 
@@ -396,7 +409,7 @@ class NodeCounts:
     """The counts of a call on the host, from which all sizes follow."""
 
     links: NodeLinks
-    cuts: TokenCuts
+    token_chunks: TokenChunks
     own_GeT: np.ndarray
     """The choices of this rank's tokens."""
     own_GT: np.ndarray
@@ -405,9 +418,9 @@ class NodeCounts:
     """This rank's tokens with an expert in a node."""
     choices_GeT: np.ndarray
     """Each rank's choices of the experts here."""
-    relayed_nT: np.ndarray
+    forwarded_nT: np.ndarray
     """The rows that come to this rank as a relay from each node."""
-    relayed_npT: np.ndarray
+    forwarded_npT: np.ndarray
     """The copies of these for each rank of the node."""
     arriving_GT: np.ndarray
     """Each rank's tokens with an expert here."""
@@ -418,20 +431,20 @@ class NodeCounts:
         return self.own_GeT.sum((1, 2)).tolist(), self.choices_GeT.sum((1, 2)).tolist()
 
     @property
-    def relay_sizes(self) -> tuple[list[int], list[int]]:
+    def forwarded_sizes(self) -> tuple[list[int], list[int]]:
         """The records for relays to each of G ranks, and from each: only those of this rank's place have any."""
         of_nodes = self.own_GT[np.array(self.links.ranks)].sum((1, 2))
         sends, receives = [0] * len(self.own_GT), [0] * len(self.own_GT)
         for node, ranks in enumerate(self.links.ranks):
             sends[ranks[self.links.place]] = int(of_nodes[node])
-            receives[ranks[self.links.place]] = int(self.relayed_npT[node].sum())
+            receives[ranks[self.links.place]] = int(self.forwarded_npT[node].sum())
         return sends, receives
 
     def sizes(
         self,
         own_nT: torch.Tensor,
         choices_GeT: torch.Tensor,
-        relay_records: torch.Tensor,
+        forwarded_records: torch.Tensor,
         choice_records: torch.Tensor,
         num_choices: int,
     ) -> RowSizes:
@@ -445,21 +458,21 @@ class NodeCounts:
                 among those of its source: source by source, expert by expert, token by token.
             num_choices: K.
         """
-        phase = partial(self._phase, choices_GeT, relay_records, choice_records, num_choices)
-        return sizes_of_phases(self.cuts, int(self.own_nT.sum()), phase, own_nT, choices_GeT)
+        phase = partial(self._phase, choices_GeT, forwarded_records, choice_records, num_choices)
+        return sizes_of_phases(self.token_chunks, int(self.own_nT.sum()), phase, own_nT, choices_GeT)
 
     def _phase(
         self,
         choices_GeT: torch.Tensor,
-        relay_records: torch.Tensor,
+        forwarded_records: torch.Tensor,
         choice_records: torch.Tensor,
         num_choices: int,
         degree: int,
     ) -> NodePhase:
-        cuts, links = self.cuts, self.links
-        of_chunks = cuts.adder(degree)
-        to_nr, from_nr = of_chunks(self.own_nT), of_chunks(self.relayed_nT)
-        spreads_pr = of_chunks(self.relayed_npT).sum(0)
+        token_chunks, links = self.token_chunks, self.links
+        of_chunks = token_chunks.adder(degree)
+        to_nr, from_nr = of_chunks(self.own_nT), of_chunks(self.forwarded_nT)
+        spreads_pr = of_chunks(self.forwarded_npT).sum(0)
         # As they arrive: relay by relay, and of each node by node.
         by_relay = np.array(links.ranks).T.reshape(-1)
         arriving_Gr = of_chunks(self.arriving_GT)
@@ -468,22 +481,30 @@ class NodeCounts:
         parts = [each.T.tolist() for each in (to_nr, from_nr, arrives_pr, of_experts_er, spreads_pr)]
         chunks = [ChunkSizes(*sizes, spreads=spreads) for *sizes, spreads in zip(*parts, strict=True)]
         by_node = np.arange(links.num_nodes)
-        to_ranks = _fan(
-            self.relayed_npT, cuts, degree, "by_receiver", from_nr, by_node, relay_records, None, links.per_node
+        to_ranks = _row_copies(
+            self.forwarded_npT,
+            token_chunks,
+            degree,
+            "by_receiver",
+            from_nr,
+            by_node,
+            forwarded_records,
+            None,
+            links.per_node,
         )
         row_records = torch.div(choice_records, num_choices, rounding_mode="floor")
         copies = choice_records % num_choices
-        to_experts = _fan(
-            self.choices_GeT, cuts, degree, "by_expert", arriving_Gr, by_relay, row_records, copies, num_choices
+        to_experts = _row_copies(
+            self.choices_GeT, token_chunks, degree, "by_expert", arriving_Gr, by_relay, row_records, copies, num_choices
         )
         starts = (0, *np.cumsum(to_nr.sum(0)).tolist())
-        ends = expert_ends(cuts, degree, choices_GeT)
+        ends = expert_ends(token_chunks, degree, choices_GeT)
         return NodePhase(tuple(chunks), starts, None, ends, to_ranks, to_experts)
 
 
-def _fan(
+def _row_copies(
     sizes_NXT: np.ndarray,
-    cuts: TokenCuts,
+    token_chunks: TokenChunks,
     degree: int,
     order: Order,
     rows_Nr: np.ndarray,
@@ -491,7 +512,7 @@ def _fan(
     record_rows: torch.Tensor,
     record_copies: torch.Tensor | None,
     most_copies: int,
-) -> Fan:
+) -> RowCopies:
     """Return where copies go.
 
     Args:
@@ -505,9 +526,9 @@ def _fan(
         record_copies: of each record which copy of its row it is; ``None``: that of its receiver.
         most_copies: J.
     """
-    blocks = block_order(sizes_NXT.shape, cuts, degree, order)
+    blocks = block_order(sizes_NXT.shape, token_chunks, degree, order)
     source_X, receiver_X, segment_X = np.unravel_index(blocks, sizes_NXT.shape)
-    chunk_X = cuts.chunk_of_segment(degree)[segment_X]
+    chunk_X = token_chunks.chunk_of_segment(degree)[segment_X]
     flat = sizes_NXT.reshape(-1)
     sizes_X = flat[blocks]
     first_copy = (0, *np.cumsum(np.bincount(chunk_X, sizes_X, degree).astype(np.int64)).tolist())
@@ -539,4 +560,4 @@ def _fan(
     copies = torch.full((most_copies * first_row[-1],), num_copies, dtype=torch.int64, device=record_rows.device)
     copies.scatter_(0, place_of_copy, numbers - spread[:, 3])
     copies_JN = copies.view(most_copies, first_row[-1])
-    return Fan(row_of_copy, copies_JN, record_of_copy, place_of_copy, first_row, first_copy)
+    return RowCopies(row_of_copy, copies_JN, record_of_copy, place_of_copy, first_row, first_copy)

@@ -29,7 +29,7 @@ from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT
 
 
 @dataclass(frozen=True)
-class Cutting:
+class CapacityChunks:
     """A capacity cut into chunks, some perhaps empty; the plan alone decides their number, never the tokens."""
 
     bounds: tuple[int, ...]
@@ -59,18 +59,18 @@ class Cutting:
         return table.take(slots.clamp(-1, num_experts * self.capacity))
 
 
-def _slot_table(cutting: Cutting, num_experts: int, device: torch.device) -> torch.Tensor:
+def _slot_table(capacity_chunks: CapacityChunks, num_experts: int, device: torch.device) -> torch.Tensor:
     rows_Ec = [
         torch.arange(num_experts * start, num_experts * stop, device=device).view(num_experts, stop - start)
-        for start, stop in cutting.chunks
+        for start, stop in capacity_chunks.chunks
     ]
-    none = torch.full((1,), num_experts * cutting.capacity, device=device)
+    none = torch.full((1,), num_experts * capacity_chunks.capacity, device=device)
     return torch.cat([torch.cat(rows_Ec, dim=1).view(-1), none])
 
 
-def cut(capacity: int, degree: int) -> Cutting:
+def chunk_capacity(capacity: int, degree: int) -> CapacityChunks:
     """Cut the capacity into chunks that are as equal as whole slots allow; some may be empty."""
-    return Cutting(chunk_bounds(capacity, degree))
+    return CapacityChunks(chunk_bounds(capacity, degree))
 
 
 # ---- Chunks of slots: as many for every expert on every rank, whether a token is in them or not
@@ -91,14 +91,14 @@ class SlotLayout:
     """Slots are cut by their number."""
 
     @cached_property
-    def cuttings(self) -> tuple[Cutting, Cutting]:
+    def capacity_chunks(self) -> tuple[CapacityChunks, CapacityChunks]:
         """The cuts of the forward and of the backward."""
-        return cut(self.capacity, self.degrees[0]), cut(self.capacity, self.degrees[1])
+        return chunk_capacity(self.capacity, self.degrees[0]), chunk_capacity(self.capacity, self.degrees[1])
 
     @property
-    def same_cuts(self) -> bool:
+    def same_chunks(self) -> bool:
         """Whether the backward has the chunks of the forward."""
-        return self.cuttings[0] == self.cuttings[1]
+        return self.capacity_chunks[0] == self.capacity_chunks[1]
 
     def slots_per_expert(self, num_ranks: int, num_local: int) -> int:
         """Return the number of slots per expert and rank, C."""
@@ -106,7 +106,7 @@ class SlotLayout:
 
     def chunks(self, collectives: Collectives, direction: Direction, rows_RM: torch.Tensor) -> SlotChunks:
         """Return the chunks of a phase that starts with these rows, [E * C, M]."""
-        cuttings = self.cuttings
+        cuttings = self.capacity_chunks
         return SlotChunks(collectives, self.num_experts, cuttings[0], cuttings[direction == "backward"], rows_RM)
 
 
@@ -122,14 +122,19 @@ class SlotChunks(Chunks):
     """
 
     def __init__(
-        self, collectives: Collectives, num_experts: int, layout: Cutting, cutting: Cutting, rows_RM: torch.Tensor
+        self,
+        collectives: Collectives,
+        num_experts: int,
+        layout: CapacityChunks,
+        capacity_chunks: CapacityChunks,
+        rows_RM: torch.Tensor,
     ) -> None:
-        super().__init__(collectives, len(cutting.chunks), rows_RM.shape)
+        super().__init__(collectives, len(capacity_chunks.chunks), rows_RM.shape)
         self._num_experts = num_experts
         self._layout = layout
-        self._cuts = cutting.chunks
+        self._chunks = capacity_chunks.chunks
         self._source_RM = rows_RM.contiguous()
-        self._is_whole = len(self._cuts) == len(layout.chunks) == 1
+        self._is_whole = len(self._chunks) == len(layout.chunks) == 1
 
     def read(self, chunk: int) -> torch.Tensor:
         """Return [E, c, M], contiguous: a view if this is one of the layout's chunks, else a copy."""
@@ -158,7 +163,7 @@ class SlotChunks(Chunks):
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_NecM: torch.Tensor) -> torch.Tensor:
         """Call ``body(start, stop, rows)``."""
-        y_NecM = body(*self._cuts[chunk], x_NecM)
+        y_NecM = body(*self._chunks[chunk], x_NecM)
         if self._result_RM is None and not self._is_whole:
             # Not before: under autocast the experts' type is not that of their input.
             self._result_RM = y_NecM.new_empty(self._shape)
@@ -182,7 +187,7 @@ class SlotChunks(Chunks):
         Raises:
             ValueError: it has another shape than the rows that were sent.
         """
-        start, stop = self._cuts[chunk]
+        start, stop = self._chunks[chunk]
         if y_EcM.shape != (self._num_experts, stop - start, self._shape[-1]):
             raise ValueError(
                 f"{tuple(y_EcM.shape)} returned for {self._num_experts} experts of {stop - start} slots of width "
@@ -197,7 +202,7 @@ class SlotChunks(Chunks):
     def _overlaps(self, rows_RM: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """Yield (a chunk of the layout [E, c, M], its first and last slots that are in this one, their position in
         it)."""
-        start, stop = self._cuts[chunk]
+        start, stop = self._chunks[chunk]
         for first, last in self._layout.chunks:
             low, high = first if first > start else start, last if last < stop else stop
             if low < high:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from ds_fsmoe.execution.device_tables import beside_captures, is_capturing
+from ds_fsmoe.execution.device_tables import allow_queries_in_captures, is_capturing
 from ds_fsmoe.execution.lanes import Dependencies, LaneRun, Lanes, LaneWork, lane_name
 from ds_fsmoe.planning.schedule import Lane, Task
 
@@ -69,8 +69,8 @@ class StreamLanes(Lanes):
         self._end: torch.cuda.Event | None = None
         """The event on the compute stream at the end of the last run."""
 
-    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
-        return _StreamRun(self, crossings, work)
+    def _run_of(self, dependencies: Dependencies, work: LaneWork) -> LaneRun:
+        return _StreamRun(self, dependencies, work)
 
     def is_behind(self) -> bool:
         """Whether the device has yet to reach the end of the last run; says nothing about a run in progress.
@@ -81,7 +81,7 @@ class StreamLanes(Lanes):
         if end is None or self._is_captured:
             return False
         # A new thread is on device 0, and would make a context there.
-        with suppress(RuntimeError), torch.cuda.device(self._device), beside_captures():
+        with suppress(RuntimeError), torch.cuda.device(self._device), allow_queries_in_captures():
             return not end.query()
         return False  # a device that has failed says so to whoever uses it next
 
@@ -92,7 +92,7 @@ class StreamLanes(Lanes):
         """
         if self._is_captured:  # nothing of it has been done, and nobody may ask about what was before
             return {lane: (lane_name(mark.begun), "") for lane, mark in self._marks.items()}
-        with beside_captures():
+        with allow_queries_in_captures():
             finished = self._events.finished()
         return {lane: (lane_name(mark.begun), lane_name(finished.get(lane))) for lane, mark in self._marks.items()}
 
@@ -102,12 +102,12 @@ class _StreamRun(LaneRun):
 
     _lanes: StreamLanes
 
-    def __init__(self, lanes: StreamLanes, crossings: Dependencies, work: LaneWork) -> None:
+    def __init__(self, lanes: StreamLanes, dependencies: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
-        self._crossings = crossings
+        self._dependencies = dependencies
         self._work = work
-        self._left = deque(crossings.steps)
-        self._crossed: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * crossings.count
+        self._left = deque(dependencies.steps)
+        self._recorded: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * dependencies.count
         self._is_captured = lanes._is_captured = is_capturing()
         # One that was recorded in a capture must not be asked afterwards either.
         self._events = _Events() if self._is_captured else lanes._events
@@ -125,14 +125,14 @@ class _StreamRun(LaneRun):
     def _join(self) -> None:
         compute = torch.cuda.current_stream(self._lanes._device)
         if self._left:
-            for lane in self._crossings.links:
+            for lane in self._dependencies.links:
                 compute.wait_stream(self._lanes._links[lane])
             # The host may block in what runs now: a watchdog has to see that rows are still on their way.
             end = self._events.record(compute, None, self._number)
             self._lanes._end = None if self._is_captured else end
             return
-        for number in self._crossings.joins:
-            compute.wait_event(self._crossed[number][1])
+        for number in self._dependencies.joins:
+            compute.wait_event(self._recorded[number][1])
         self._ends_with(self._events.record(compute, None, self._number))
 
     def abandon(self) -> None:
@@ -143,7 +143,7 @@ class _StreamRun(LaneRun):
         self._left.clear()
         compute = torch.cuda.current_stream(self._lanes._device)
         with suppress(RuntimeError):
-            for lane in self._crossings.links:
+            for lane in self._dependencies.links:
                 compute.wait_stream(self._lanes._links[lane])
             self._ends_with(self._events.record(compute, None, self._number))
 
@@ -153,12 +153,12 @@ class _StreamRun(LaneRun):
 
     def _issue(self, compute: torch.cuda.Stream, stop: int | None) -> None:
         """Issue work to the streams, up to ``stop``."""
-        lanes, events, crossed = self._lanes, self._events, self._crossed
+        lanes, events, crossed = self._lanes, self._events, self._recorded
         lanes._is_captured = self._is_captured
-        if self._crossings.links and self._left and (stop is None or self._left[0].index < stop):
+        if self._dependencies.links and self._left and (stop is None or self._left[0].index < stop):
             # Each part again: memory that a run in between has given up may still be read on the compute stream.
             fork = events.record(compute, None, self._number)
-            for lane in self._crossings.links:
+            for lane in self._dependencies.links:
                 lanes._links[lane].wait_event(fork)
         while self._left and (stop is None or self._left[0].index < stop):
             step = self._left.popleft()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.collectives import Collectives, all_gather
 from ds_fsmoe.execution.row_sizes import ChunkSizes
-from ds_fsmoe.execution.slot_chunks import Cutting
+from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class TensorParallelTokens:
         """Return c, the number of slots of each expert that a rank sends, for a total capacity."""
         return -(-capacity // self.num_ranks)
 
-    def slots(self, slots: torch.Tensor, num_experts: int, capacity: int, cutting: Cutting) -> torch.Tensor:
+    def slots(
+        self, slots: torch.Tensor, num_experts: int, capacity: int, capacity_chunks: CapacityChunks
+    ) -> torch.Tensor:
         """Return the rows of slots, ordered by rank and for each rank chunk by chunk.
 
         Args:
@@ -82,7 +84,7 @@ class TensorParallelTokens:
         expert = slots.div(capacity, rounding_mode="floor")
         position = slots - expert * capacity
         rank = position.div(part, rounding_mode="floor")
-        own = cutting.chunked_slots(expert * part + position - rank * part, num_experts)
+        own = capacity_chunks.chunked_slots(expert * part + position - rank * part, num_experts)
         num_rows = num_experts * part
         return torch.where(slots < num_experts * capacity, rank * num_rows + own, self.num_ranks * num_rows)
 
@@ -122,7 +124,7 @@ class _Through(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class SelfSplitWires(Collectives):
+class SelfSplitCollectives(Collectives):
     """The collectives for experts that split themselves over the ranks of the ESP group and sum their own parts.
 
     Their results are the same on all of these ranks, and so are, after the experts' own sum, the gradients of their

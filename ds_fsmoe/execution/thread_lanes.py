@@ -119,8 +119,8 @@ class ThreadLanes(Lanes):
         super().__init__()
         self._workers: dict[Lane, _Worker] = {}
 
-    def _run_of(self, crossings: Dependencies, work: LaneWork) -> LaneRun:
-        return _ThreadRun(self, crossings, work)
+    def _run_of(self, dependencies: Dependencies, work: LaneWork) -> LaneRun:
+        return _ThreadRun(self, dependencies, work)
 
     def worker(self, lane: Lane) -> _Worker:
         """Return the thread of a link."""
@@ -140,10 +140,10 @@ class _ThreadRun(LaneRun):
 
     _lanes: ThreadLanes
 
-    def __init__(self, lanes: ThreadLanes, crossings: Dependencies, work: LaneWork) -> None:
+    def __init__(self, lanes: ThreadLanes, dependencies: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
-        self._by_lane = crossings.by_lane
-        self._links = crossings.links
+        self._by_lane = dependencies.by_lane
+        self._links = dependencies.links
         self._work = work
         self._at = dict.fromkeys(Lane, 0)
         """The number of its tasks that each lane has been given."""
@@ -152,7 +152,7 @@ class _ThreadRun(LaneRun):
         self.errors: list[BaseException] = []
         self._failed = False
         # A bare lock is the cheapest thing to wait for: an Event is ten times as dear, most of it in the making.
-        self._locks = [_held_lock() for _ in range(crossings.count)]
+        self._locks = [_locked_lock() for _ in range(dependencies.count)]
 
     def _go(self, stop: int | None) -> None:
         own = self._next_part(Lane.COMPUTE, stop)
@@ -190,7 +190,7 @@ class _ThreadRun(LaneRun):
         """End the run in an error that no body raised; raise it if there was another before."""
         earlier = self.errors[:1]
         self.fail(error)
-        self._let_go(own)
+        self._open_all(own)
         # Once more: it may have come in between. A part that has been walked is not walked again, and one wait for
         # what comes last is a wait for all.
         self._handed = []
@@ -234,7 +234,7 @@ class _ThreadRun(LaneRun):
                     self._do(part.steps, mark)
         except BaseException as error:
             self.fail(error)
-            self._let_go(part)
+            self._open_all(part)
 
     def _do(self, steps: tuple[Step, ...], mark: Mark) -> None:
         locks, work = self._locks, self._work
@@ -254,7 +254,7 @@ class _ThreadRun(LaneRun):
         self.errors.append(error)
         self._failed = True
 
-    def _let_go(self, part: _Part) -> None:
+    def _open_all(self, part: _Part) -> None:
         """Open all crossings from tasks that have stopped early."""
         for step in part.steps:
             for number in step.feeds:
@@ -263,7 +263,7 @@ class _ThreadRun(LaneRun):
                     self._locks[number].release()
 
 
-def _held_lock() -> LockType:
+def _locked_lock() -> LockType:
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -281,7 +281,7 @@ class _Worker:
 
     def start(self, work: Callable[[], None]) -> LockType:
         """Hand over some work, which must not raise, and return a lock that can be acquired when it is done."""
-        done = _held_lock()
+        done = _locked_lock()
         self._jobs.put((work, done))
         return done
 

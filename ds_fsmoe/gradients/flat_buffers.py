@@ -15,22 +15,22 @@ from torch import nn
 
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.gradients.beside import Beside
-from ds_fsmoe.gradients.ways import (
+from ds_fsmoe.gradients.background_lane import BackgroundLane
+from ds_fsmoe.gradients.reduction_algorithms import (
     MOST_NUMEL,
     AllReduce,
     AllReduceByNodes,
     Range,
     ReduceScatter,
     ReduceScatterByNodes,
+    ReductionAlgorithm,
     Steps,
     Stretch,
-    Way,
 )
 from ds_fsmoe.planning.decide.gradient_plan import ALIGNED_ELEMENTS, BufferReadiness
 from ds_fsmoe.planning.schedule import GRAD
 
-MOST_PIECES, PIECE_NUMEL = 8, 1 << 16
+MOST_RANGES, RANGE_NUMEL = 8, 1 << 16
 """A message in two levels travels in up to so many pieces beside the caller, of so many elements at the least: while
 one is between nodes, the next is added up inside."""
 
@@ -73,27 +73,27 @@ class FlatGradients:
         group: dist.ProcessGroup,
         scaling: Scaling,
         device: torch.device,
-        beside: Beside | None = None,
+        background: BackgroundLane | None = None,
         nodes: NodeLinks | None = None,
         owners: Owners | None = None,
         is_needed: Callable[[nn.Parameter], bool] = lambda _: True,
         most: int = MOST_NUMEL,
     ) -> None:
         self.kind = kind
-        self._beside = beside
+        self._background = background
         self.nodes = nodes
         self._owners = owners
         self.group = group
         self._scaling = scaling
         self.dtype, self.device = dtype, device
         self.numel = sum(each.numel() for each in parameters)
-        self.make_room(0)
+        self.reserve_extra(0)
         self._is_needed = is_needed
         self._most = most
         self._given = tuple(parameters)
         self.arrange(parameters)
 
-    def make_room(self, num_extra: int) -> None:
+    def reserve_extra(self, num_extra: int) -> None:
         """Reserve so many elements at the end that belong to no parameter, and are not scaled."""
         self.extra = torch.zeros(num_extra, dtype=self.dtype, device=self.device)
 
@@ -112,14 +112,14 @@ class FlatGradients:
         self.parameters = tuple(parameters)
         self.starts = [*accumulate((each.numel() for each in parameters), initial=0)][:-1]
         """The index at which each parameter's gradient begins."""
-        self.way = self.way_in(in_levels)
+        self.algorithm = self.algorithm_in(in_levels)
         """The way in which stretches are added up."""
         self._steps: dict[tuple[int, int], Steps] = {}
         self.release()
 
     def release(self) -> None:
         """Hold no gradient any more."""
-        self._held: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._reduced: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._addresses: set[int] = set()
 
     def release_sent(self, first: int, stop: int) -> None:
@@ -127,18 +127,18 @@ class FlatGradients:
         for index in self._between(first, stop):
             ends = self.starts[index] + self.parameters[index].numel()
             if first < ends <= stop and not self._is_needed(self.parameters[index]):
-                self.let_go(index)
+                self.release_gradient(index)
 
     def _between(self, first: int, stop: int) -> range:
         """Return the parameters that may have any of the elements [first, stop)."""
         return range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop))
 
-    def let_go(self, index: int) -> None:
+    def release_gradient(self, index: int) -> None:
         """Hold a parameter's gradient no more."""
-        held = self._held[index]
+        held = self._reduced[index]
         if held is not None:
             self._addresses.discard(held.data_ptr())
-            self._held[index] = None
+            self._reduced[index] = None
 
     @cached_property
     def _owned(self) -> dict[int, Sequence[tuple[int, int]]] | None:
@@ -147,7 +147,7 @@ class FlatGradients:
         found = {id(each): self._owners(each) for each in self.parameters}
         return None if any(each is None for each in found.values()) else found
 
-    def way_in(self, in_levels: bool) -> Way:
+    def algorithm_in(self, in_levels: bool) -> ReductionAlgorithm:
         """Return how stretches would be added up in one level or, where that can be, in two."""
         nodes = self.nodes if in_levels else None
         if self._owned is None:
@@ -161,12 +161,12 @@ class FlatGradients:
             return ReduceScatterByNodes(nodes, stretches)
         return ReduceScatter(self.group, stretches, self._most)
 
-    def reducing(self, task: str, way: Way | None = None) -> Callable[[int], Callable[[], object]]:
+    def reducing(self, task: str, algorithm: ReductionAlgorithm | None = None) -> Callable[[int], Callable[[], object]]:
         """Return a function that prepares the measurement of a task: of a stretch of so many elements, now or by
         another algorithm."""
 
         def prepare(numel: int) -> Callable[[], object]:
-            return (way or self.way).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
+            return (algorithm or self.algorithm).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
 
         return prepare
 
@@ -209,8 +209,8 @@ class FlatGradients:
         else:
             is_laid_out = gradient.stride() == torch.empty_like(parameter, device="meta").stride()
         if is_alone and is_laid_out:
-            self.let_go(index)
-            self._held[index] = gradient.detach().as_strided((gradient.numel(),), (1,))
+            self.release_gradient(index)
+            self._reduced[index] = gradient.detach().as_strided((gradient.numel(),), (1,))
             self._addresses.add(gradient.data_ptr())
             return gradient
         place = self.place(index)
@@ -219,15 +219,15 @@ class FlatGradients:
 
     def holds(self, index: int, gradient: torch.Tensor) -> bool:
         """Return whether a gradient is the one that is held."""
-        held = self._held[index]
+        held = self._reduced[index]
         return held is not None and held.data_ptr() == gradient.data_ptr()
 
     def value(self, index: int) -> torch.Tensor:
         """Return the gradient of a parameter, [numel]; zeros, if none is held."""
-        held = self._held[index]
+        held = self._reduced[index]
         if held is None:
             held = torch.zeros(self.parameters[index].numel(), dtype=self.dtype, device=self.device)
-            self._held[index] = held
+            self._reduced[index] = held
             self._addresses.add(held.data_ptr())
         return held
 
@@ -292,7 +292,7 @@ class FlatGradients:
     def _prepared(self, first: int, stop: int) -> Steps:
         """Return the functions of its tasks; a stretch of the plan is the same in every round."""
         if (first, stop) not in self._steps:
-            self._steps[first, stop] = self.way.steps(self, first, stop)
+            self._steps[first, stop] = self.algorithm.steps(self, first, stop)
         return self._steps[first, stop]
 
     def start(self, first: int, stop: int, with_extra: bool = False) -> Callable[[], None]:
@@ -304,8 +304,8 @@ class FlatGradients:
         """
         waits: list[Callable[[], object]] = []
         extra = len(self.extra) if with_extra else 0
-        in_one_message = isinstance(self.way, AllReduce)
-        for piece in self._pieces(first, stop + extra * in_one_message):
+        in_one_message = isinstance(self.algorithm, AllReduce)
+        for piece in self._ranges(first, stop + extra * in_one_message):
             self._run(self._prepared(*piece), waits)
         if extra and not in_one_message:
             # Behind what ranks of this group are sending, on the same lane.
@@ -320,16 +320,16 @@ class FlatGradients:
 
     def _run(self, steps: Steps, waits: list[Callable[[], object]]) -> None:
         """Begin with a message, or send it."""
-        if self._beside is not None:
-            waits.append(self._beside.start(steps))
+        if self._background is not None:
+            waits.append(self._background.start(steps))
             return
         with waiting("the reduction of gradients"), torch.no_grad():
             for step in steps.values():
                 step()
 
-    def _pieces(self, first: int, stop: int) -> list[tuple[int, int]]:
+    def _ranges(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return the pieces in which a message travels; the same on every rank."""
-        count = min(MOST_PIECES, (stop - first) // PIECE_NUMEL) if len(self.way.most_kinds) > 1 else 1
+        count = min(MOST_RANGES, (stop - first) // RANGE_NUMEL) if len(self.algorithm.most_kinds) > 1 else 1
         if count < 2:
             return [(first, stop)] if stop > first else []
         each = -(-(stop - first) // count // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.distributed.fail_together import on_every_rank
-from ds_fsmoe.gradients.beside import end_gathers
+from ds_fsmoe.gradients.background_lane import end_gathers
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.planning.decide.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, never_above
@@ -64,9 +64,9 @@ class WaitingGradients:
         for flat in flats:
             flat.arrange(flat.in_order(self._ready_of))
         count = len(self._in_backward)
-        supplies = [flat.readiness(self._ready_of, count) for flat in flats]
+        readiness = [flat.readiness(self._ready_of, count) for flat in flats]
         nothing = GradientPlan(((),) * count, ((),) * count, tuple(flat.numel for flat in flats))
-        parts = never_above(nothing, supplies, self.most).parts
+        parts = never_above(nothing, readiness, self.most).parts
         return (self._in_backward, parts) if any(parts) else ((), ())
 
 
@@ -93,7 +93,7 @@ class GradientReducer:
         is_sending: Callable[[], bool],
         make_plan: MakePlan,
         replace: Callable[[nn.Parameter, torch.Tensor | None], None],
-        looks: int = 1,
+        observed_rounds: int = 1,
         all_used: bool = False,
         waiting: WaitingGradients | None = None,
     ) -> None:
@@ -107,16 +107,16 @@ class GradientReducer:
         self.plan: GradientPlan | None = None
         # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
         self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
-        self.flats[-1].make_room(0 if all_used else 2 * len(self._numbers))
+        self.flats[-1].reserve_extra(0 if all_used else 2 * len(self._numbers))
         self._ready_at = [0] * len(self._numbers)
-        self._looks_left = looks
-        self._passed: list[list[str]] = []
+        self._rounds_to_observe = observed_rounds
+        self._layers_in_order: list[list[str]] = []
         """The layers, in the order of the windows they opened, for each observed round."""
         self._windows: tuple[str, ...] = ()
         """The layers that the plan counts on."""
-        self._seen_windows: tuple[str, ...] = ()
+        self._observed_windows: tuple[str, ...] = ()
         """The layers that the observed rounds passed."""
-        self._coming: tuple[GradientPlan, tuple[str, ...]] | None = None
+        self._next_plan: tuple[GradientPlan, tuple[str, ...]] | None = None
         """The plan of the next round and the layers it counts on, if they are others than now."""
         self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
         self.rounds, self.sent_again = 0, 0
@@ -148,10 +148,10 @@ class GradientReducer:
         flat, index = self._places[id(parameter)]
         return self.flats[flat].place(index)
 
-    def let_go(self, parameter: nn.Parameter) -> None:
+    def release_gradient(self, parameter: nn.Parameter) -> None:
         """Hold the reduced gradient of a parameter no more."""
         flat, index = self._places[id(parameter)]
-        self.flats[flat].let_go(index)
+        self.flats[flat].release_gradient(index)
 
     def release(self) -> None:
         """Hold no gradient any more."""
@@ -201,7 +201,7 @@ class GradientReducer:
         else:
             # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
             flat.place(index).copy_(gradient)
-        self._lent.add(key)
+        self._visible.add(key)
         self._there.add(key)
 
     def open(self, label: str) -> tuple[GradientSlice, ...]:
@@ -227,17 +227,17 @@ class GradientReducer:
         self._start_until(part)  # a layer inside another's expert: the part beside the outer one has not gone yet
         self._wait()
         self._next_part = part + 1
-        for parcel in self._parts[part]:
-            self._fill(parcel)
+        for grad_slice in self._parts[part]:
+            self._fill(grad_slice)
         return self._parts[part]
 
-    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]:
+    def tasks(self, grad_slice: GradientSlice) -> tuple[str, ...]:
         """Return the kinds of tasks that one slice takes which :meth:`open` returned."""
-        return self.flats[parcel.flat].tasks(parcel.first, parcel.stop)
+        return self.flats[grad_slice.flat].tasks(grad_slice.first, grad_slice.stop)
 
-    def send(self, parcel: GradientSlice, task: str) -> None:
+    def send(self, grad_slice: GradientSlice, task: str) -> None:
         """Do one task of a slice that :meth:`open` returned, in the calling thread and on its current stream."""
-        self.flats[parcel.flat].send(parcel.first, parcel.stop, task)
+        self.flats[grad_slice.flat].send(grad_slice.first, grad_slice.stop, task)
 
     def close(self) -> None:
         """End the window of a layer's backward: start slices that are sent during the work that follows."""
@@ -264,11 +264,11 @@ class GradientReducer:
         # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
         self._start_until(len(self._parts), at_end=True)
         for index, flat in enumerate(self.flats):
-            parcel = GradientSlice(flat.kind, index, self._sent[index], flat.numel)
-            if parcel.first == parcel.stop and not (flat is last and len(last.extra)):
+            grad_slice = GradientSlice(flat.kind, index, self._sent[index], flat.numel)
+            if grad_slice.first == grad_slice.stop and not (flat is last and len(last.extra)):
                 continue
-            self._fill(parcel, at_end=True)
-            self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
+            self._fill(grad_slice, at_end=True)
+            self._in_flight.append(flat.start(grad_slice.first, grad_slice.stop, with_extra=flat is last))
         self._wait()
         self._num_open = 0
         self._release_sent()
@@ -278,7 +278,7 @@ class GradientReducer:
         # The one look from the host at what the ranks have in common.
         present_on, late_on = ([1.0] * len(self._numbers), []) if self._all_used else last.extra.view(2, -1).tolist()
         self._send_again([number for number, count in enumerate(late_on) if count])
-        self._look(any(late_on))
+        self._agree_on_plan(any(late_on))
         self.rounds += 1
         self._is_over = True
         return {each for each, number in self._numbers.items() if present_on[number]}
@@ -301,10 +301,10 @@ class GradientReducer:
             self._begin()
 
     def _begin(self) -> None:
-        if self._coming is not None:
+        if self._next_plan is not None:
             # Not before: until now the reduced gradients of the last round may have been read.
-            self.plan, self._windows = self._coming
-            self._coming = None
+            self.plan, self._windows = self._next_plan
+            self._next_plan = None
             for index, flat in enumerate(self.flats):
                 flat.arrange(flat.in_order(self._ready_of), self.plan.is_in_levels(index))
             self._locate()
@@ -317,9 +317,9 @@ class GradientReducer:
         # By id, as what came when.
         self._there: set[int] = set()
         # Of those, which the parameters can still see.
-        self._lent: set[int] = set()
+        self._visible: set[int] = set()
         self._came_at: dict[int, int] = {}
-        self._under_way: list[Callable[[], None]] = []
+        self._in_flight: list[Callable[[], None]] = []
 
     def _locate(self) -> None:
         self._places = {
@@ -330,35 +330,35 @@ class GradientReducer:
 
     def _release_sent(self) -> None:
         """Release gradients that were sent and are not needed here, if nothing is in flight."""
-        if self._num_open or self._under_way:
+        if self._num_open or self._in_flight:
             return
         for at, flat in enumerate(self.flats):
             flat.release_sent(self._released[at], self._sent[at])
         self._released = list(self._sent)
 
     def _wait(self) -> None:
-        for wait in self._under_way:
+        for wait in self._in_flight:
             wait()
-        self._under_way = []
+        self._in_flight = []
 
     def _start_until(self, part: int, at_end: bool = False) -> None:
         """Start all parts of the plan before this one."""
-        for parcels in self._parts[self._next_part : part]:
-            for parcel in parcels:
-                self._fill(parcel, at_end)
-                self._under_way.append(self.flats[parcel.flat].start(parcel.first, parcel.stop))
+        for grad_slices in self._parts[self._next_part : part]:
+            for grad_slice in grad_slices:
+                self._fill(grad_slice, at_end)
+                self._in_flight.append(self.flats[grad_slice.flat].start(grad_slice.first, grad_slice.stop))
         self._next_part = max(self._next_part, part)
 
-    def _fill(self, parcel: GradientSlice, at_end: bool = False) -> None:
+    def _fill(self, grad_slice: GradientSlice, at_end: bool = False) -> None:
         """Fill a stretch before it is sent: missing gradients are zero, and at the end their true value."""
         # Every message of a round comes through here before it is sent.
         end_gathers()
-        flat = self.flats[parcel.flat]
+        flat = self.flats[grad_slice.flat]
         # One that began in an earlier stretch was filled with it.
-        for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
+        for index in range(bisect_left(flat.starts, grad_slice.first), bisect_left(flat.starts, grad_slice.stop)):
             parameter = flat.parameters[index]
             key = id(parameter)
-            if key in self._lent and not self._is_in_place(parameter):
+            if key in self._visible and not self._is_in_place(parameter):
                 # A hook or a script has put another in its stead, or none; or it is of another type.
                 self._there.discard(key)
                 self._move(parameter)
@@ -367,10 +367,10 @@ class GradientReducer:
             if key in self._there:
                 self._replace(parameter, None)
             else:
-                flat.let_go(index)
+                flat.release_gradient(index)
             # Zeros are made by this thread, and not by whoever sends them.
             flat.value(index)
-        self._sent[parcel.flat] = parcel.stop
+        self._sent[grad_slice.flat] = grad_slice.stop
 
     def _is_in_place(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter's gradient is still the one that is held."""
@@ -386,31 +386,31 @@ class GradientReducer:
             self._replace(parameter, None)
         self.sent_again += len(numbers)
 
-    def _look(self, was_late: bool) -> None:
+    def _agree_on_plan(self, was_late: bool) -> None:
         """Record the order of gradients in an observed round; after the last one agree on it, and plan."""
-        if not self._looks_left:
-            self._looks_left = int(was_late)
+        if not self._rounds_to_observe:
+            self._rounds_to_observe = int(was_late)
             return
         # What was late once stays late: ranks may take turns.
         for each, number in self._numbers.items():
             self._ready_at[number] = max(self._ready_at[number], self._came_at.get(each, self._num_passed))
         if self.plan is None or not self._windows:
-            self._passed.append(self._layers)
-        self._looks_left -= 1
-        if self._looks_left:
+            self._layers_in_order.append(self._layers)
+        self._rounds_to_observe -= 1
+        if self._rounds_to_observe:
             return
-        facts = on_every_rank((self._passed, self._ready_at), self.flats[-1].group)
+        facts = on_every_rank((self._layers_in_order, self._ready_at), self.flats[-1].group)
         self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
         seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
         # Where not every backward passes the same layers, there is no telling when a window opens.
-        self._seen_windows = seen.pop() if len(seen) == 1 else ()
+        self._observed_windows = seen.pop() if len(seen) == 1 else ()
         self._plan_by(self._make_plan)
 
     def _plan_by(self, make_plan: MakePlan) -> None:
-        supplies = self._supplies(len(self._seen_windows))
-        plan = make_plan(supplies)
-        plan = plan if self._waiting is None else never_above(plan, supplies, self._waiting.most)
-        self._coming = plan, self._seen_windows
+        readiness = self._readiness(len(self._observed_windows))
+        plan = make_plan(readiness)
+        plan = plan if self._waiting is None else never_above(plan, readiness, self._waiting.most)
+        self._next_plan = plan, self._observed_windows
 
     @property
     def _num_passed(self) -> int:
@@ -419,19 +419,19 @@ class GradientReducer:
 
     def try_plan(self, make_plan: MakePlan) -> None:
         """Send by another plan from the next round on, if a round was observed to make one; else observe one more."""
-        self._looks_left = min(self._looks_left, 1)
-        if self._seen_windows:
+        self._rounds_to_observe = min(self._rounds_to_observe, 1)
+        if self._observed_windows:
             self._plan_by(make_plan)
 
     @property
-    def coming_plan(self) -> GradientPlan | None:
+    def next_plan(self) -> GradientPlan | None:
         """The plan of the next round: the one in force, unless another waits for that round to begin."""
-        return self.plan if self._coming is None else self._coming[0]
+        return self.plan if self._next_plan is None else self._next_plan[0]
 
     def memory(self) -> dict[str, list]:
         """Return what the coming plan rests on, as plain data: the layers whose windows it counts on, and how many
         windows had opened when each gradient came."""
-        windows = self._windows if self._coming is None else self._coming[1]
+        windows = self._windows if self._next_plan is None else self._next_plan[1]
         return {"windows": list(windows), "ready_at": list(self._ready_at)}
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
@@ -447,12 +447,12 @@ class GradientReducer:
         sizes = tuple(flat.numel for flat in self.flats)
         if plan.sizes != sizes or len(ready_at) != len(self._numbers):
             raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
-        self._looks_left, self._ready_at = 0, list(ready_at)
-        self._seen_windows = tuple(windows)
-        self._coming = plan, self._seen_windows
+        self._rounds_to_observe, self._ready_at = 0, list(ready_at)
+        self._observed_windows = tuple(windows)
+        self._next_plan = plan, self._observed_windows
         self._begin()
 
-    def _supplies(self, num_windows: int) -> list[BufferReadiness]:
+    def _readiness(self, num_windows: int) -> list[BufferReadiness]:
         return [flat.readiness(self._ready_of, num_windows) for flat in self.flats]
 
     def _ready_of(self, parameter: nn.Parameter) -> int:

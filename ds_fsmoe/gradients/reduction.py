@@ -24,10 +24,10 @@ from torch import nn
 from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
-from ds_fsmoe.gradients.beside import Beside, end_gathers, make_beside
-from ds_fsmoe.gradients.flat_buffers import MOST_PIECES, PIECE_NUMEL, FlatGradients
+from ds_fsmoe.gradients.background_lane import BackgroundLane, end_gathers, make_background_lane
+from ds_fsmoe.gradients.flat_buffers import MOST_RANGES, RANGE_NUMEL, FlatGradients
 from ds_fsmoe.gradients.reducer import GradientReducer, WaitingGradients
-from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_are_ours, words_of_stage_2
+from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_match, words_of_stage_2
 from ds_fsmoe.layer.parts import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
@@ -45,7 +45,7 @@ from ds_fsmoe.planning.decide.gradient_plan import (
 from ds_fsmoe.planning.decide.gradients import Mode, slice_bytes
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
-LOOKS = 2
+OBSERVED_ROUNDS = 2
 """The backwards before gradients travel in them, with the autotuner: it takes the time of the model's dense parts from
 the second one, in which nothing may be hidden."""
 MEASURED_NUMEL = 1 << 20
@@ -109,7 +109,7 @@ class Reduction:
         mode: Mode,
         block: FSMoEBlock,
         groups: dict[str, FSMoEGroups],
-        beside: bool = True,
+        background: bool = True,
     ) -> None:
         self.mode = mode
         self._asked = block.gradient_partition
@@ -118,25 +118,25 @@ class Reduction:
         self._by_rule, self._has_details = block.deterministic, block.autotune.details
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
-        self._door = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
-        self.beside = make_beside(engine.device) if beside else None
+        self._zero_stage = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
+        self.background = make_background_lane(engine.device) if background else None
         """What sends beside the caller; ``None``: nothing does."""
-        most = self._door.most_waiting
+        most = self._zero_stage.most_waiting
         self.reducer = GradientReducer(
-            _flats(self._door, groups, block.gradient_partition, mode, self.beside),
-            self._door.gradient_of,
-            self._door.is_sending,
+            _flats(self._zero_stage, groups, block.gradient_partition, mode, self.background),
+            self._zero_stage.gradient_of,
+            self._zero_stage.is_sending,
             self._plan,
-            self._door.replace,
-            looks=LOOKS if block.autotune.enabled else 1,
+            self._zero_stage.replace,
+            observed_rounds=OBSERVED_ROUNDS if block.autotune.enabled else 1,
             all_used=block.gradient_partition.all_used,
             waiting=None if most is None else WaitingGradients(engine, most, layers),
         )
-        self.foreseen: tuple[WindowBytes, ...] | None = None
+        self.predicted_windows: tuple[WindowBytes, ...] | None = None
         """The bytes that are sent in each window, as the plan of layers has it; ``None``: by rule."""
         for layer in self._layers:
             layer.fsmoe.attach(self.reducer)
-        self._door.take(self.reducer)
+        self._zero_stage.take(self.reducer)
         if "solver" in self._asked.model_fields_set and not block.autotune.enabled:
             log_on_rank_0(
                 f'fsmoe.gradient_partition.solver = "{self._asked.solver}": not used, as the autotuner is off and '
@@ -152,52 +152,52 @@ class Reduction:
         Args:
             windows: the windows in the order of the backward.
         """
-        self.foreseen = tuple(windows)
+        self.predicted_windows = tuple(windows)
         self.reducer.try_plan(self._planned)
 
     def plans_are_kept(self) -> None:
         """Log the windows of the plan that is kept."""
-        plan = self.reducer.coming_plan
-        if self.foreseen is not None and plan is not None:
-            self._tell(plan)
+        plan = self.reducer.next_plan
+        if self.predicted_windows is not None and plan is not None:
+            self._log_plan(plan)
 
     def go_on(self) -> None:
         """Return to slices by rule: trials have ended, and no plan is kept."""
-        self.foreseen = None
+        self.predicted_windows = None
         self.reducer.try_plan(self._planned)
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
         """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
-        self.foreseen = None
+        self.predicted_windows = None
         self.reducer.go_on_with(plan, windows, ready_at)
 
-    def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
-        plan = self._planned(supplies)
-        self._tell(plan)
+    def _plan(self, readiness: Sequence[BufferReadiness]) -> GradientPlan:
+        plan = self._planned(readiness)
+        self._log_plan(plan)
         return plan
 
-    def _planned(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
+    def _planned(self, readiness: Sequence[BufferReadiness]) -> GradientPlan:
         """Return the plan, the same on every rank."""
-        if self.foreseen is None:
-            plan = plan_by_rule(supplies, self.mode, self._chunk_bytes)
+        if self.predicted_windows is None:
+            plan = plan_by_rule(readiness, self.mode, self._chunk_bytes)
         elif self.mode == "micro_ops":
             # As many bytes as were foreseen, in slices of the tensors that there are.
-            room = [(_total(each.moe), _total(each.dense)) for each in self.foreseen]
-            plan = plan_micro_ops(supplies, room, lambda each: _bytes_in(each, supplies), self._chunk_bytes)
+            window_bytes = [(_total(each.moe), _total(each.dense)) for each in self.predicted_windows]
+            plan = plan_micro_ops(readiness, window_bytes, lambda each: _bytes_in(each, readiness), self._chunk_bytes)
         else:
-            plan = plan_by_bytes(supplies, self.foreseen)
+            plan = plan_by_bytes(readiness, self.predicted_windows)
         return replace(plan, two_levels=self._two_levels)
 
-    def _tell(self, plan: GradientPlan) -> None:
+    def _log_plan(self, plan: GradientPlan) -> None:
         """Log how much is sent during the backward; with details also by which way."""
         flats = self.reducer.flats
-        ways = ", ".join(dict.fromkeys(str(each.way_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
+        ways = ", ".join(dict.fromkeys(str(each.algorithm_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
         details = f" ({self.mode}); they travel by {ways}" if self._has_details else ""
         log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
 
     def describe(self) -> str:
         """Return a description of the slices that are sent during a backward, by the plan in force."""
-        plan = self.reducer.coming_plan
+        plan = self.reducer.next_plan
         when = "after the backward until planned" if plan is None else _describe(plan, self.reducer.flats)
         return f"{self.mode}: {when}"
 
@@ -216,7 +216,7 @@ class Reduction:
     @property
     def sums_each(self) -> bool:
         """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
-        return self._door.sums_each
+        return self._zero_stage.sums_each
 
     def bytes_of_plan(self) -> tuple[int, int]:
         """Return (all bytes, those that travel before the backward is over), once there is a plan."""
@@ -225,9 +225,9 @@ class Reduction:
 
     def close(self) -> None:
         """Give the reduction back to DeepSpeed."""
-        self._door.give_back()
-        if self.beside is not None:
-            self.beside.close()
+        self._zero_stage.give_back()
+        if self.background is not None:
+            self.background.close()
         for layer in self._layers:
             layer.fsmoe.attach(None)
 
@@ -239,14 +239,14 @@ def is_faster_in_levels(flat: FlatGradients, host: Clock = HOST) -> bool:
     watch = Stopwatch(flat.device, flat.group, host)
 
     def alone_ms(in_levels: bool) -> float:
-        way = flat.way_in(in_levels)
+        algorithm = flat.algorithm_in(in_levels)
         of_tasks = {
-            task: watch.times_ms(f"gradients, {way}", [numel], flat.reducing(task, way), flat.group)[0]
-            for task in way.most_kinds
+            task: watch.times_ms(f"gradients, {algorithm}", [numel], flat.reducing(task, algorithm), flat.group)[0]
+            for task in algorithm.most_kinds
         }
         inside_ms, between_ms = sum(of_tasks.values()) - of_tasks[GRAD], of_tasks[GRAD]
         # In pieces that follow each other over the links, the shorter of the two is hidden but for that of one.
-        pieces = max(1, min(MOST_PIECES, numel // PIECE_NUMEL))
+        pieces = max(1, min(MOST_RANGES, numel // RANGE_NUMEL))
         return max(inside_ms, between_ms) + min(inside_ms, between_ms) / pieces
 
     return alone_ms(True) < alone_ms(False)
@@ -264,7 +264,7 @@ def _bytes_in(each: GradientSlice, flats: Sequence[FlatGradients] | Sequence[Buf
 
 def _bytes_of(plan: GradientPlan, flats: Sequence[FlatGradients]) -> tuple[int, int]:
     """Return (all bytes, those that travel in windows)."""
-    early = sum(_bytes_in(each, flats) for parcels in plan.parts for each in parcels)
+    early = sum(_bytes_in(each, flats) for grad_slices in plan.parts for each in grad_slices)
     return sum(each.numel * each.element_bytes for each in flats), early
 
 
@@ -281,7 +281,7 @@ def _flats(
     groups: dict[str, FSMoEGroups],
     asked: GradientPartitionBlock,
     mode: Mode,
-    beside: Beside | None,
+    background: BackgroundLane | None,
 ) -> list[FlatGradients]:
     """Return a buffer for each group and type, the one of the most ranks last."""
     dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
@@ -290,14 +290,14 @@ def _flats(
     # From the last to the first, as a backward makes them, until a backward has been seen.
     for parameter in reversed(door.parameters()):
         if not is_moe_param(parameter):
-            dense[door.wire_type(parameter)].append(parameter)
+            dense[door.comm_dtype(parameter)].append(parameter)
         elif stock_groups._get_expert_data_parallel_group(parameter.group_name).size() > 1:
-            experts[parameter.group_name, door.wire_type(parameter)].append(parameter)
+            experts[parameter.group_name, door.comm_dtype(parameter)].append(parameter)
     if not dense:
         dense[torch.float32] = []
     # A slice of one tensor mostly has one owner, whose link alone would carry what all other ranks have of it.
     owners = door.owners if asked.collective != "all_reduce" and mode != "micro_ops" else None
-    if isinstance(door, Stages1And2) and not partitions_are_ours(door.optimizer, groups):
+    if isinstance(door, Stages1And2) and not partitions_match(door.optimizer, groups):
         owners = None
     sets = [(EXPERT_GRAD, of, dtype, groups[name], "edp") for (name, dtype), of in experts.items()]
     sets += [(GRAD, of, dtype, everyone, "dp") for dtype, of in dense.items()]
@@ -306,5 +306,5 @@ def _flats(
         group = communicator_like(of, ranks)
         nodes = None if asked.levels == 1 else node_links(of, ranks, "gradients")
         of_kind = kind, parameters, dtype, group, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, beside, nodes, owners, door.is_needed, door.most))
+        made.append(FlatGradients(*of_kind, background, nodes, owners, door.is_needed, door.most))
     return made

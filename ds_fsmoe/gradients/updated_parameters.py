@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers updated parameters (ZeRO stages 1 and 2) during the next forward.
 
-DeepSpeed gathers all of it at the end of the optimizer step, and everybody waits. Here all ranks begin there with the
-same messages in the same order, those of the first layers first, and whoever reads a parameter waits for the messages
-that bring it (:mod:`ds_fsmoe.gradients.arriving`). Nothing is sent because somebody reads: a rank that reads alone, to
-print a norm, waits for no other rank to do so.
+DeepSpeed gathers all of it at the end of the optimizer step, and every rank waits. Here all ranks begin there with the
+same messages in the same order, those of the first layers first, and a read of a parameter waits for the messages that
+bring it (:mod:`ds_fsmoe.gradients.lazy_parameters`). A read sends nothing: a rank that reads alone, to print a norm,
+waits for no other rank.
 
 The messages share communicators with gradients. They begin behind the backward, whose last act is to wait for its
-messages, and no gradient is sent before all of them have arrived (:func:`ds_fsmoe.gradients.beside.end_gathers`).
+messages. Gradients are sent after all of them have arrived (:func:`ds_fsmoe.gradients.background_lane.end_gathers`).
 
 Where the ranks lie in several nodes, a part goes to one rank of each other node and is passed on inside it. Of each
 node's parts those of the first layers come first, and nodes send at the same time: both directions of a link are used.
@@ -29,11 +29,11 @@ from torch import nn
 
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
-from ds_fsmoe.gradients.arriving import can_be_waited_for, let_arrive, wait_for
-from ds_fsmoe.gradients.beside import begin_gather, end_gathers
+from ds_fsmoe.gradients.background_lane import begin_gather, end_gathers
+from ds_fsmoe.gradients.lazy_parameters import can_be_waited_for, gather_on_first_read, wait_for
 from ds_fsmoe.gradients.reduction import Reduction
-from ds_fsmoe.gradients.ways import Steps
-from ds_fsmoe.gradients.zero_stages import cut_by_owner
+from ds_fsmoe.gradients.reduction_algorithms import Steps
+from ds_fsmoe.gradients.zero_stages import split_by_owner
 from ds_fsmoe.layer.parts import node_links
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
 
@@ -190,10 +190,10 @@ class UpdatedParameters:
     def __init__(
         self, engine: Any, reduction: Reduction, groups: Mapping[str, FSMoEGroups], layers: Sequence[nn.Module]
     ) -> None:
-        assert reduction.beside is not None
+        assert reduction.background is not None
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._reducer, self._beside = reduction.reducer, reduction.beside
+        self._reducer, self._background = reduction.reducer, reduction.background
         self._waits: list[Callable[[], None]] = []
         number_of = {id(each): number for number, each in enumerate(engine.module.parameters())}
         self._messages, self._parameters = self._planned(groups, number_of)
@@ -242,7 +242,7 @@ class UpdatedParameters:
             size, flat = int(optimizer.partition_size[group]), optimizer.bit16_groups_flat[group]
             for parameter, offset in zip(members, optimizer.round_robin_bit16_offsets[group], strict=True):
                 parameters.append(parameter)
-                stretches = cut_by_owner(offset, parameter.numel(), size)
+                stretches = split_by_owner(offset, parameter.numel(), size)
                 of_parameter = [ParameterPart(number_of[id(parameter)], group, *each) for each in stretches]
                 parts.setdefault((name, flat.dtype), []).extend(of_parameter)
         messages = []
@@ -273,8 +273,8 @@ class UpdatedParameters:
         self._reducer.forget_if_broken_off()
         end_gathers()
         flats = self._optimizer.bit16_groups_flat
-        self._waits = [self._beside.start(each.steps(flats)) for each in self._messages]
-        self._beside.flush()
+        self._waits = [self._background.start(each.steps(flats)) for each in self._messages]
+        self._background.flush()
         begin_gather(self._waits)
 
     def _mark(self) -> None:
@@ -287,7 +287,7 @@ class UpdatedParameters:
         for parameter in self._parameters:
             messages = self._brought_by.get(self._numbers[id(parameter)], ())
             if can_be_waited_for(parameter):
-                let_arrive(parameter, functools.partial(_arrive, own, messages))
+                gather_on_first_read(parameter, functools.partial(_arrive, own, messages))
             else:
                 self._wait_for(messages)
 

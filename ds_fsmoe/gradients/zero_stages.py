@@ -45,9 +45,9 @@ from torch import nn
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.gradients.flat_buffers import PIECE_NUMEL, Scaling
+from ds_fsmoe.gradients.flat_buffers import RANGE_NUMEL, Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.ways import Stretch
+from ds_fsmoe.gradients.reduction_algorithms import Stretch
 from ds_fsmoe.log import log_on_rank_0
 
 STEPS_WATCHED = 2
@@ -84,7 +84,7 @@ class Stage0:
         }
         return [each for each in _of_one_stage(self._engine) if id(each) not in sparse]
 
-    def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
+    def comm_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self._engine.communication_data_type
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -189,7 +189,7 @@ class Stages1And2:
         """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
         several = self.optimizer.partition_gradients and engine.gradient_accumulation_steps() > 1
         has_choice = not by_rule and several and accumulate == "auto"
-        self._may_add_up_later = has_choice and _obstacle(engine) is None and _room(engine.device) is not None
+        self._may_add_up_later = has_choice and _obstacle(engine) is None and _free_bytes(engine.device) is not None
         """Whether every micro-batch is summed only as long as it is not known that there is room to add them up."""
         self.device = engine.device
         self._group_of = {
@@ -203,7 +203,7 @@ class Stages1And2:
         are left to DeepSpeed."""
         return [each for each in _of_one_stage(self._engine) if id(each) in self._group_of]
 
-    def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
+    def comm_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.optimizer.get_param_comm_dtype(parameter)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -227,7 +227,7 @@ class Stages1And2:
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
             return None
         size, offset = self._place_of[id(parameter)]
-        return [(stop - first, owner) for first, stop, owner in cut_by_owner(offset, parameter.numel(), size)]
+        return [(stop - first, owner) for first, stop, owner in split_by_owner(offset, parameter.numel(), size)]
 
     @cached_property
     def _place_of(self) -> dict[int, tuple[int, int]]:
@@ -249,7 +249,7 @@ class Stages1And2:
     def most(self) -> int:
         """The elements of a message: an owner of all of it receives as many from every other rank."""
         optimizer = self.optimizer
-        return max(PIECE_NUMEL, optimizer.reduce_bucket_size // dist.get_world_size(optimizer.dp_process_group))
+        return max(RANGE_NUMEL, optimizer.reduce_bucket_size // dist.get_world_size(optimizer.dp_process_group))
 
     @property
     def most_waiting(self) -> int | None:
@@ -297,17 +297,17 @@ class Stages1And2:
             at = 0
             for parameter in (optimizer.bit16_groups[i][number] for i, number, _ in bucket.params):
                 # What it was given may be narrower than the sum.
-                if self._given_type(parameter) != communication_data_type:
+                if self._accumulation_dtype(parameter) != communication_data_type:
                     tensor[at : at + parameter.numel()] = reducer.value(parameter)
                 at += parameter.numel()
-                reducer.let_go(parameter)
+                reducer.release_gradient(parameter)
             optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
 
         def epilogue() -> None:
             if self.sums_each or self._engine.is_gradient_accumulation_boundary():
                 self._hand_over(reducer)
                 stock_epilogue()
-                self._look_for_room(reducer)
+                self._check_memory(reducer)
                 return
             # At its end ZeRO forgets gradients, and what it has been given itself is to be summed all the same.
             kept = [(each, self.gradient_of(each)) for each in reducer.parameters]
@@ -344,14 +344,14 @@ class Stages1And2:
             if id(parameter) in present:
                 self._give(parameter, reducer.place(parameter))
                 optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
-                if self._given_type(parameter) == self.wire_type(parameter):
+                if self._accumulation_dtype(parameter) == self.comm_dtype(parameter):
                     # It is in the bucket by now.
-                    reducer.let_go(parameter)
+                    reducer.release_gradient(parameter)
         optimizer.reduce_ipg_grads()
         self._is_reduced = False
         reducer.release()
 
-    def _look_for_room(self, reducer: GradientReducer) -> None:
+    def _check_memory(self, reducer: GradientReducer) -> None:
         """Add micro-batches up from the next step on if the GPUs of all ranks have room for all gradients besides what
         they needed so far; two steps have shown that. Collective."""
         engine = self._engine
@@ -361,7 +361,7 @@ class Stages1And2:
             return
         self._may_add_up_later = False
         size = sum(each.numel * each.element_bytes for each in reducer.flats)
-        room = _room(engine.device)
+        room = _free_bytes(engine.device)
         has_room = room is not None and size * _MARGIN <= room
         self.sums_each = not all(on_every_rank(has_room, self.optimizer.dp_process_group))
         fits, are = ("do not fit", "summed one by one") if self.sums_each else ("fit", "added up first")
@@ -372,10 +372,10 @@ class Stages1And2:
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
         """Give ZeRO what it takes for the gradient; where types differ the numbers come from :meth:`take`'s
         ``average_tensor``."""
-        dtype = self._given_type(parameter)
+        dtype = self._accumulation_dtype(parameter)
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
 
-    def _given_type(self, parameter: nn.Parameter) -> torch.dtype:
+    def _accumulation_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         uses_own = self.optimizer.use_grad_accum_attribute
         return self.optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
 
@@ -397,7 +397,7 @@ def _of_one_stage(engine: Any) -> list[nn.Parameter]:
     ]
 
 
-def cut_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:
+def split_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:
     """Cut elements of one of ZeRO's flat groups, ``numel`` from ``offset`` on, at the ends of its partitions."""
     found, at, end = [], offset, offset + numel
     while at < end:
@@ -408,7 +408,7 @@ def cut_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:
     return found
 
 
-def partitions_are_ours(optimizer: DeepSpeedZeroOptimizer, groups: Mapping[str, FSMoEGroups]) -> bool:
+def partitions_match(optimizer: DeepSpeedZeroOptimizer, groups: Mapping[str, FSMoEGroups]) -> bool:
     """Return whether ZeRO has cut every group of parameters over the ranks that share them here, in their order.
 
     Args:
@@ -471,7 +471,7 @@ def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
     return sentence
 
 
-def _room(device: torch.device) -> float | None:
+def _free_bytes(device: torch.device) -> float | None:
     """Return the bytes of a GPU that nobody has needed at the peak; ``None``: its memory is not known."""
     if device.type != "cuda":
         return None

@@ -140,7 +140,7 @@ Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 
 @dataclass(frozen=True)
-class LawFinding:
+class ChunkingFinding:
     """A reason against running the experts of a layer in chunks, if there is one."""
 
     kind: Kind = "none"
@@ -149,16 +149,16 @@ class LawFinding:
     """The reason in words, such as "expert 1: ..."; empty if there is none."""
 
 
-def by_class(experts: ExpertSet) -> LawFinding:
+def by_class(experts: ExpertSet) -> ChunkingFinding:
     """Return the declarations of the experts' modules, in their present mode, without computing."""
     for index, expert in enumerate(experts.experts):
         for name, module in expert.named_modules():
             what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
             if _draws(module):
-                return LawFinding("draws", f"{what} draws random numbers, and in chunks it would draw others")
+                return ChunkingFinding("draws", f"{what} draws random numbers, and in chunks it would draw others")
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                return LawFinding("mixes", f"{what} is not row-wise: it normalises over all rows")
-    return LawFinding()
+                return ChunkingFinding("mixes", f"{what} is not row-wise: it normalises over all rows")
+    return ChunkingFinding()
 
 
 def _draws(module: nn.Module) -> bool:
@@ -169,7 +169,7 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd) and 0 < module.p < 1
 
 
-def by_trial(experts: ExpertSet, x: torch.Tensor) -> LawFinding:
+def by_trial(experts: ExpertSet, x: torch.Tensor) -> ChunkingFinding:
     """Return the worst result of a few rows of random numbers, the same on every rank, for experts that are not known
     to be row-wise.
 
@@ -178,37 +178,37 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> LawFinding:
         x: [..., M], whose width, dtype and device the rows have.
     """
     if getattr(experts, "is_row_wise", False):
-        return LawFinding()
+        return ChunkingFinding()
     found = [
         _tried(index, expert, x, experts.keep_expert_dim)
         for index, expert in enumerate(experts.experts)
         if manual_form(expert) is None
     ]
-    return worst_of(LawFinding(), *found)
+    return worst_of(ChunkingFinding(), *found)
 
 
-def worst_of(*found: LawFinding) -> LawFinding:
+def worst_of(*found: ChunkingFinding) -> ChunkingFinding:
     """Return the first of the worst findings."""
     return max(found, key=lambda each: get_args(Kind).index(each.kind))
 
 
-def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> LawFinding:
+def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> ChunkingFinding:
     kind = type(expert).__name__
     try:
         with uncompiled():
             draws = check_row_wise(expert, x.shape[-1], dtype=x.dtype, device=x.device, keep_expert_dim=keep_expert_dim)
     except RowShapeError as error:
-        return LawFinding("shape", f"expert {index}: {error}")
+        return ChunkingFinding("shape", f"expert {index}: {error}")
     except NotRowWiseError as error:
-        return LawFinding("mixes", f"expert {index}: {error}")
+        return ChunkingFinding("mixes", f"expert {index}: {error}")
     except Exception as error:  # whatever an expert has against so few rows
         said = f"{type(error).__name__}: {error}".split("\n")[0]
-        return LawFinding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
+        return ChunkingFinding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
     if draws:
-        return LawFinding(
+        return ChunkingFinding(
             "draws", f"expert {index}: expert {kind} draws random numbers, and in chunks it would draw others"
         )
-    return LawFinding()
+    return ChunkingFinding()
 
 
 def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
@@ -220,7 +220,7 @@ def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
 
 
 def agreed(
-    found: LawFinding,
+    found: ChunkingFinding,
     is_error: bool,
     path: str,
     group: dist.ProcessGroup | None,
@@ -285,8 +285,8 @@ class Uncut:
         self._on_change = on_change
         # Label of a layer that is not to be cut -> why, as far as this rank knows.
         self._reasons: dict[str, str] = {}
-        self._seen: set[tuple[str, bool]] = set()
-        self._said: set[str] = set()
+        self._checked: set[tuple[str, bool]] = set()
+        self._logged: set[str] = set()
         self._late: set[str] = set()
 
     def begin(self, layers: Mapping[str, ConvertedLayer]) -> None:
@@ -297,11 +297,11 @@ class Uncut:
         """
         for label, layer in layers.items():
             found = _by_modules(layer)
-            if found.text and self._may_be_cut(layer):
+            if found.text and self._may_be_chunked(layer):
                 self._reasons[label] = found.text
         self.settle(layers)
 
-    def look(self, layer: ConvertedLayer, x: torch.Tensor) -> None:
+    def check(self, layer: ConvertedLayer, x: torch.Tensor) -> None:
         """Check a layer's experts before its first run in each mode. Collective then, over the ranks that run it
         together.
 
@@ -314,14 +314,14 @@ class Uncut:
             DisagreementError: as for LayerError, where ranks have different experts.
         """
         key = layer.fsmoe.label, layer.training
-        if key in self._seen:
-            self._look_for_hooks(layer)
+        if key in self._checked:
+            self._check_hooks(layer)
             return
         tries = self._tries and layer.training
-        may_be_cut = not layer.fsmoe.why_uncut and self._may_be_cut(layer)
+        may_be_cut = not layer.fsmoe.why_unchunked and self._may_be_chunked(layer)
         if not (may_be_cut or tries or self._is_sharded):
             return
-        self._seen.add(key)
+        self._checked.add(key)
         found = _by_modules(layer)
         experts = layer.local_experts()
         if experts is not None and (tries or (may_be_cut and not found.text)):
@@ -339,9 +339,9 @@ class Uncut:
             self._reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
 
-    def _look_for_hooks(self, layer: ConvertedLayer) -> None:
+    def _check_hooks(self, layer: ConvertedLayer) -> None:
         """Check for hooks that were put on a chunked layer after it was checked."""
-        if layer.pipeline is None or not layer.pipeline.is_cut or (reason := layer.why_called()) is None:
+        if layer.pipeline is None or not layer.pipeline.is_chunked or (reason := layer.why_called()) is None:
             return
         if layer.fsmoe.capacity_group is None:  # nobody has to be asked
             self._reasons[layer.label] = reason
@@ -355,9 +355,9 @@ class Uncut:
                 reason,
             )
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Check each layer again at its next forward."""
-        self._seen.clear()
+        self._checked.clear()
         self._late.clear()
 
     def settle(self, layers: Mapping[str, ConvertedLayer]) -> None:
@@ -374,29 +374,29 @@ class Uncut:
         self._reasons = {label: why for reasons in reversed(of_ranks) for label, why in reasons.items()}
         self._leave_whole({label: layers[label] for label in layers if label in self._reasons})
 
-    def _may_be_cut(self, layer: ConvertedLayer) -> bool:
+    def _may_be_chunked(self, layer: ConvertedLayer) -> bool:
         pipeline = layer.fsmoe.pipeline
-        return self._is_tuned or (pipeline is not None and pipeline.is_cut)
+        return self._is_tuned or (pipeline is not None and pipeline.is_chunked)
 
     def _leave_whole(self, layers: Mapping[str, ConvertedLayer]) -> None:
         """Run layers uncut from now on, where they are not uncut yet."""
-        changed = {label: layer for label, layer in layers.items() if not layer.fsmoe.is_uncut}
+        changed = {label: layer for label, layer in layers.items() if not layer.fsmoe.is_unchunked}
         paths: dict[str, list[str]] = defaultdict(list)
         for label, layer in layers.items():
-            layer.fsmoe.run_uncut(self._reasons[label])
+            layer.fsmoe.run_unchunked(self._reasons[label])
         for label, layer in changed.items():
             paths[self._reasons[label]].append(layer.fsmoe.path)
         for reason, of_reason in paths.items():
             run = f"{', '.join(of_reason)} {'runs' if len(of_reason) == 1 else 'run'} in one chunk"
-            why = "for the same reason" if reason in self._said else f"because more would change results: {reason}"
+            why = "for the same reason" if reason in self._logged else f"because more would change results: {reason}"
             log_on_rank_0(f"{run}, {why}", logging.WARNING)
-            self._said.add(reason)
+            self._logged.add(reason)
         if changed:
             self._on_change()
 
 
-def _by_modules(layer: ConvertedLayer) -> LawFinding:
+def _by_modules(layer: ConvertedLayer) -> ChunkingFinding:
     if reason := layer.why_called():
-        return LawFinding("called", reason)
+        return ChunkingFinding("called", reason)
     experts = layer.local_experts()
-    return LawFinding() if experts is None else by_class(experts)
+    return ChunkingFinding() if experts is None else by_class(experts)

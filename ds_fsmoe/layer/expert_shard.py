@@ -96,7 +96,7 @@ class Origin:
         places, own = self.places(), self.part.experts
         return [*own] if places is None else [places.index(each) for each in own]
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the parameter and this rank's part of it, for messages."""
         which = ", ".join(map(str, self.experts))
         return f"{self.name} has experts {which} of {self.part.num_experts} on this rank"
@@ -106,12 +106,12 @@ class Origin:
         whole, places = joined_over_ranks(own, self.part, self.group), self.places()
         return whole if places is None else self.part.in_order(whole, places)
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole tensor."""
         if (places := self.places()) is None:
-            return self.part.cut(whole)
+            return self.part.take(whole)
         inverse = sorted(range(len(places)), key=places.__getitem__)
-        return self.part.cut(self.part.in_order(whole, inverse))
+        return self.part.take(self.part.in_order(whole, inverse))
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -208,7 +208,7 @@ class _Marked:
         if asking() in TRUSTED:
             return super().__reduce_ex__(protocol)  # type: ignore[misc]
         raise LayerError(
-            f"pickle: {self.fsmoe_origin.said()}, so the others would be lost: save "
+            f"pickle: {self.fsmoe_origin.describe()}, so the others would be lost: save "
             "ds_fsmoe.whole_state_dict(engine), which every rank calls, or iterate over "
             "ds_fsmoe.whole_parameters(engine)"
         )
@@ -357,7 +357,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, args, marked)
     if name.startswith("register_"):
-        return func(args[0], _seeing_parts(args[1], origin, dim), *args[2:], **kwargs)
+        return func(args[0], _with_marked_parts(args[1], origin, dim), *args[2:], **kwargs)
     if asked_by == "safetensors" and plain not in ("size", "dim"):
         raise _refusal(name, marked)
     if plain in METADATA:
@@ -391,7 +391,7 @@ def _attribute(func: Any, args: Sequence[Any], marked: Any) -> Any:
     return _mark(func(*args), marked.fsmoe_origin, marked.fsmoe_dim)
 
 
-def _seeing_parts(hook: Callable[[Any], Any], origin: Origin, dim: int | None) -> Callable[[Any], Any]:
+def _with_marked_parts(hook: Callable[[Any], Any], origin: Origin, dim: int | None) -> Callable[[Any], Any]:
     """Return a script's hook for gradients of a part, which is given marked ones."""
 
     def on_part(given: Any) -> Any:
@@ -496,7 +496,7 @@ def _warn(function: str, origin: Origin) -> None:
             "ds_fsmoe: %s, so torch.%s returns a value of these alone, different on each rank. For all experts use "
             "ds_fsmoe.gradient_norm(engine) (norm of gradients) or ds_fsmoe.whole_parameters(engine) (weights); "
             "for this rank's use ds_fsmoe.own_part(parameter)",
-            origin.said(),
+            origin.describe(),
             function,
         )
 
@@ -534,13 +534,13 @@ def _viewed(func: Any, plain: str, args: Sequence[Any], kwargs: dict[str, Any], 
 
 def _refusal(function: str, marked: Any) -> LayerError:
     return LayerError(
-        f"{function}: {marked.fsmoe_origin.said()}, and ds_fsmoe cannot do with these alone what this would do with "
-        f"all. {_INSTEAD}"
+        f"{function}: {marked.fsmoe_origin.describe()}, and ds_fsmoe cannot do with these alone "
+        f"what this would do with all. {_INSTEAD}"
     )
 
 
 def _mixed(function: str, marked: Any, other: torch.Tensor) -> LayerError:
     return LayerError(
-        f"{function}: {marked.fsmoe_origin.said()}, {list(marked.shape)}, and cannot be taken together with a tensor "
-        f"{list(other.shape)} of other experts. {_INSTEAD}"
+        f"{function}: {marked.fsmoe_origin.describe()}, {list(marked.shape)}, and cannot be taken together "
+        f"with a tensor {list(other.shape)} of other experts. {_INSTEAD}"
     )

@@ -22,7 +22,7 @@ from ds_fsmoe.components.expert_compute.contract import shape_of
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.routing import BareRouting, Routing
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking, tensors_in
-from ds_fsmoe.layer.experts_state import ExpertsState, GivenRouter, ShortWay, adapters_now
+from ds_fsmoe.layer.experts_state import ExpertsState, ExternalRouter, FastPath, adapters_now
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.replay import as_first
@@ -43,11 +43,11 @@ class FSMoEExperts(ConvertedLayer):
         """
         running = self.fsmoe.running
         if running is not None and not running.is_over:
-            running.late_faults.look()
+            running.late_faults.check()
         return super().train(mode)
 
     @property
-    def gate(self) -> GivenRouter:
+    def gate(self) -> ExternalRouter:
         """The stand-in for the model's router."""
         return self.fsmoe.gate
 
@@ -99,7 +99,7 @@ class FSMoEExperts(ConvertedLayer):
         chosen_KS = state.settle_choice(choice, index_SK)
         route = partial(_route_as_chosen, index_SK, weights_SK, state.total_experts, chosen_KS)
         run = state.begin_call(self, x_SM, route=route)
-        way = self._short_way(run) if run.gate is route else None
+        way = self._fast_path(run) if run.gate is route else None
         is_short = way is not None and way.takes(x_SM, weights_SK)
         # Instruments may look at a forward, and not at the same one when it is computed again, which is to keep the
         # same tensors.
@@ -114,15 +114,15 @@ class FSMoEExperts(ConvertedLayer):
             output.register_hook(state.refuse_gradient)
         return output
 
-    def _short_way(self, run: LayerRun) -> ShortWay | None:
+    def _fast_path(self, run: LayerRun) -> FastPath | None:
         """Return the short way of the layer, if nothing is to see or to change this call."""
         state, local = self.fsmoe, run.local_experts
         is_as_ever = run.pipeline is state.pipeline and run.experts is local
         if not is_as_ever or state.known_experts is None or local is not state.known_experts[1]:
             return None
-        way = state.short_way
+        way = state.fast_path
         if way is None or way.pipeline is not state.pipeline or way.experts is not local:
-            way = state.short_way = ShortWay.of(state, state.pipeline, local)
+            way = state.fast_path = FastPath.of(state, state.pipeline, local)
         return way
 
     def local_experts(self) -> StackedExperts:
@@ -155,7 +155,7 @@ class FSMoEExperts(ConvertedLayer):
         finally:
             adapters_now.reset(token)
 
-    def route_unheard(
+    def route_without_hooks(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> Routing:
         """Return a decision about made-up tokens, with a row for each choice."""
@@ -244,11 +244,11 @@ class FSMoEParamWrapper(OpaqueModule):
         if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
         active = [self.adapter(name) for name in self.active_adapters if name in self.lora_A]
-        with self.experts_beneath.adapted(active):
+        with self.wrapped_experts.adapted(active):
             return self.base_layer(x, *args, **kwargs)
 
     @property
-    def experts_beneath(self) -> FSMoEExperts:
+    def wrapped_experts(self) -> FSMoEExperts:
         """Return the experts that are wrapped."""
         return self.get_base_layer()
 
@@ -261,7 +261,7 @@ class FSMoEParamWrapper(OpaqueModule):
         Raises:
             LayerError: it was added after the model had been given to ``initialize``.
         """
-        experts = self.experts_beneath
+        experts = self.wrapped_experts
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         if part_of(a) is None or part_of(b) is None:
             raise LayerError(
@@ -275,7 +275,7 @@ class FSMoEParamWrapper(OpaqueModule):
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what an adapter adds to this rank's part of the weight; within ``deepspeed.zero.GatheredParameters``,
         as has to be at ZeRO 3, to the whole weight."""
-        weight, contract = self.get_param(), self.experts_beneath.fsmoe.contract
+        weight, contract = self.get_param(), self.wrapped_experts.fsmoe.contract
         return self.adapter(adapter_name).delta(contract.is_transposed).to(weight.device, weight.dtype)
 
 

@@ -27,7 +27,7 @@ from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.config.blocks import Dispatch
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.execution.call import half_now
+from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.execution.collectives import FULL
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.layer.parts import LayerError
@@ -40,7 +40,7 @@ adapters_now: ContextVar[Mapping[int, tuple[Adapter, ...]]] = ContextVar("adapte
 """Identity of a layer's state -> what is added to its weights."""
 
 
-class GivenRouter(nn.Module):
+class ExternalRouter(nn.Module):
     """Stands for a router that is the model's own, where a layer is asked for its gate."""
 
     drop_tokens = False
@@ -66,7 +66,7 @@ class ExpertsState(LayerState):
     ep_size: int = 1
     esp_size: int = 1
     """The ranks that share an expert."""
-    gate: GivenRouter = field(default_factory=GivenRouter)
+    gate: ExternalRouter = field(default_factory=ExternalRouter)
     choice: RouterChoice | None = None
     """What is watched of the router, from the call of the block around it to that of the experts."""
     watch: RouterWatch | None = None
@@ -75,7 +75,7 @@ class ExpertsState(LayerState):
     """Whether the router hands on what it chose as it is; ``None`` as long as that has not been seen."""
     lent: tuple[weakref.ref, ...] = ()
     """The weights of the last call that had others than those known."""
-    short_way: ShortWay | None = None
+    fast_path: FastPath | None = None
     """How the layer is run where it exchanges nothing, as it was found to be last."""
     outermost: tuple[nn.Module, ...] = ()
     """The module around this one that the model calls, if there is one; in a tuple, since it holds this one."""
@@ -134,7 +134,7 @@ class ExpertsState(LayerState):
 
     def places(self) -> list[int] | None:
         """Return where each expert lies among those of all ranks; ``None`` where none has moved."""
-        return None if self.placed is None else list(self.placed.placement.home_of_expert)
+        return None if self.placed is None else list(self.placed.placement.place_of_expert)
 
     def begin_choice(self) -> None:
         """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
@@ -209,11 +209,11 @@ def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedEx
     shares_faults = state.running is not None and state.running.late_faults.are_shared
     reasons = {
         "several ranks share the experts": collectives.num_exchanging * collectives.num_sharing > 1,
-        "several chunks": pipeline.is_cut,
+        "several chunks": pipeline.is_chunked,
         "experts are computed again in the backward": pipeline.recompute,
         "tasks are observed": pipeline.observer is not None or bool(pipeline.on_call),
         "gradients travel in the backward": pipeline.window is not None,
-        "rows travel in another format": collectives.wires != FULL,
+        "rows travel in another format": collectives.comm_dtypes != FULL,
         "hooks": bool(state.parts.callbacks),
         "experts have moved": state.placed is not None,
         "another order": type(state.order) is not SimpleOrder,
@@ -232,11 +232,11 @@ class _Call(RowGroups):
     """One call: where its rows lie."""
 
     rows_KS: torch.Tensor
-    way: ShortWay
+    path: FastPath
 
 
 @dataclass(frozen=True, slots=True)
-class ShortWay:
+class FastPath:
     """Runs one layer the short way, as long as its pipeline and experts are these."""
 
     pipeline: LayerPipeline
@@ -256,7 +256,7 @@ class ShortWay:
     """Within this no operator asks for derivatives of its own, which compiled ones have."""
 
     @classmethod
-    def of(cls, state: ExpertsState, pipeline: LayerPipeline, experts: StackedExperts) -> ShortWay:
+    def of(cls, state: ExpertsState, pipeline: LayerPipeline, experts: StackedExperts) -> FastPath:
         """Return the short way of a layer as it is now."""
         why, contract = why_general(state, pipeline, experts), experts.contract
         of_experts = experts.module, experts.gate, state.order.ops, (contract.up, contract.down)
@@ -272,7 +272,7 @@ class ShortWay:
             x_SM: the tokens.
             weights_SK: the weights of choices.
         """
-        if self.why_general or half_now() is not None or not x_SM.numel() or not weights_SK.numel():
+        if self.why_general or current_sub_batch() is not None or not x_SM.numel() or not weights_SK.numel():
             return False
         up_weight, down_weight = map(self.module._parameters.get, self.names)
         return (
@@ -333,7 +333,7 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_SM: torch.Tensor, weight: torch.Tensor, call: _Call) -> torch.Tensor:
-        x_RM, up_RF = call.way.up(x_SM, weight, call)
+        x_RM, up_RF = call.path.up(x_SM, weight, call)
         ctx.save_for_backward(x_RM if weight.requires_grad else None, weight)
         ctx.call = call
         return up_RF
@@ -349,7 +349,7 @@ def _of_up(ctx: Any, dup_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     # Each goes when it has been used, unless the graph is kept; a torch that cannot do it yet goes without.
     if clear := getattr(ctx, "maybe_clear_saved_tensors", None):
         clear()
-    call, way = ctx.call, ctx.call.way
+    call, way = ctx.call, ctx.call.path
     of_weight = of_tokens = None
     if x_RM is not None:
         of_weight = products.weight_gradient(x_RM, dup_RF, way.is_transposed, call)
@@ -371,7 +371,7 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any, up_RF: torch.Tensor, weights_KS: torch.Tensor, weight: torch.Tensor, call: _Call
     ) -> torch.Tensor:
-        y_RM, as_used_KS, y_SM = call.way.down(up_RF, weights_KS, weight, call)
+        y_RM, as_used_KS, y_SM = call.path.down(up_RF, weights_KS, weight, call)
         ctx.save_for_backward(up_RF, y_RM, as_used_KS, weight)
         ctx.call, ctx.dtype = call, weights_KS.dtype
         return y_SM
@@ -385,7 +385,7 @@ def _of_down(ctx: Any, dy_SM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     up_RF, y_RM, weights_KS, weight = ctx.saved_tensors
     if clear := getattr(ctx, "maybe_clear_saved_tensors", None):
         clear()
-    call, way = ctx.call, ctx.call.way
+    call, way = ctx.call, ctx.call.path
     with way.below_autograd():
         dy_RM, of_weights_KS = way.ops.restore_backward(dy_SM, y_RM, call.rows_KS, weights_KS)
     del y_RM

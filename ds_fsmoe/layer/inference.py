@@ -26,7 +26,7 @@ from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.row_sizes import RowBlock
-from ds_fsmoe.layer.held_experts import HeldExperts, HeldTable, dealt, rows_of_experts
+from ds_fsmoe.layer.expert_cache import ExpertCache, ExpertCacheTable, route_to_copies, rows_of_experts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.ops import Ops
@@ -85,11 +85,11 @@ class InferenceLayer:
     keep_expert_dim: ClassVar[bool] = False
 
     label: str
-    homes: tuple[tuple[int, ...], ...]
+    primary_experts: tuple[tuple[int, ...], ...]
     """The experts at home on each of G ranks."""
     block: RowBlock
     ops: Ops
-    held: HeldExperts
+    cache: ExpertCache
     path: str
     """The path of the layer in the model, for messages."""
     options: Options
@@ -100,19 +100,19 @@ class InferenceLayer:
     """The number of choices of a token, as the last call had it."""
     owner: InferenceRun | None = None
     _estimate_E: np.ndarray | None = None
-    _table: HeldTable | None = None
-    _before: HeldTable | None = None
+    _table: ExpertCacheTable | None = None
+    _before: ExpertCacheTable | None = None
     """The table of the call before."""
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return sum(map(len, self.homes))
+        return sum(map(len, self.primary_experts))
 
     def expect(self, estimate_E: np.ndarray) -> None:
         """Make the table by an estimate, the same on every rank, ahead of the gate."""
         self._estimate_E = estimate_E
-        self._hold(estimate_E)
+        self._load_experts(estimate_E)
 
     def begin(self, is_expected: bool) -> None:
         """Begin a call.
@@ -137,7 +137,7 @@ class InferenceLayer:
             *actual, ks = self.summed(torch.cat([rows_E, rows_E.new_full((1,), self.k)])).tolist()
             self._correct(np.array(actual), -(-ks // len(self.block.places)))
         self.record.copies += int(self._table.copies_E.sum())
-        result = dealt(routing, rows_E, self._table, self.block.ep_index, self.ops)
+        result = route_to_copies(routing, rows_E, self._table, self.block.ep_index, self.ops)
         self._estimate_E = None
         if self.owner is not None:
             self.owner.routed(self.label, routing)
@@ -151,7 +151,7 @@ class InferenceLayer:
         """
         if needs_backward:
             raise RuntimeError(f"{self.path}: backward inside ds_fsmoe.inference, which is for torch.no_grad()")
-        return self.held.call_rows(rows, x_RM)
+        return self.cache.call_rows(rows, x_RM)
 
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return counts summed over the block, on which all ranks wait."""
@@ -175,20 +175,20 @@ class InferenceLayer:
             record.accurate += not is_off
         if self._table is None or is_off:
             record.second_phases += 1
-            self._hold(actual_E)
+            self._load_experts(actual_E)
         if total := actual_E.sum():
-            mean = total / len(self.homes)
+            mean = total / len(self.primary_experts)
             record.counted += 1
-            record.fullest_at_home += float(max(actual_E[list(each)].sum() for each in self.homes) / mean)
+            record.fullest_at_home += float(max(actual_E[list(each)].sum() for each in self.primary_experts) / mean)
             record.fullest += float(self._table.load_of_ranks(actual_E).max() / mean)
 
-    def _hold(self, popularity_E: np.ndarray) -> None:
-        held = self.homes if self._before is None else self._before.experts_of_rank
-        ranks = ranks_of_experts(popularity_E, len(self.homes), self.options.most_per_rank, held)
+    def _load_experts(self, popularity_E: np.ndarray) -> None:
+        held = self.primary_experts if self._before is None else self._before.experts_of_rank
+        ranks = ranks_of_experts(popularity_E, len(self.primary_experts), self.options.most_per_rank, held)
         # A rank that nothing was given to has a copy of an expert of its own.
-        ranks = tuple(each or home[:1] for each, home in zip(ranks, self.homes, strict=True))
-        self._table = self._before = self.held.arranged(HeldTable(ranks, self.num_experts))
-        self.held.prepare(self._table)
+        ranks = tuple(each or home[:1] for each, home in zip(ranks, self.primary_experts, strict=True))
+        self._table = self._before = self.cache.arranged(ExpertCacheTable(ranks, self.num_experts))
+        self.cache.prepare(self._table)
 
 
 class InferenceRun:
@@ -267,7 +267,7 @@ class InferenceRun:
 
     def after(self, *_: Any) -> None:
         """End a call of a layer: make the table of the next one, and begin to have its experts."""
-        if self._summing is not None and self._summing[0].held.may_be_early:
+        if self._summing is not None and self._summing[0].cache.may_be_early:
             self._settle()
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class InferenceRun:
         self._expected = layer
 
 
-def is_under_way(running: LayerRuntime) -> bool:
+def is_running_inference(running: LayerRuntime) -> bool:
     """Return whether the layers of an engine are in inference with experts that come and go.
 
     Args:
@@ -316,7 +316,7 @@ def refuse_within(running: LayerRuntime, what: str) -> None:
     Raises:
         RuntimeError: inference is under way; on every rank, as all are in it.
     """
-    if is_under_way(running):
+    if is_running_inference(running):
         raise RuntimeError(
             f"{what} inside ds_fsmoe.inference, where experts are not on the ranks that train them: leave it first"
         )

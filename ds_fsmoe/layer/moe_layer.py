@@ -155,8 +155,8 @@ class MOELayer(nn.Module):
         self._degrees = degrees
         parts = Parts(alltoall_impl, self.callbacks, kind.order, ops, dispatch)
         of_layer = {"label": "moe", "path": "MOELayer", "tensor_parallel": PLAIN}
-        self._state = LayerState(parts, order_impl, None, **of_layer, checks=[_look_at_experts])
-        self._looked: set[bool] = set()
+        self._state = LayerState(parts, order_impl, None, **of_layer, checks=[_check_experts])
+        self._checked_modes: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`.
@@ -193,14 +193,14 @@ class MOELayer(nn.Module):
         """Return why the module of experts has to be called itself: nothing, as there is none."""
 
 
-def _look_at_experts(layer: MOELayer, x: torch.Tensor) -> None:
+def _check_experts(layer: MOELayer, x: torch.Tensor) -> None:
     """Do not cut experts that would compute something else in chunks, as the first forward in each mode finds.
     Collective then where the layer is."""
     state = layer._state
-    if layer.training in layer._looked:
+    if layer.training in layer._checked_modes:
         return
-    layer._looked.add(layer.training)
-    if not state.pipeline.is_cut:
+    layer._checked_modes.add(layer.training)
+    if not state.pipeline.is_chunked:
         return
     experts = layer.local_experts()
     found = by_class(experts)
@@ -208,5 +208,5 @@ def _look_at_experts(layer: MOELayer, x: torch.Tensor) -> None:
     is_alone = state.pipeline.collectives.ep_group is None
     kind = type(layer).__name__
     if reason := agreed(found, found.kind == "shape", kind, layer.group, is_alone, x.device):
-        state.run_uncut(reason)
+        state.run_unchunked(reason)
         log_on_rank_0(f"a {kind} built by hand runs in one chunk: {reason}", logging.WARNING)

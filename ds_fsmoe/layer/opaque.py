@@ -108,7 +108,7 @@ class _Call(bytearray):
 _calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 
 
-class _Given(torch.autograd.Function):
+class _CopiedArgument(torch.autograd.Function):
     """Copies an argument for a module, and puts the gradient of the copy into a list."""
 
     @staticmethod
@@ -127,7 +127,7 @@ def _handed(given: Tensor | None, anchor: Tensor | None, gradients: list[Tensor 
     """Return an argument for a module: a copy, since compiled code may write to its memory after the operator."""
     if given is None or anchor is None:
         return None if given is None else given.detach().clone()
-    return _Given.apply(anchor, given.detach(), gradients, place)
+    return _CopiedArgument.apply(anchor, given.detach(), gradients, place)
 
 
 @functools.cache

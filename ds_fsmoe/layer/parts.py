@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ds_fsmoe import registry
-from ds_fsmoe.components.alltoall import AllToAllBase, CrossesOnce
+from ds_fsmoe.components.alltoall import AllToAllBase, NodeDeduplicated
 from ds_fsmoe.components.callback import CallbackBase
-from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
+from ds_fsmoe.components.hierarchical import BlockPaths, HierarchicalAllToAll, Nodes, Route
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.config.blocks import Dispatch, FSMoEBlock
@@ -21,8 +21,8 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import FSMoEGroups, make
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.row_sizes import PassedOn
-from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
+from ds_fsmoe.execution.row_sizes import ForwardedRows
+from ds_fsmoe.execution.tensor_parallel import SelfSplitCollectives
 from ds_fsmoe.ops import Ops, load_ops
 from ds_fsmoe.planning.groups import Communicators, Ranks, in_levels, levels_of
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
@@ -168,17 +168,17 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
     Raises:
         ValueError: a hierarchical all-to-all contradicts itself, on every rank.
     """
-    of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Collectives
+    of_kind = SelfSplitCollectives if groups.layout.tensor_parallel_experts else Collectives
     flat = of_kind(alltoall.exchange, groups.ep_group, groups.esp_group)
     if alltoall.takes_rows:
         flat = replace(flat, exchange_rows=alltoall.exchange_rows)
-    if isinstance(alltoall, CrossesOnce):
-        return _crossing_once(groups, flat)
+    if isinstance(alltoall, NodeDeduplicated):
+        return _node_deduplication(groups, flat)
     if not isinstance(alltoall, HierarchicalAllToAll) or len(groups.planned.placements["ep"].lanes) < 2:
         return flat
     all_ranks = groups.layout.ep
     nodes_of = {ranks: Nodes.of(groups.topology.node_of_rank[rank] for rank in ranks) for ranks in all_ranks}
-    relays_of = {nodes: Relays(alltoall, nodes) for nodes in dict.fromkeys(nodes_of.values())}
+    relays_of = {nodes: BlockPaths(alltoall, nodes) for nodes in dict.fromkeys(nodes_of.values())}
     # Steps along one kind of link share communicators where they have the same parts, and those along another do not:
     # each is on one lane.
     communicators = tuple(
@@ -188,15 +188,15 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
     own_ranks = groups.ranks_of("ep")
     own, me = nodes_of[own_ranks], groups.index_in("ep")
 
-    def route(relays: Relays, groups_of_steps: tuple[dist.ProcessGroup | None, ...]) -> Route:
+    def route(relays: BlockPaths, groups_of_steps: tuple[dist.ProcessGroup | None, ...]) -> Route:
         return Route(tuple(relays.hop(step, me) for step in range(len(relays.links))), groups_of_steps)
 
     way_in = route(relays_of[own], communicators)
-    passes_on = PassedOn(*relays_of[own].told(me))
-    whole = replace(flat, exchange=way_in.exchange, exchange_rows=way_in.exchange_rows, passes_on=passes_on)
+    forwarded = ForwardedRows(*relays_of[own].forwarded_blocks(me))
+    whole = replace(flat, exchange=way_in.exchange, exchange_rows=way_in.exchange_rows, forwarded=forwarded)
     if alltoall.links != ("intra", "inter"):
         return whole
-    way_out = route(Relays(alltoall, own, back=True), communicators[::-1])
+    way_out = route(BlockPaths(alltoall, own, back=True), communicators[::-1])
     legs = {
         A2A_IN_NODE: lambda blocks: way_in.step(0, blocks),
         A2A_IN: lambda blocks: way_in.step(1, blocks),
@@ -213,7 +213,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
 
 
 def _parts(
-    all_ranks: tuple[Ranks, ...], relays_of: Mapping[Nodes, Relays], nodes_of: Mapping[Ranks, Nodes], step: int
+    all_ranks: tuple[Ranks, ...], relays_of: Mapping[Nodes, BlockPaths], nodes_of: Mapping[Ranks, Nodes], step: int
 ) -> tuple[Ranks, ...]:
     """Return the ranks that talk to each other in a step, of all groups."""
     parts = [
@@ -222,7 +222,7 @@ def _parts(
     return tuple(sorted(parts))
 
 
-def _crossing_once(groups: FSMoEGroups, flat: Collectives) -> Collectives:
+def _node_deduplication(groups: FSMoEGroups, flat: Collectives) -> Collectives:
     """Prepare the two levels, or say why it is the flat way. Collective."""
     if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
         return replace(flat, why_flat="each expert is split over several ranks")

@@ -16,7 +16,7 @@ from ds_fsmoe.components.routing import BareRouting, Routing, kind_of
 from ds_fsmoe.execution.counts_exchange import NodeRows
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.row_sizes import TokenCuts
+from ds_fsmoe.execution.row_sizes import TokenChunks
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
@@ -46,7 +46,9 @@ class RowRouting:
     """Scalar int64: what is wrong with the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
 
 
-def number_rows_of_layer(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool = False) -> RowRouting:
+def number_rows_of_layer(
+    routing: Routing, token_chunks: TokenChunks, ops: Ops, *, is_trusted: bool = False
+) -> RowRouting:
     """Number the rows of a decision; nothing waits for the device.
 
     Args:
@@ -58,36 +60,38 @@ def number_rows_of_layer(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trus
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_choices, num_tokens = slots_KS.shape
     segments = None
-    if cuts.num_segments > 1:
-        segments = TABLES.from_host(slots_KS, segments_with_queues, cuts, num_experts, num_tokens)
+    if token_chunks.num_segments > 1:
+        segments = TABLES.from_host(slots_KS, segments_with_queues, token_chunks, num_experts, num_tokens)
     limits_E = None if is_trusted else routing.limits_E
     found = ops.number_rows(slots_KS, num_experts, routing.capacity, segments, limits_E)
     if segments is None:
         counts_ET = found.counts_V.view(num_experts, 1)
     else:
-        counts_ET = found.counts_V[TABLES.from_host(slots_KS, _places, cuts, num_experts)]
+        counts_ET = found.counts_V[TABLES.from_host(slots_KS, _places, token_chunks, num_experts)]
     as_one = BareRouting.of(found.rows_KS, routing.weights_KS, 1, num_choices * num_tokens)
     return RowRouting(as_one, counts_ET, found.fault)
 
 
-def segments_with_queues(cuts: TokenCuts, num_experts: int, num_tokens: int) -> np.ndarray:
+def segments_with_queues(token_chunks: TokenChunks, num_experts: int, num_tokens: int) -> np.ndarray:
     """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next."""
-    return np.stack([np.cumsum(cuts.lengths(num_tokens)), *_queues(cuts, num_experts)])
+    return np.stack([np.cumsum(token_chunks.lengths(num_tokens)), *_queues(token_chunks, num_experts)])
 
 
-def _places(cuts: TokenCuts, num_experts: int) -> np.ndarray:
+def _places(token_chunks: TokenChunks, num_experts: int) -> np.ndarray:
     """Return [E, T]: the queue of each expert in each segment."""
-    first_T, step_T = _queues(cuts, num_experts)
+    first_T, step_T = _queues(token_chunks, num_experts)
     return np.arange(num_experts)[:, None] * step_T + first_T
 
 
-def _queues(cuts: TokenCuts, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+def _queues(token_chunks: TokenChunks, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Return for each segment the queue of expert 0, and the step from one expert to the next. Queues are numbered as
     rows are sent: chunk by chunk of the forward, expert by expert, segment by segment."""
-    chunks = cuts.chunks(cuts.forward)
+    chunks = token_chunks.chunks(token_chunks.forward)
     lengths = [last - first for first, last in chunks]
     first_of_chunk = np.repeat([first for first, _ in chunks], lengths)
-    return num_experts * first_of_chunk + np.arange(cuts.num_segments) - first_of_chunk, np.repeat(lengths, lengths)
+    return num_experts * first_of_chunk + np.arange(token_chunks.num_segments) - first_of_chunk, np.repeat(
+        lengths, lengths
+    )
 
 
 # ---- Numbers the rows of a gate's decision where a token sends one row to each node that has one of its
@@ -98,7 +102,7 @@ def _queues(cuts: TokenCuts, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def number_by_node(
-    routing: Routing, cuts: TokenCuts, links: NodeLinks, ops: Ops
+    routing: Routing, token_chunks: TokenChunks, links: NodeLinks, ops: Ops
 ) -> tuple[Routing, NodeRows, torch.Tensor]:
     """Number the rows of a decision; nothing waits for the device.
 
@@ -114,11 +118,11 @@ def number_by_node(
     """
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_tokens = slots_KS.shape[1]
-    segments, ranks = cuts.num_segments, links.num_nodes * links.per_node
-    table_3T = TABLES.from_host(slots_KS, _queues_by_expert, cuts, num_tokens)
+    segments, ranks = token_chunks.num_segments, links.num_nodes * links.per_node
+    table_3T = TABLES.from_host(slots_KS, _queues_by_expert, token_chunks, num_tokens)
     of_choices = ops.number_rows(slots_KS, num_experts, routing.capacity, table_3T, routing.limits_E)
     counts_ET = of_choices.counts_V.view(num_experts, segments)
-    segment_S = TABLES.from_host(slots_KS, _segments, cuts, num_tokens)
+    segment_S = TABLES.from_host(slots_KS, _segments, token_chunks, num_tokens)
     is_row_KS = (slots_KS >= 0) & (slots_KS < routing.num_slots)
     per_rank = num_experts // ranks * max(1, routing.capacity)
     rank_KS = torch.where(is_row_KS, slots_KS.div(per_rank, rounding_mode="floor"), ranks)
@@ -134,23 +138,23 @@ def number_by_node(
     dtype = torch.promote_types(routing.weights_KS.dtype, torch.float32)
     ones_nS = torch.ones(is_in_nS.shape, dtype=dtype, device=slots_KS.device)
     to_nodes = BareRouting.of(torch.where(is_in_nS, nodes_n1, links.num_nodes), ones_nS, links.num_nodes)
-    numbered = number_rows_of_layer(to_nodes, cuts, ops, is_trusted=True)
+    numbered = number_rows_of_layer(to_nodes, token_chunks, ops, is_trusted=True)
     counts = counts_ET, in_segments(is_on_GS), numbered.counts_ET
     rows = NodeRows(*counts, of_choices.rows_KS, rank_KS, is_on_GS, is_in_nS, of_choices.fault)
     return numbered.routing, rows, routing.weights_KS.to(dtype)
 
 
-def _queues_by_expert(cuts: TokenCuts, num_tokens: int) -> np.ndarray:
+def _queues_by_expert(token_chunks: TokenChunks, num_tokens: int) -> np.ndarray:
     """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next. Queues
     are numbered expert by expert, segment by segment."""
-    numbers_T = np.arange(cuts.num_segments)
-    steps_T = np.full(cuts.num_segments, cuts.num_segments)
-    return np.stack([np.cumsum(cuts.lengths(num_tokens)), numbers_T, steps_T])
+    numbers_T = np.arange(token_chunks.num_segments)
+    steps_T = np.full(token_chunks.num_segments, token_chunks.num_segments)
+    return np.stack([np.cumsum(token_chunks.lengths(num_tokens)), numbers_T, steps_T])
 
 
-def _segments(cuts: TokenCuts, num_tokens: int) -> np.ndarray:
+def _segments(token_chunks: TokenChunks, num_tokens: int) -> np.ndarray:
     """Return [S]: the segment of each token."""
-    return np.repeat(np.arange(cuts.num_segments), cuts.lengths(num_tokens))
+    return np.repeat(np.arange(token_chunks.num_segments), token_chunks.lengths(num_tokens))
 
 
 # ---- Sends rows to where experts have been placed: a router's decision about experts becomes one about places
@@ -200,4 +204,4 @@ class Placed:
 
 
 def _places_of_experts(placement: ExpertPlacement) -> np.ndarray:
-    return np.array((*placement.home_of_expert, placement.num_experts))
+    return np.array((*placement.place_of_expert, placement.num_experts))

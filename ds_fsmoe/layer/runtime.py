@@ -22,7 +22,7 @@ from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import Layout, layout, world_size_now
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.execution.collectives import FULL, Collectives, Wires
+from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes
 from ds_fsmoe.execution.counts_exchange import FAULTS, RoutingError
 from ds_fsmoe.execution.device_tables import HostCopy, is_capturing
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
@@ -111,7 +111,7 @@ class LateFaults:
         if in_training and self.are_shared:
             self._keep(path, fault)
             return
-        self._look_at_own(waits=len(self._found) >= _MOST)
+        self._check_own(waits=len(self._found) >= _MOST)
         self._found.append((path, fault, HostCopy(fault)))
 
     def share(self) -> None:
@@ -132,7 +132,7 @@ class LateFaults:
             dist.all_reduce(codes_L, op=dist.ReduceOp.MAX)
         self._shared.append(HostCopy(codes_L))
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the faults that have been found, and wait for those that have not arrived.
 
         Raises:
@@ -145,9 +145,9 @@ class LateFaults:
             for path, code in zip(self._paths, codes, strict=True):
                 fault, rank = divmod(code, dist.get_world_size())
                 refuse(path, fault, rank)
-        self._look_at_own(waits=True)
+        self._check_own(waits=True)
 
-    def look_at_all(self) -> None:
+    def check_all(self) -> None:
         """Check faults that will not be shared any more, at the end of the engine.
 
         Raises:
@@ -155,13 +155,13 @@ class LateFaults:
         """
         self._found += [(path, fault, HostCopy(fault)) for path, fault in self._kept.items()]
         self._kept.clear()
-        self.look()
+        self.check()
 
     def _keep(self, path: str, fault: torch.Tensor) -> None:
         earlier = self._kept.get(path)
         self._kept[path] = fault if earlier is None else torch.maximum(earlier, fault)
 
-    def _look_at_own(self, waits: bool) -> None:
+    def _check_own(self, waits: bool) -> None:
         while self._found and (waits or self._found[0][2].has_arrived()):
             path, _, copy = self._found.pop(0)
             fault = int(copy.wait())
@@ -210,7 +210,7 @@ def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
         BlockPlan(1 if degree == "auto" else degree, links) for degree in (asked.forward, asked.backward)
     )
     alltoall = "flat" if block.alltoall == "auto" else block.alltoall
-    return LayerPlan(forward, backward, alltoall, in_halves=block.split_batch == "on")
+    return LayerPlan(forward, backward, alltoall, is_two_batch=block.split_batch == "on")
 
 
 def planned_links(block: FSMoEBlock) -> Links:
@@ -275,7 +275,7 @@ class LayerRuntime:
         """The choices by which the next forward is to route."""
         self.records_routing = False
         """Whether the choices of routers are recorded."""
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.checks: list[Check] = []
         """The checks that are shown all layers before their calls."""
         self.engine: Callable[[], Any] = lambda: None
@@ -367,17 +367,17 @@ class LayerRuntime:
         except ValueError as error:
             raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
 
-    def say_flat(self, alltoall: str, why: str) -> None:
+    def warn_alltoall_fallback(self, alltoall: str, why: str) -> None:
         """Say once, for all layers, why an all-to-all is run as the flat one."""
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             log_on_rank_0(f"fsmoe.alltoall = {shown(alltoall)} is run as flat: {why}", logging.WARNING)
 
-    def say_in_slots(self, path: str) -> None:
+    def warn_padded_dispatch(self, path: str) -> None:
         """Say once, for all layers, that wires are for rows, if any is asked for."""
-        wires = self.block.wires
-        if (wires.dispatch, wires.combine) != ("model", "model") and "wires" not in self._said:
-            self._said.add("wires")
+        comm_dtypes = self.block.wires
+        if (comm_dtypes.dispatch, comm_dtypes.combine) != ("model", "model") and "wires" not in self._logged:
+            self._logged.add("wires")
             log_on_rank_0(
                 (
                     f"fsmoe.comm_dtype applies to unpadded dispatch only: {path} and layers like it "
@@ -398,9 +398,9 @@ class LayerRuntime:
             collectives: those of the plan's all-to-all, in these groups.
             in_rows: whether rows are sent, for which wires are; slots go in their own type.
         """
-        wires = Wires(self.block.wires.dispatch, self.block.wires.combine) if in_rows else FULL
+        comm_dtypes = CommDtypes(self.block.wires.dispatch, self.block.wires.combine) if in_rows else FULL
         phases = (
-            PhasePlan(block, groups.planned, backward, collectives.planned, plan.in_halves, wires.narrow)
+            PhasePlan(block, groups.planned, backward, collectives.planned, plan.is_two_batch, comm_dtypes.narrow)
             for block, backward in ((plan.forward, False), (plan.backward, True))
         )
         collectives = replace(
@@ -409,7 +409,7 @@ class LayerRuntime:
             esp_group=groups.esp_group,
             reduces=plan.reduces,
             block=block_of(groups),
-            wires=wires,
+            comm_dtypes=comm_dtypes,
         )
         return LayerPipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 

@@ -28,8 +28,8 @@ from ds_fsmoe.execution.counts_exchange import CountsExchange, Forward, Forwards
 from ds_fsmoe.execution.lanes import Lanes, Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import TokenCuts, token_cuts_of
-from ds_fsmoe.execution.slot_chunks import SlotLayout, cut
+from ds_fsmoe.execution.row_sizes import TokenChunks, token_chunks_of
+from ds_fsmoe.execution.slot_chunks import SlotLayout, chunk_capacity
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.opaque import Handle, OpaqueModule
@@ -140,10 +140,15 @@ class LayerRun(LayerCall):
         num_experts, capacity = routing.num_experts, routing.capacity
         degree, duplicates = self.pipeline.forward.block.degree, self.state.duplicates
         if duplicates is None:
-            cutting = cut(capacity, degree)
+            cutting = chunk_capacity(capacity, degree)
             return routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity), capacity
         own_capacity = duplicates.part(capacity)
-        place = partial(duplicates.slots, num_experts=num_experts, capacity=capacity, cutting=cut(own_capacity, degree))
+        place = partial(
+            duplicates.slots,
+            num_experts=num_experts,
+            capacity=capacity,
+            capacity_chunks=chunk_capacity(own_capacity, degree),
+        )
         return routing.relaid(place, duplicates.num_ranks * own_capacity), own_capacity
 
     def _through_rows(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
@@ -154,21 +159,21 @@ class LayerRun(LayerCall):
                 "'unpadded' needs a Routing"
             )
         order, collectives = self.state.order, self.pipeline.collectives
-        cuts = token_cuts_of(*self.pipeline.degrees)
+        token_chunks = token_chunks_of(*self.pipeline.degrees)
         if collectives.nodes is not None:
-            return self._through_nodes(x_SM, routing, cuts)
-        numbered = number_rows_of_layer(routing, cuts, order.ops)
-        of_call = collectives.block, cuts, collectives.passes_on, self.name, self.forward
+            return self._through_nodes(x_SM, routing, token_chunks)
+        numbered = number_rows_of_layer(routing, token_chunks, order.ops)
+        of_call = collectives.block, token_chunks, collectives.forwarded, self.name, self.forward
         counts = CountsExchange.begin(numbered.counts_ET, numbered.fault, *of_call)
         x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
         y_RM = self._run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM), routing.slots_KS.shape[0]))
         return order.restore(y_RM.unsqueeze(0), numbered.routing)
 
-    def _through_nodes(self, x_SM: torch.Tensor, routing: Routing, cuts: TokenCuts) -> torch.Tensor:
+    def _through_nodes(self, x_SM: torch.Tensor, routing: Routing, token_chunks: TokenChunks) -> torch.Tensor:
         """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
         order, collectives = self.state.order, self.pipeline.collectives
-        sent, rows, weights_KS = number_by_node(routing, cuts, collectives.nodes, order.ops)
-        exchange = NodeExchange.begin(rows, collectives.block, collectives.nodes, cuts, self.name, self.forward)
+        sent, rows, weights_KS = number_by_node(routing, token_chunks, collectives.nodes, order.ops)
+        exchange = NodeExchange.begin(rows, collectives.block, collectives.nodes, token_chunks, self.name, self.forward)
         x_RM = order.arrange(x_SM, sent).reshape(sent.num_slots, x_SM.shape[-1])
         choice_of_row_R = exchange.wait()
         weights_R = weights_KS.reshape(-1).index_select(0, choice_of_row_R)
@@ -226,8 +231,8 @@ def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> s
 class LayerState:
     """Holds the state of a layer inside DeepSpeed, as its one attribute ``fsmoe``.
 
-    Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_uncut` and :meth:`attach`. A
-    call that is under way, or waits for its backward, keeps the pipeline it began with.
+    Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_unchunked` and
+    :meth:`attach`. A call that is under way, or waits for its backward, keeps the pipeline it began with.
     """
 
     parts: Parts
@@ -245,7 +250,7 @@ class LayerState:
     """The pipeline that runs the layer; set in this class alone. ``None`` until the layer's groups are there."""
     plan: LayerPlan | None = None
     """The plan applied last; a layer that is run uncut has one chunk whatever it says."""
-    why_uncut: str = ""
+    why_unchunked: str = ""
     """The reason why the layer must not be cut, see :class:`~ds_fsmoe.layer.expert_checks.Uncut`; empty where it may
     be."""
     groups: FSMoEGroups | None = None
@@ -389,9 +394,9 @@ class LayerState:
             self.duplicates = TensorParallelTokens(groups.mp_group)
         self.is_in_slots = self.duplicates is not None or not takes_rows(self.parts.dispatch, gate)
         if self.is_in_slots:
-            self.running.say_in_slots(self.path)
+            self.running.warn_padded_dispatch(self.path)
         self.apply(self.running.plan)
-        self.running.observer.meet(self.pipeline, groups)
+        self.running.observer.add_groups(self.pipeline, groups)
         return groups
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -418,7 +423,9 @@ class LayerState:
     def run_on_without_engine(self) -> None:
         """Run the layer from its next call on in one chunk, one task after another, in the groups that it has."""
         if self.pipeline is not None:
-            self.pipeline = replace(self.pipeline.uncut(), lanes=SerialLanes(), window=None, observer=None, on_call=())
+            self.pipeline = replace(
+                self.pipeline.unchunked(), lanes=SerialLanes(), window=None, observer=None, on_call=()
+            )
 
     def apply(self, plan: LayerPlan) -> None:
         """Run the layer by a plan from its next call on. Collective: an all-to-all may make communicators.
@@ -437,28 +444,28 @@ class LayerState:
         if exchange.nodes is not None and self.is_in_slots:
             exchange = replace(exchange, nodes=None, why_flat="slots are sent")
         if exchange.why_flat:
-            self.running.say_flat(plan.alltoall, exchange.why_flat)
+            self.running.warn_alltoall_fallback(plan.alltoall, exchange.why_flat)
         pipeline = self.running.pipeline(self.label, self.groups, plan, exchange, in_rows=not self.is_in_slots)
-        if self.is_uncut:
-            pipeline = pipeline.uncut()
+        if self.is_unchunked:
+            pipeline = pipeline.unchunked()
         if self.pipeline is not None:
             pipeline = replace(pipeline, window=self.pipeline.window, observer=self.pipeline.observer)
         self.pipeline, self.plan = pipeline, plan
 
     @property
-    def is_uncut(self) -> bool:
+    def is_unchunked(self) -> bool:
         """Whether the layer is run in one chunk whatever the plan says."""
-        return bool(self.why_uncut)
+        return bool(self.why_unchunked)
 
-    def run_uncut(self, reason: str) -> None:
+    def run_unchunked(self, reason: str) -> None:
         """Run the layer in one chunk from its next call on, whatever the plan says.
 
         Args:
             reason: the reason, for messages.
         """
-        self.why_uncut = reason
-        if self.pipeline is not None and self.pipeline.is_cut:
-            self.pipeline = self.pipeline.uncut()
+        self.why_unchunked = reason
+        if self.pipeline is not None and self.pipeline.is_chunked:
+            self.pipeline = self.pipeline.unchunked()
 
     def attach(self, window: GradientWindow | None, observer: Observer | None = None) -> None:
         """From the next call on, let gradients travel in the layer's backward, and report its tasks to an observer.

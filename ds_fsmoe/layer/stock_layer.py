@@ -27,12 +27,12 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import of_one_expert
-from ds_fsmoe.checkpoint_files.numbering import Cut
-from ds_fsmoe.checks.no_door import warn_without_door
+from ds_fsmoe.checkpoint_files.numbering import ShardDim
+from ds_fsmoe.checks.missing_engine import warn_missing_engine
 from ds_fsmoe.components.expert_compute.autograd_call import buffers_kept
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import is_observed, runs_unobserved
-from ds_fsmoe.components.expert_compute.shards import cuts_of
+from ds_fsmoe.components.expert_compute.shards import shard_dims_of
 from ds_fsmoe.components.gate import GateBase, GateCallOptions
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.routing import (
@@ -138,7 +138,7 @@ def hand_out(
     _warn_if_filled_otherwise(experts, group, rules, deciding, esp, path)
     receivers = range(rules[own] * esp, (rules[own] + 1) * esp) if deciding[rules[own]] == own else ()
     for whole, shard in zip(experts, shards, strict=True):
-        cuts, targets = cuts_of(whole), dict(_tensors(shard))
+        cuts, targets = shard_dims_of(whole), dict(_tensors(shard))
         sent = [_bytes_of_shard(whole, targets, cuts, index, esp) for index in range(esp)] if receivers else []
         sizes = [target.nbytes for target in targets.values()]
         device = next(shard.parameters()).device
@@ -189,11 +189,11 @@ def _digest(experts: Sequence[nn.Module]) -> str:
 
 
 def _bytes_of_shard(
-    whole: nn.Module, targets: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], index: int, count: int
+    whole: nn.Module, targets: Mapping[str, torch.Tensor], cuts: Mapping[str, ShardDim], index: int, count: int
 ) -> torch.Tensor:
     """Return the contents of an expert's shard, in the types and on the device of this rank's shard."""
     parts = (
-        of_one_expert(cuts.get(name, "whole"), index, count).cut(tensor.detach()[None])[0].to(targets[name])
+        of_one_expert(cuts.get(name, "whole"), index, count).take(tensor.detach()[None])[0].to(targets[name])
         for name, tensor in _tensors(whole)
     )
     return torch.cat([_as_bytes(each) for each in parts])
@@ -255,7 +255,7 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
         self._decided = routing
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
-    def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
+    def route_with_hooks(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
         """Decide through the module's call, so that its hooks may change the result."""
         routing = routing_of(self(x_SM, used_token_S, True, False))
         # The tuple has no place for what was chosen and dropped, and for the entropy.
@@ -366,7 +366,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             RuntimeError: the layer is run in chunks, and of what its experts are nothing is known.
         """
         container, path = self.experts, self.fsmoe.path
-        if self.fsmoe.pipeline.is_cut:
+        if self.fsmoe.pipeline.is_chunked:
             if local is None:
                 raise RuntimeError(
                     f"{path}: its experts module was replaced after the first forward, and the layer runs in "
@@ -424,9 +424,9 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
                 f"a ds_fsmoe.MoE with {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in a stock "
                 "DeepSpeed engine: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
             )
-        elif warn_without_door not in state.checks:
+        elif warn_missing_engine not in state.checks:
             # Only an engine gives a layer its group, and this one is not ours.
-            state.checks.append(warn_without_door)
+            state.checks.append(warn_missing_engine)
         if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group if state.capacity_group is None else state.capacity_group)
 
@@ -453,10 +453,10 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
     ) -> RoutingBase:
         """Return the decision of the layer's gate; see :class:`~ds_fsmoe.components.gate.GateBase`."""
         if isinstance(self.gate, FSMoEGate) and not runs_unobserved(self.gate):
-            return self.gate.decide_heard(x_SM, used_token_S)
-        return self.route_unheard(x_SM, used_token_S, group)
+            return self.gate.route_with_hooks(x_SM, used_token_S)
+        return self.route_without_hooks(x_SM, used_token_S, group)
 
-    def route_unheard(
+    def route_without_hooks(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
         """Return the gate's decision without hooks, for made-up tokens."""

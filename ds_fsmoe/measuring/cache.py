@@ -228,7 +228,7 @@ class MeasurementCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._said_of_folder = False
+        self._has_warned_of_folder = False
 
     def file_of(self, fingerprint: Fingerprint) -> Path:
         """Return the path where measurements of this cluster are kept."""
@@ -264,13 +264,13 @@ class MeasurementCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_measurements(path, fingerprint, both, cluster)
         except OSError as error:
-            if not self._said_of_folder:
+            if not self._has_warned_of_folder:
                 log_on_rank_0(
                     f"fsmoe.autotune.cache_dir: cannot write to {self._folder}, so the next run measures again: "
                     f"{error}",
                     logging.WARNING,
                 )
-            self._said_of_folder = True
+            self._has_warned_of_folder = True
 
 
 class UselessFileError(Exception):

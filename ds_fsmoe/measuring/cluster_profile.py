@@ -353,7 +353,7 @@ class _Profiler:
         self._warn_of_bad_fits(timings)
         operations = {each: self._operation(each, timing) for each, timing in timings.items()}
         return Cluster(
-            name, self._names.num_nodes, self._names.per_node, operations, contention, host_ms, self._said(source)
+            name, self._names.num_nodes, self._names.per_node, operations, contention, host_ms, self._origin(source)
         )
 
     @contextmanager
@@ -455,7 +455,7 @@ class _Profiler:
             f"measured: {where}, typically off by {fit.typical_share:.1%}, at most by {fit.worst_share:.1%}{bad}",
         )
 
-    def _said(self, source: str) -> str:
+    def _origin(self, source: str) -> str:
         sizes = self._topology.node_sizes
         if len(set(sizes)) > 1:
             note = f"the nodes have {', '.join(map(str, sizes))} ranks; {self._names.per_node} of each are measured"

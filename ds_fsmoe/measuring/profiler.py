@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.execution.call import CallOfExperts
-from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod, narrowed, widened
+from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod, dequantized_rows, quantized_rows
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
@@ -233,7 +233,7 @@ class ProfiledLayer:
     def computations(self) -> tuple[str, ...]:
         """The computations that its experts do, and how its rows are converted for narrow wires."""
         experts = (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
-        is_narrow = self.sizes.wires != (1.0, 1.0) and self.collectives.ep_group is not None
+        is_narrow = self.sizes.comm_byte_shares != (1.0, 1.0) and self.collectives.ep_group is not None
         return (*experts, *((NARROWED, WIDENED) if is_narrow else ()))
 
     @property
@@ -288,7 +288,9 @@ def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule
         for name in subject.computations:
             prepare, size, unit = table[name]
             operations[name] = measuring.timing(f"{name} {of_kind}", unit, slots, size, prepare)
-        drew = measuring.number(f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.seen)))
+        drew = measuring.number(
+            f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.has_drawn))
+        )
         empty = f"an empty task of {sum(task.kind != HOLD for task in schedule.tasks)}, {type(lanes).__name__}"
         what = f"empty tasks of {subject.name}", lanes, schedule, f"{subject.name}/empty"
         task_ms = measuring.number(empty, lambda: empty_task_ms(watch, *what))
@@ -340,35 +342,35 @@ def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -
         shape = ranks, subject.num_local_experts, slots, width
         return torch.randn(*shape, device=device).to(subject.sizes.dtype)
 
-    def called(same_cuts: bool = True) -> CallOfExperts:
+    def called(same_chunks: bool = True) -> CallOfExperts:
         with subject.surroundings():
-            return subject.experts.call(True, same_cuts=same_cuts, recompute=subject.recompute)
+            return subject.experts.call(True, same_chunks=same_chunks, recompute=subject.recompute)
 
     def forward(slots: int) -> _Work:
         x_NecM = arrived(slots)
         # A call takes each slot once; so that it can be done over and over, each time is a call of its own.
         return lambda: called().forward(0, slots, x_NecM)
 
-    def backward(slots: int, same_cuts: bool = True) -> _Work:
-        call, x_NecM = called(same_cuts), arrived(slots)
+    def backward(slots: int, same_chunks: bool = True) -> _Work:
+        call, x_NecM = called(same_chunks), arrived(slots)
         with draws.watched():
             y_NecM = call.forward(0, slots, x_NecM)
         dy_NecM = torch.randn_like(y_NecM)
         return lambda: call.backward(0, slots, dy_NecM)
 
     def narrow(slots: int) -> _Work:
-        return partial(narrowed, arrived(slots).view(-1, width))
+        return partial(quantized_rows, arrived(slots).view(-1, width))
 
     def widen(slots: int) -> _Work:
-        bytes_RB = narrowed(arrived(slots).view(-1, width))
-        return lambda: widened(bytes_RB, subject.sizes.dtype, torch.Size((width,)))
+        bytes_RB = quantized_rows(arrived(slots).view(-1, width))
+        return lambda: dequantized_rows(bytes_RB, subject.sizes.dtype, torch.Size((width,)))
 
     flops = 2.0 * ranks * subject.num_weights
     wide_bytes = float(ranks * subject.num_local_experts * width * subject.sizes.dtype.itemsize)
     return {
         FORWARD: (forward, flops, "flop"),
         BACKWARD: (backward, 2 * flops, "flop"),
-        BACKWARD_ANEW: (partial(backward, same_cuts=False), 2 * flops, "flop"),
+        BACKWARD_ANEW: (partial(backward, same_chunks=False), 2 * flops, "flop"),
         NARROWED: (narrow, wide_bytes, "byte"),
         WIDENED: (widen, wide_bytes, "byte"),
     }
@@ -379,13 +381,13 @@ class _Draws:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seen = False
+        self.has_drawn = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         before = self._state()
         yield
-        self.seen = self.seen or not all(map(torch.equal, before, self._state()))
+        self.has_drawn = self.has_drawn or not all(map(torch.equal, before, self._state()))
 
     def _state(self) -> Sequence[torch.Tensor]:
         states = [torch.get_rng_state()]

@@ -293,7 +293,7 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, PrepareOnLane]
 
     def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
         """Return lane -> when it finished on the slowest rank, the median over repeats."""
-        schedule = _beside(counts)
+        schedule = _concurrent_tasks(counts)
         calls = {lane.value: _calling(bodies[lane]) for lane in counts}
 
         def run() -> None:
@@ -353,7 +353,7 @@ def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:
     return max(1.0, beside_ms / done_beside_ms) if done_beside_ms > 0 else 1.0
 
 
-def _beside(counts: Mapping[Lane, int]) -> Schedule:
+def _concurrent_tasks(counts: Mapping[Lane, int]) -> Schedule:
     """Return this many tasks on each lane that wait only for their lane. A task's kind is its lane's name."""
     draft = Draft()
     for chunk in range(max(counts.values())):

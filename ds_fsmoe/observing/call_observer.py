@@ -75,7 +75,7 @@ class CallObserver:
         """The instruments that are to be shown the calls of layers."""
         return () if self.tracer is None and self.clock is None else (self.watch,)
 
-    def meet(self, pipeline: LayerPipeline, groups: FSMoEGroups) -> None:
+    def add_groups(self, pipeline: LayerPipeline, groups: FSMoEGroups) -> None:
         """Register the groups of a layer.
 
         Raises:
@@ -109,7 +109,7 @@ def call_sizes(at: CalledWith, experts: LayerExperts | WholeExperts) -> CallShap
     matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
     products = len(matrices), sum(matrices)
     of_rows = at.num_experts, at.capacity, at.width, at.dtype.itemsize, *products
-    return CallShape(*of_rows, num_tokens=at.num_tokens, wires=at.wires)
+    return CallShape(*of_rows, num_tokens=at.num_tokens, wires=at.comm_byte_shares)
 
 
 class _MeasuredWindow:
@@ -121,10 +121,10 @@ class _MeasuredWindow:
         self.slices_bytes: tuple[int, ...] = ()
 
     def open(self, label: str) -> Sequence[Any]:
-        parcels = self._window.open(label)
+        grad_slices = self._window.open(label)
         flats = self._window.flats
-        self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)
-        return parcels
+        self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in grad_slices)
+        return grad_slices
 
 
 @dataclass
@@ -152,7 +152,7 @@ class _OfCall(Observer):
             listeners.append(self.tracer.of_run(schedule, label, expected))
         if (
             self.clock is not None
-            and (recorder := self.clock.run(schedule, label, (of, plan, sizes), plan.in_halves)) is not None
+            and (recorder := self.clock.run(schedule, label, (of, plan, sizes), plan.is_two_batch)) is not None
         ):
             listeners.append(recorder)
         return Together(*listeners)

@@ -52,7 +52,7 @@ class DeepSpeedsWaits:
         self._marked: dict[int, tuple[Any, waiting]] = {}
         """Thread -> the wait that it was in at the last look, and its mark."""
 
-    def look(self) -> None:
+    def mark_current(self) -> None:
         """Mark the waits that threads are in now, and no others."""
         found = _waits_now() if world_size_now() > 1 else {}
         for thread, (before, mark) in list(self._marked.items()):
@@ -161,21 +161,21 @@ class PeerReports:
 
     def __init__(self, host: Clock, limit_s: float, every: int) -> None:
         self._host, self._limit_s, self._every = host, limit_s, every
-        self._num_looks, self._is_asked = 0, False
+        self._num_checks, self._is_asked = 0, False
         self._store: Any = None
         self._asking: threading.Thread | None = None
         self._has_asked = False
-        self._told_of: str | None = None
+        self._reported_hang: str | None = None
 
-    def look(self, is_long: bool) -> str | None:
+    def check(self, is_long: bool) -> str | None:
         """Ask or answer; return what another rank reports as a hang, once.
 
         Args:
             is_long: whether this rank waits for long.
         """
 
-        self._num_looks += 1
-        if not (is_long or self._has_asked or self._is_asked) and self._num_looks % self._every:
+        self._num_checks += 1
+        if not (is_long or self._has_asked or self._is_asked) and self._num_checks % self._every:
             return None
 
         def look(store: Any) -> str | None:
@@ -187,18 +187,18 @@ class PeerReports:
             self._is_asked = is_long or store.check([_ASKED])
             if self._is_asked:
                 is_at_work = waits.working.now() and not waits.waiting.now()
-                store.set(_key(rank_now()), ("w" if is_at_work else "-") + said_of_peers())
+                store.set(_key(rank_now()), ("w" if is_at_work else "-") + describe_this_rank())
             return store.get(_HANG).decode() if store.check([_HANG]) else None
 
-        before, self._told_of = self._told_of, self._in_time(look) or self._told_of
-        return None if self._told_of == before else self._told_of
+        before, self._reported_hang = self._reported_hang, self._in_time(look) or self._reported_hang
+        return None if self._reported_hang == before else self._reported_hang
 
-    def tell(self, reason: str) -> None:
+    def report_hang(self, reason: str) -> None:
         """Tell the others that this rank reports a hang."""
 
         def tell(store: Any) -> None:
-            self._told_of = f"rank {rank_now()}: {reason}"
-            store.set(_HANG, self._told_of)
+            self._reported_hang = f"rank {rank_now()}: {reason}"
+            store.set(_HANG, self._reported_hang)
 
         self._in_time(tell)
 
@@ -245,7 +245,7 @@ def _key(rank: int) -> str:
     return f"fsmoe/watchdog/rank{rank}"
 
 
-def said_of_peers() -> str:
+def describe_this_rank() -> str:
     """Return what this rank says of itself, in a line: its waits, its last forward, and where its main thread is."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     places: list[str] = []
@@ -255,4 +255,4 @@ def said_of_peers() -> str:
         if not places or not (name.startswith(_PACKAGES) or "site-packages" in name):
             places.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
-    return f"{waits.said()}; now at {', called from '.join(places)}"
+    return f"{waits.describe_waits()}; now at {', called from '.join(places)}"

@@ -17,7 +17,7 @@ from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.cost import LayerCosts
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Contention, Timeline
@@ -78,7 +78,7 @@ class MeasuredPredictor:
     """Whether the backward has the same chunks as the forward."""
     capacity: int | None = None
     """The slots per expert, or the rows of the fullest rank, that the layer was planned for; ``None``: not known."""
-    crossings: Crossings | None = None
+    fanout: Fanout | None = None
     """The crossings of a token for each of its choices, where it crosses once per node: a call does not tell them."""
     _timelines: dict[tuple, Timeline] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class MeasuredPredictor:
             if len(self._timelines) >= _MOST_KEPT:  # a capacity that follows the tokens
                 self._timelines.clear()
             if shape.crossings is None:
-                shape = replace(shape, crossings=self.crossings)
+                shape = replace(shape, crossings=self.fanout)
             if not self.costs.is_per_launch:  # experts are one product of all their weights, as they were measured
                 shape = replace(shape, num_products=1, num_weights=max(1, shape.num_weights))
             how = self.same_chunks, self.contention, self.is_serial

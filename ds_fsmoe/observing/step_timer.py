@@ -51,7 +51,7 @@ class MeasuredStep:
     backward_ms: float
     """The time of all backwards together, gradients included."""
     runs: tuple[MeasuredRun, ...]
-    takes_turns: bool = False
+    is_interleaved: bool = False
     """Whether runs of two halves of a batch took turns: then what is outside of them is not what is dense."""
     batch_ms: float | None = None
     """The time of a whole batch that goes through stages, from its beginning to its end; ``None``: there are none."""
@@ -149,7 +149,7 @@ class StepClock:
         self._is_whole = True
         self._stretches: list[_Stretch] = []
         self._runs: list[tuple[str, bool, Schedule, Recorder, Any]] = []
-        self._takes_turns = False
+        self._is_interleaved = False
         self._batch: _Stretch | None = None
 
     def begin_step(self) -> None:
@@ -205,7 +205,7 @@ class StepClock:
             self._stretches[-1].end = self._stamp()
             self.is_listening = False
 
-    def run(self, schedule: Schedule, label: str, about: Any = None, takes_turns: bool = False) -> Recorder | None:
+    def run(self, schedule: Schedule, label: str, about: Any = None, is_interleaved: bool = False) -> Recorder | None:
         """Start the clock of a layer's run, in the calling thread and on its stream.
 
         Args:
@@ -221,7 +221,7 @@ class StepClock:
             # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
             self._is_whole = self._is_whole and not self._is_on
             return None
-        self._takes_turns = self._takes_turns or takes_turns
+        self._is_interleaved = self._is_interleaved or is_interleaved
         recorder = Recorder(self.device, self._host)
         recorder.start(schedule, label)
         self._runs.append((label, self._stretches[-1].in_backward, schedule, recorder, about))
@@ -248,7 +248,7 @@ class StepClock:
         forward, backward = parts_ms[False], parts_ms[True]
         batch, sums = self._batch, (sum(forward), sum(backward))
         batch_ms = None if batch is None or batch.end is None else self._elapsed_ms(batch.start, batch.end)
-        step = MeasuredStep(len(forward), len(backward), *sums, runs, self._takes_turns, batch_ms)
+        step = MeasuredStep(len(forward), len(backward), *sums, runs, self._is_interleaved, batch_ms)
         if step.has_both:
             self._last = step
         return step

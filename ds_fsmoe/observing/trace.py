@@ -89,7 +89,7 @@ class Tracer(Observer):
         self._clock = clock_of(device, host)
         self._reference: tuple[Any, int] | None = None
         self._step: int | None = None
-        self._seen: list[int] = []
+        self._traced_steps: list[int] = []
         self._is_on = False
         self._is_written = False
         """Whether the trace is over: nothing is recorded any more."""
@@ -113,7 +113,7 @@ class Tracer(Observer):
         elif number in self._wanted:
             if self._reference is None:
                 self._reference = set_clock(self._clock, self._host)
-            self._seen.append(number)
+            self._traced_steps.append(number)
         self._is_on = number in self._wanted
 
     @property
@@ -130,7 +130,7 @@ class Tracer(Observer):
                 It is called when the trace is written.
         """
         if not self._is_on:
-            return _NOBODY
+            return _NO_OBSERVER
         with self._lock:
             if label not in self._names or self._names[label][0] is not schedule:
                 self._names[label] = schedule, tuple(range_name(label, task) for task in schedule.tasks)
@@ -172,7 +172,7 @@ class Tracer(Observer):
             self._is_written, self._is_on = True, False
             atexit.unregister(self.close)
             self._wait(self._runs, patience_s)
-            is_complete = not is_early and self._seen == list(self._wanted)
+            is_complete = not is_early and self._traced_steps == list(self._wanted)
             trace = self._trace_of(self._runs, ended, is_complete)
             is_written = self._put(trace)
             # In this order, and a new list: a thread that saves may be reading the old one.
@@ -184,7 +184,7 @@ class Tracer(Observer):
         if self._rank == 0 and is_complete:
             logger.info("trace of %s%s written to %s", asked_for, self._of, self.path.parent)
         elif self._rank == 0:
-            steps = ", ".join(map(str, self._seen)) or "none"
+            steps = ", ".join(map(str, self._traced_steps)) or "none"
             logger.warning("%s: not all of %s: %s; steps there are: %s", self.path.parent, asked_for, ended, steps)
 
     @property
@@ -198,7 +198,7 @@ class Tracer(Observer):
             "world_size": world_size_now(),
             "device": str(self._device),
             "asked_for": self._asked_for,
-            "steps": list(self._seen),
+            "steps": list(self._traced_steps),
             "complete": is_complete,
             "ended": ended,
             "peers": self.peers,
@@ -274,7 +274,7 @@ def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
     return {"label": run.label, "step": run.step, "tasks": len(run.tasks), "done": done, "under_way": under_way}
 
 
-_NOBODY = Observer()
+_NO_OBSERVER = Observer()
 """Is told of runs that are not recorded."""
 
 

@@ -33,7 +33,7 @@ from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.lanes import Lanes
 from ds_fsmoe.files.whole_files import new_file
 from ds_fsmoe.observing.clock import HOST, Clock
-from ds_fsmoe.observing.other_ranks import DeepSpeedsWaits, PeerReports, said_of_peers
+from ds_fsmoe.observing.other_ranks import DeepSpeedsWaits, PeerReports, describe_this_rank
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
 from ds_fsmoe.untrusted import read_regular
@@ -265,8 +265,8 @@ class Watchdog:
         self._rank = _rank()
         self._is_first_use = True
         self._labels: set[str] = set()
-        self._seen_marks = _marks(lanes)
-        self._seen_progress: _Progress | None = None
+        self._last_marks = _marks(lanes)
+        self._last_progress: _Progress | None = None
         self._answer: tuple[bool, _Progress] = False, {}
         self._asking: threading.Thread | None = None
         self._others = PeerReports(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
@@ -315,9 +315,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         with closing(self._deepspeeds):
-            self._look_until_the_end()
+            self._run()
 
-    def _look_until_the_end(self) -> None:
+    def _run(self) -> None:
         still_s, last_s = 0.0, self._host.monotonic()
         while not self._host.wait(self._closed, self._poll_s):
             lanes = self._lanes()
@@ -330,7 +330,7 @@ class Watchdog:
             still_s = still_s + passed_s if self._stands_still(lanes) else 0.0
             limit_s = max(self._hang_timeout_s, self._first_use_s if self._is_first_use else 0.0)
             wait, waited_s = self._longest_wait(passed_s)
-            told = self._others.look(max(still_s, waited_s) >= 0.5 * limit_s)
+            told = self._others.check(max(still_s, waited_s) >= 0.5 * limit_s)
             if still_s >= limit_s:
                 self._hangs(f"a run is under way, and for {still_s:.1f} s no task has begun or finished")
                 still_s = float("-inf")  # until something moves
@@ -342,7 +342,7 @@ class Watchdog:
 
     def _longest_wait(self, passed_s: float) -> tuple[waits.waiting | None, float]:
         """Return the wait outside of lanes that has lasted longest, and for how long."""
-        self._deepspeeds.look()
+        self._deepspeeds.mark_current()
         before = self._waited
         self._waited = {}
         for each in waits.waiting.now():
@@ -367,7 +367,7 @@ class Watchdog:
                 self._patient_in = wait
                 self._report_and_save(f"{reason}; files are written or read meanwhile, so it goes on waiting")
             return 0.0
-        self._others.tell(reason)
+        self._others.report_hang(reason)
         file = self._report_and_save(reason)
         if world_size_now() > 1:  # so that they hear of it while this rank's store is there
             self._host.wait(self._closed, 2 * self._poll_s)
@@ -377,7 +377,7 @@ class Watchdog:
     def _stands_still(self, lanes: Lanes) -> bool:
         """Return whether a run is under way in which nothing has moved since the last call."""
         is_under_way, marks = lanes._is_running, _marks(lanes)
-        is_same = all(new is old for new, old in zip(marks, self._seen_marks, strict=True))
+        is_same = all(new is old for new, old in zip(marks, self._last_marks, strict=True))
         is_behind, progress = True, None
         if is_same:  # where the host is seen to move, a device need not be asked
             is_behind, progress = self._ask(lanes)
@@ -387,8 +387,8 @@ class Watchdog:
             # Another label means that a run is over; so does one that nobody is in.
             self._is_first_use = len(self._labels) < 2 if is_under_way else not self._labels
             self._is_first_use &= is_behind or not lanes._has_run
-        is_same = is_same and progress == self._seen_progress
-        self._seen_marks, self._seen_progress = marks, progress
+        is_same = is_same and progress == self._last_progress
+        self._last_marks, self._last_progress = marks, progress
         return is_same and is_under_way
 
     def _ask(self, lanes: Lanes) -> tuple[bool, _Progress]:
@@ -435,7 +435,9 @@ class Watchdog:
                 with self._writing:
                     self._write(reason, details)
                 written.append(self.file)
-                more = "".join(f"\n  {each}" for each in ((said_of_peers(), *self._states) if self._states else ()))
+                more = "".join(
+                    f"\n  {each}" for each in ((describe_this_rank(), *self._states) if self._states else ())
+                )
                 logger.error("rank %s: %s; stacks and tasks: %s%s", self._rank, reason, self.file, more)
             except OSError as error:
                 logger.error("%s\nno report could be written: %s", self._head(reason), error)
@@ -475,7 +477,7 @@ class Watchdog:
             f"host:   {socket.gethostname()}, process {os.getpid()}",
             f"reason: {reason}",
             f"run:    {run}",
-            f"rank:   {said_of_peers()}",
+            f"rank:   {describe_this_rank()}",
             *(f"        {each}" for each in self._states),
             "",
             *Table(("lane", "begun last", "finished last"), rows, has_rule=False).lines(),

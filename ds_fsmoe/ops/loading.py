@@ -35,7 +35,7 @@ _REASON_CHARACTERS = (300, 1700)
 _LOG = logging.getLogger("ds_fsmoe")
 # What a rank says whose build is under way, and how often.
 _AT_WORK = "at work"
-_TELL_EVERY_S = 1.0
+_ANSWER_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def adding_in_order(ops: Ops, device_type: str) -> Ops:
 
 
 # Device types for which "auto" has found, on all ranks, that there is nothing to load. It does not build again.
-_given_up: set[str] = set()
+_failed: set[str] = set()
 
 
 def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
@@ -201,7 +201,7 @@ def _loaded(mode: str, device_type: str) -> Ops:
     _check(mode, device_type)
     if mode == "reference":
         return REFERENCE
-    if mode == "plain" or (mode == "auto" and device_type in _given_up):
+    if mode == "plain" or (mode == "auto" and device_type in _failed):
         return PLAIN
     if device_type not in LIBRARIES:
         return _give_up(device_type, f"there are none for {device_type!r}, only for {', '.join(LIBRARIES)}")
@@ -255,7 +255,7 @@ def _is_rank_0() -> bool:
 
 
 def _give_up(device_type: str, reason: str) -> Ops:
-    _given_up.add(device_type)
+    _failed.add(device_type)
     if _is_rank_0():
         _LOG.warning(
             "compiled ops are not available, so all ranks use torch operators, which are slower: %s\nSet ops to "
@@ -300,7 +300,7 @@ def _agree_after(work: Callable[[], Exception | None] | None) -> RuntimeError | 
     """Some ranks work, the others wait for them; then all agree on what has come of it. Collective.
 
     A build may take longer than a collective waits. So ranks tell one another again and again whether they are still
-    at work: no message is late by more than ``_TELL_EVERY_S``, however long the work takes, and a rank that has died
+    at work: no message is late by more than ``_ANSWER_EVERY_S``, however long the work takes, and a rank that has died
     is found out as in any other collective.
 
     Args:
@@ -309,7 +309,7 @@ def _agree_after(work: Callable[[], Exception | None] | None) -> RuntimeError | 
     failure = None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         if work is not None:
-            with _telling_that_it_works():
+            with _answering_peers():
                 failure = work()
         while _AT_WORK in (told := _gathered(_reason_of(failure))):
             pass
@@ -326,7 +326,7 @@ def _agree_after(work: Callable[[], Exception | None] | None) -> RuntimeError | 
 
 
 @contextmanager
-def _telling_that_it_works() -> Iterator[None]:
+def _answering_peers() -> Iterator[None]:
     """While this lasts, a thread of its own answers the ranks that wait. Nothing else may communicate meanwhile."""
     is_over = threading.Event()
     errors: list[BaseException] = []
@@ -336,7 +336,7 @@ def _telling_that_it_works() -> Iterator[None]:
         try:
             if device is not None:  # threads have one of their own each
                 torch.cuda.set_device(device)
-            while not is_over.wait(_TELL_EVERY_S):
+            while not is_over.wait(_ANSWER_EVERY_S):
                 _gathered(_AT_WORK)
         except BaseException as error:
             errors.append(error)

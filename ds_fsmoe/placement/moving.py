@@ -54,7 +54,7 @@ class ExpertTensor:
     layout: Layout = "stacked"
     """How experts lie in it, if it belongs to all."""
 
-    def lies(self, index: int) -> tuple[int, int, int] | None:
+    def local_range(self, index: int) -> tuple[int, int, int] | None:
         """Return (first, step, count) of the flat elements of an expert, ``None`` where it has none here.
 
         Args:
@@ -89,7 +89,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ExpertRank:
     """The seat of a rank among those that share experts."""
 
     block: int
@@ -98,7 +98,7 @@ class Seat:
     """Its index in that group."""
 
 
-Home = tuple[int, int]
+ExpertPlace = tuple[int, int]
 """(EP rank, number of the expert there)."""
 
 
@@ -130,7 +130,7 @@ class Mover:
         self,
         engine: Any,
         tensors: Sequence[ExpertTensor],
-        seats: Mapping[str, Seat],
+        expert_ranks: Mapping[str, ExpertRank],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._engine, self._group = engine, group
@@ -138,14 +138,14 @@ class Mover:
         found: list[Fragment] = []
         with raise_on_all_ranks(group, "looking for the states of experts", PlacementError):
             found = fragments_of(engine, tensors)
-        told = on_every_rank(([each.facts for each in found], dict(seats)), group)
+        told = on_every_rank(([each.facts for each in found], dict(expert_ranks)), group)
         self._facts: list[list[Facts]] = [facts for facts, _ in told]
-        self._seats: list[Mapping[str, Seat]] = [each for _, each in told]
+        self._expert_ranks: list[Mapping[str, ExpertRank]] = [each for _, each in told]
         self._by_expert = [_by_expert(facts) for facts in self._facts]
         self._tensors = tuple(tensors)
-        for layer in seats:
+        for layer in expert_ranks:
             of_ep_ranks: dict[int, set[str]] = {}
-            for facts, of_rank in zip(self._facts, self._seats, strict=True):
+            for facts, of_rank in zip(self._facts, self._expert_ranks, strict=True):
                 names = of_ep_ranks.setdefault(of_rank[layer].ep_rank, set())
                 names |= {name for of, name, *_ in facts if of == layer}
             everywhere, anywhere = set.intersection(*of_ep_ranks.values()), set.union(*of_ep_ranks.values())
@@ -157,13 +157,13 @@ class Mover:
         of_first = (
             (name, first, size, dtype)
             for rank, facts in enumerate(self._facts)
-            if self._seats[rank][layer].ep_rank == 0
+            if self._expert_ranks[rank][layer].ep_rank == 0
             for of, name, index, first, size, dtype in facts
             if of == layer and index == 0
         )
         return sum(size * getattr(torch, dtype).itemsize for _, _, size, dtype in set(of_first))
 
-    def swap(self, swaps: Sequence[tuple[str, Home, Home]]) -> int:
+    def swap(self, swaps: Sequence[tuple[str, ExpertPlace, ExpertPlace]]) -> int:
         """Exchange experts. Collective; each home at most once.
 
         Args:
@@ -232,15 +232,15 @@ class Mover:
             at += size
         _make_whole_again(self._tensors)
 
-    def _segments(self, layer: str, first: Home, second: Home) -> list[_Segment]:
+    def _segments(self, layer: str, first: ExpertPlace, second: ExpertPlace) -> list[_Segment]:
         found: list[_Segment] = []
-        seats = [of_rank[layer] for of_rank in self._seats]
+        expert_ranks = [of_rank[layer] for of_rank in self._expert_ranks]
         for source, target in ((first, second), (second, first)):
-            holders = [rank for rank, seat in enumerate(seats) if seat.ep_rank == source[0]]
-            for rank, seat in enumerate(seats):
+            holders = [rank for rank, seat in enumerate(expert_ranks) if seat.ep_rank == source[0]]
+            for rank, seat in enumerate(expert_ranks):
                 if seat.ep_rank == target[0]:
                     # Those of its own EP group first.
-                    nearest = sorted(holders, key=lambda each: seats[each].block != seat.block)
+                    nearest = sorted(holders, key=lambda each: expert_ranks[each].block != seat.block)
                     found += self._to_rank(layer, source[1], rank, target[1], nearest)
         return found
 
@@ -365,7 +365,7 @@ def _of_piece(of: ExpertTensor, state: str, piece: Piece, holder: torch.Tensor) 
     """Return what a piece of a flat parameter has of each expert."""
     flat = holder.detach().view(-1)
     for index in range(of.num_local):
-        lies = of.lies(index)
+        lies = of.local_range(index)
         if lies is None:
             continue
         start, step, count = lies

@@ -28,7 +28,7 @@ from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.placement.moving import ExpertTensor, Mover, Seat, expert_tensors
+from ds_fsmoe.placement.moving import ExpertRank, ExpertTensor, Mover, expert_tensors
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.untrusted import read_json
 
@@ -92,13 +92,13 @@ class Placements:
         """Return a layer by its label."""
         return self._layers[label]
 
-    def seats(self) -> dict[str, Seat]:
+    def expert_ranks(self) -> dict[str, ExpertRank]:
         """Return label of a layer -> this rank's seat among those that share its experts."""
         found = {}
         for label, layer in self._layers.items():
             groups = layer.fsmoe.groups
             ranks = groups.ranks_of("ep")
-            found[label] = Seat(groups.layout.ep.index(ranks), ranks.index(groups.rank))
+            found[label] = ExpertRank(groups.layout.ep.index(ranks), ranks.index(groups.rank))
         return found
 
     def mover(self) -> Mover:
@@ -108,7 +108,7 @@ class Placements:
             PlacementError: on every rank, where states cannot be moved.
         """
         self._engine.fsmoe.wait_for_parameters()
-        return Mover(self._engine, self._tensors(), self.seats(), self._group)
+        return Mover(self._engine, self._tensors(), self.expert_ranks(), self._group)
 
     def _tensors(self) -> list[ExpertTensor]:
         return [each for label, layer in self._layers.items() for each in expert_tensors(label, layer)]
@@ -160,25 +160,25 @@ class Placements:
                 self.swap(mover, next_swaps(left.items(), max(1, _MOST_BYTES // max(1, largest))))
 
     @contextmanager
-    def at_home(self) -> Iterator[None]:
+    def in_model_order(self) -> Iterator[None]:
         """Restore the model's own order of experts inside the block. Collective, between two steps."""
         if self._intended is not None or all(each.is_at_start for each in self.now.values()):
             yield
             return
         self._intended = dict(self.now)
         try:
-            self.go_home()
+            self.restore_model_order()
             yield
         finally:
             intended, self._intended = self._intended, None
             self.go_to(intended)
 
-    def go_home(self) -> None:
+    def restore_model_order(self) -> None:
         """Bring all experts to where they are in the model's own order, for good. Collective, between two steps."""
-        self.go_to(self._homes())
+        self.go_to(self._model_order())
         assert all(each.is_at_start for each in self.now.values())
 
-    def _homes(self) -> dict[str, ExpertPlacement]:
+    def _model_order(self) -> dict[str, ExpertPlacement]:
         return {label: ExpertPlacement.at_start(each.num_experts, each.num_ranks) for label, each in self.now.items()}
 
     def facts(self) -> dict[str, str]:
@@ -246,7 +246,7 @@ class Placements:
         if problem:
             raise ConfigError(f"fsmoe.placement.file = {path!r}: {problem}")
         self.go_to(wanted)
-        moved = sum(len(start.swaps_to(wanted[label])) for label, start in self._homes().items())
+        moved = sum(len(start.swaps_to(wanted[label])) for label, start in self._model_order().items())
         log_on_rank_0(f"{path}: placed the experts of {len(wanted)} layer(s), with {moved} exchange(s)", logging.INFO)
 
     def _place(self, label: str, placement: ExpertPlacement) -> None:

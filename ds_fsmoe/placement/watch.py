@@ -25,7 +25,7 @@ from ds_fsmoe.observing.instruments import Gate, LayerCall
 from ds_fsmoe.placement.moving import Mover, PlacementError
 from ds_fsmoe.placement.placements import Placements, next_swaps
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.placement_costs import Prices, Seen
+from ds_fsmoe.planning.placement_costs import ObservedRouting, Prices
 from ds_fsmoe.planning.placement_policies import Decision, decide, policy
 
 _COUNTS = "counts"
@@ -241,13 +241,13 @@ class PlacementWatch:
             tell(events)
         self.wanted = {each.layer: decided[each.layer].placement for each in events if each.num_swaps}
         self._mover = self._placements.mover() if self.wanted else None
-        pays = max((decided[label].pays_after_steps or 0 for label in self.wanted), default=0)
+        pays = max((decided[label].breaks_even_after or 0 for label in self.wanted), default=0)
         log_on_rank_0(in_one_line(step, events, pays))
 
     def _decision(self, label: str, stretches: Sequence[np.ndarray], tokens: tuple[np.ndarray, ...]) -> Decision:
         """Decide about one layer by the rows of two stretches of steps."""
         now, rows_GE = self._placements.now[label], np.mean(stretches, axis=0)
-        seen = Seen(rows_GE, self._node_of_rank(label), tokens)
+        seen = ObservedRouting(rows_GE, self._node_of_rank(label), tokens)
         prices = self._prices(label, rows_GE)
         found = decide(now, seen, self._policy, prices, self._block.pays_within, label)
         return if_it_lasts(now, found, stretches, label)
@@ -362,7 +362,7 @@ def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.nd
     if found.placement == now or min(falls) >= LASTING * (found.before - found.after):
         return found
     told = f"{label}: not moved: the load has changed, from {falls[0]:.2f} of the mean to be gained to "
-    return found.stays(now, f"{told}{falls[-1]:.2f} are")
+    return found.without_moves(now, f"{told}{falls[-1]:.2f} are")
 
 
 def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> str:

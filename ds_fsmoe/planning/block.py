@@ -81,12 +81,12 @@ class LayerPlan:
     """The name of the all-to-all in the registry."""
     reduces: tuple[tuple[float, str], ...] = ()
     """(smallest size in bytes, how a reduce-scatter is done), ascending; empty: the default for the kind of device."""
-    in_halves: bool = False
+    is_two_batch: bool = False
     """Whether the two halves of a micro-batch take turns; the plans above are then those of one half."""
 
 
 @dataclass
-class Passed:
+class GradientDependencies:
     """The tasks that gradients can wait for."""
 
     layer: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def add_block(
     plan: BlockPlan,
     layer: int,
     after: Sequence[int],
-    passed: Passed,
+    passed: GradientDependencies,
     moe_after: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Append one layer to a schedule.
@@ -177,7 +177,7 @@ class MoEPart:
                 found.setdefault(each.offset, []).append(each)
         return dict(sorted(found.items())), tuple(each for each in stages if each.is_inner)
 
-    def whole(self, passed: Passed) -> tuple[int, ...]:
+    def whole(self, passed: GradientDependencies) -> tuple[int, ...]:
         """Append all of it. Return the tasks that the next part waits for.
 
         Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
@@ -194,11 +194,11 @@ class MoEPart:
         for chunk in range(self.plan.degree):
             self._bring(chunk, gathers)
 
-    def rest(self, passed: Passed) -> tuple[int, ...]:
+    def rest(self, passed: GradientDependencies) -> tuple[int, ...]:
         """Append what is left after :meth:`enter`, with all reduces behind all gathers."""
         return self._run(passed, is_here=True)
 
-    def _run(self, passed: Passed, is_here: bool) -> tuple[int, ...]:
+    def _run(self, passed: GradientDependencies, is_here: bool) -> tuple[int, ...]:
         draft, moe, plan, layer = self.draft, self.moe, self.plan, self.layer
         reduce_ahead = plan.links == "reduce_first" and not is_here
         # Inside the node gradients come ahead of everything, while the first tokens are on their way between nodes.
@@ -278,8 +278,8 @@ def add_after(
     plan: BlockPlan,
     layer: int,
     last: tuple[int, ...],
-    passed: Passed,
-    half: int = 0,
+    passed: GradientDependencies,
+    sub_batch: int = 0,
 ) -> tuple[int, ...]:
     """Append what follows a layer's MoE part, with the gradient slices beside it; return the tasks that end it."""
     # Behind the first collective, so that a slice that needs both links does not hold it up.
@@ -288,7 +288,7 @@ def add_after(
         if i == open_at:
             _add_slices(draft, plan.dense_slices, layer, passed, len(plan.moe_slices))
         if each is not None:
-            last = (add_work(draft, each, layer, last, half),)
+            last = (add_work(draft, each, layer, last, sub_batch),)
     return last
 
 
@@ -296,7 +296,7 @@ def _add_slices(
     draft: Draft,
     slices: Iterable[Slice],
     layer: int,
-    passed: Passed,
+    passed: GradientDependencies,
     first: int = 0,
     scattered: Mapping[int, int] | None = None,
 ) -> list[int]:
@@ -322,7 +322,7 @@ def _add_slices(
 def block_schedule(work: BlockWork, plan: BlockPlan, layer: int = 0) -> Schedule:
     """Return the schedule of one layer in one phase."""
     draft = Draft()
-    add_block(draft, work, plan, layer, (), Passed())
+    add_block(draft, work, plan, layer, (), GradientDependencies())
     return draft.finish()
 
 
@@ -342,14 +342,14 @@ def model_schedule(
         tail: gradient slices that are sent after all layers.
         forward_plans: one per layer, in the same order; needed if layers recompute.
     """
-    draft, passed = Draft(), Passed()
+    draft, passed = Draft(), GradientDependencies()
     last: tuple[int, ...] = ()
     shared = _Shared(draft, layers, phase)
     for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
         dense, experts = shared.gathered(index, last)
         last = (*last, *dense)
         if phase == "backward" and layer.recompute:
-            last = add_block(draft, layer.forward, forward_plans[index], index, last, Passed(), experts)
+            last = add_block(draft, layer.forward, forward_plans[index], index, last, GradientDependencies(), experts)
         last = add_block(draft, getattr(layer, phase), plan, index, last, passed, experts)
         shared.is_through(index, last)
     for index, each in enumerate(tail):

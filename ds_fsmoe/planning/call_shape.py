@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cost import LayerCosts
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, REST, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
@@ -47,7 +47,7 @@ class CallShape:
     """The gradient slices that are sent in the same run, in their order."""
     num_tokens: int | None = None
     """The number of tokens by which rows are cut into chunks; ``None``: slots are cut, by the capacity."""
-    crossings: Crossings | None = None
+    crossings: Fanout | None = None
     """The crossings of a token for each of its choices, where it crosses once per node."""
     wires: tuple[float, float] = (1.0, 1.0)
     """The bytes of a row on its way to experts and back, as shares of ``width * dtype_bytes``."""
@@ -73,7 +73,7 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
         heads=1,
         dtype_bytes=shape.dtype_bytes,
     )
-    layer = layer_work(sent, groups, alltoall, crossings=shape.crossings, narrow=shape.narrow)
+    layer = layer_work(sent, groups, alltoall, fanout=shape.crossings, narrow=shape.narrow)
     moe = (layer.backward if backward else layer.forward).moe
     # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
     rows = shape.capacity * groups.ep * groups.esp

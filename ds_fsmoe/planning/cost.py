@@ -80,14 +80,14 @@ HostCost = float | Mapping[str, float]
 """The time of a launch on the one thread that issues for all lanes: one number for all tasks, or by kind."""
 
 
-def least_ms(cost: Cost, size: float, most_pieces: int = 256) -> float:
+def least_ms(cost: Cost, size: float, most_parts: int = 256) -> float:
     """Return the least time of a size that is cut into up to this many pieces of any sizes: below the size at which a
     backend switches, a piece may cost less than its share of the whole."""
     found_ms = [cost.ms(size)]
     if isinstance(cost, SwitchedCost) and 0 < cost.switch_size <= size:
         below, above, largest = cost.below, cost.above, cost.switch_size
         # So many pieces on the lower line, as large as they can be there; the rest, if any, in one on the upper.
-        for pieces in range(1, min(most_pieces, math.ceil(size / largest)) + 1):
+        for pieces in range(1, min(most_parts, math.ceil(size / largest)) + 1):
             on_lower = min(size, pieces * largest)
             on_upper_ms = above.ms(size - on_lower) if on_lower < size else 0.0
             found_ms.append(below.ms(on_lower, pieces) + on_upper_ms)

@@ -73,14 +73,14 @@ class ExpertPlacement:
         return np.array(self.expert_of_place, dtype=np.int64).reshape(self.num_ranks, -1)
 
     @cached_property
-    def home_of_expert(self) -> tuple[int, ...]:
+    def place_of_expert(self) -> tuple[int, ...]:
         """[E]: the place of each expert."""
         return tuple(np.argsort(self.expert_of_place).tolist())
 
     @cached_property
     def rank_of_expert(self) -> np.ndarray:
         """[E]: the rank of each expert."""
-        return np.array(self.home_of_expert) // self.num_local
+        return np.array(self.place_of_expert) // self.num_local
 
     @property
     def is_at_start(self) -> bool:

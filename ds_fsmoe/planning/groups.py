@@ -249,7 +249,7 @@ def communicators(
 
 
 @lru_cache(maxsize=64)
-def num_held(groups: Groups, sends_gradients: bool, alltoall: str = "flat") -> int:
+def num_communicators(groups: Groups, sends_gradients: bool, alltoall: str = "flat") -> int:
     """Return how many communicators a rank holds beside the default group; see :func:`communicators`.
 
     Args:
@@ -278,22 +278,20 @@ def _strided(world: int, size: int, stride: int) -> tuple[Ranks, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossings:
+class Fanout:
     """The places that have experts of a token, on average; its own node and rank count like any other."""
 
     nodes: float
     ranks: float
 
 
-def crosses_once(groups: Groups) -> bool:
+def can_deduplicate(groups: Groups) -> bool:
     """Whether a token can cross to each node once: whole experts on several ranks in each of several nodes."""
     at = groups.placements["ep"]
     return groups.esp == 1 and at.nodes > 1 and at.per_node > 1 and at.size == at.nodes * at.per_node
 
 
-def expected_crossings(
-    num_experts: int, k: int, nodes: int, per_node: int, groups: int = 1, of_groups: int = 1
-) -> Crossings:
+def expected_fanout(num_experts: int, k: int, nodes: int, per_node: int, groups: int = 1, of_groups: int = 1) -> Fanout:
     """Return the crossings where each choice of k experts is as likely as any other.
 
     Args:
@@ -307,7 +305,7 @@ def expected_crossings(
     Raises:
         ValueError: groups or places that do not divide the experts, or groups that lie across places.
     """
-    return Crossings(
+    return Fanout(
         *(_expected(num_experts, k, places, groups, of_groups) for places in (nodes, nodes * per_node)),
     )
 
@@ -334,7 +332,7 @@ def _expected(num_experts: int, k: int, places: int, groups: int, of_groups: int
     return places * (1 - missed / (comb(groups, of_groups) * comb(chosen, k)))
 
 
-def counted_crossings(experts_SK: Any, num_experts: int, nodes: int, per_node: int) -> Crossings:
+def counted_fanout(experts_SK: Any, num_experts: int, nodes: int, per_node: int) -> Fanout:
     """Return the crossings of a recorded or made-up routing.
 
     Args:
@@ -351,4 +349,4 @@ def counted_crossings(experts_SK: Any, num_experts: int, nodes: int, per_node: i
         place = np.where(is_choice, experts * places // num_experts, places)
         np.put_along_axis(is_there, place.astype(np.int64), True, axis=1)
         found.append(float(is_there[:, :-1].sum(1).mean()) if len(experts) else 0.0)
-    return Crossings(*found)
+    return Fanout(*found)

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import entering, entering_first
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane, Schedule
+from ds_fsmoe.planning.two_batch import entering, entering_first
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, MoEWork, Shape, layer_work
 
 
@@ -22,7 +22,7 @@ class PhasePlan:
     backward: bool
     alltoall: AllToAll = "flat"
     """The all-to-all: one task or, with ``"2dh"``, two on two lanes if the EP groups cross both kinds of links."""
-    in_halves: bool = False
+    is_two_batch: bool = False
     """Whether the two halves of a micro-batch take turns; this is then the plan of one half."""
     narrow: tuple[bool, bool] = (False, False)
     """Whether rows are converted for dispatch, and for combine; in the backward gradients take these wires back."""

@@ -20,7 +20,7 @@ from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized, sized_timeline
 from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -36,11 +36,11 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ObservedRouting:
     """What was measured of one layer.
 
     Raises:
@@ -86,21 +86,21 @@ _Traffic = tuple[np.ndarray, np.ndarray]
 """([n, n] what each node sends to each, [G, G] what each rank sends to each of its node)."""
 
 
-def pressure_of(placement: ExpertPlacement, seen: Seen) -> Pressure:
+def pressure_of(placement: ExpertPlacement, observed: ObservedRouting) -> Pressure:
     """Return the pressure under which a layer would run with this placement and these rows.
 
     A factor is 1 where balanced routing has no such rows either, as between nodes where there is one, or where there
     are no rows at all.
     """
-    rows_GG, is_in_nG = placement.rows_between(seen.rows_GE), _ranks_of_nodes(seen.node_of_rank)
+    rows_GG, is_in_nG = placement.rows_between(observed.rows_GE), _ranks_of_nodes(observed.node_of_rank)
     ours, even = (
         (is_in_nG @ each_GG @ is_in_nG.T, each_GG * (is_in_nG.T @ is_in_nG))
         for each_GG in (rows_GG, np.full_like(rows_GG, rows_GG.mean()))
     )
-    return _pressure(placement, seen, ours, even)
+    return _pressure(placement, observed, ours, even)
 
 
-def once_per_node_pressure(placement: ExpertPlacement, seen: Seen, planned: Crossings) -> Pressure:
+def node_deduplicated_pressure(placement: ExpertPlacement, observed: ObservedRouting, planned: Fanout) -> Pressure:
     """Return the pressure where tokens cross to each node once, counted with the tokens that were seen.
 
     Rows do not tell: two experts of a token in one node take one crossing, and on one rank one copy.
@@ -110,11 +110,11 @@ def once_per_node_pressure(placement: ExpertPlacement, seen: Seen, planned: Cros
         seen: what was measured, with tokens; nodes have equally many ranks.
         planned: the crossings of a choice that the sizes of tasks were made with, own node and rank included.
     """
-    is_in_nG = _ranks_of_nodes(seen.node_of_rank)
+    is_in_nG = _ranks_of_nodes(observed.node_of_rank)
     num_nodes, num_ranks = is_in_nG.shape
     place_G = (is_in_nG.cumsum(axis=1) * is_in_nG).sum(axis=0)
     to_nodes_Gn, to_ranks_GG = np.zeros((num_ranks, num_nodes)), np.zeros((num_ranks, num_ranks))
-    for rank, experts_SK in enumerate(seen.tokens):
+    for rank, experts_SK in enumerate(observed.tokens):
         is_choice = (experts_SK >= 0) & (experts_SK < placement.num_experts)
         if not is_choice.any():
             continue
@@ -123,16 +123,16 @@ def once_per_node_pressure(placement: ExpertPlacement, seen: Seen, planned: Cros
         np.put_along_axis(is_on, np.where(is_choice, ranks, num_ranks), 1.0, axis=1)
         is_on = is_on[:, :num_ranks]
         # What was seen stands for all rows of the rank.
-        share = seen.rows_GE[rank].sum() / is_choice.sum()
+        share = observed.rows_GE[rank].sum() / is_choice.sum()
         to_ranks_GG[rank] = share * is_on.sum(axis=0)
         to_nodes_Gn[rank] = share * (is_on @ is_in_nG.T > 0).sum(axis=0)
     # A token comes to its relay in a node, the rank of its own place, which copies it to the others there.
     by_relay_GG, is_near_GG = (place_G[:, None] == place_G) @ to_ranks_GG, is_in_nG.T @ is_in_nG
     ours = is_in_nG @ to_nodes_Gn, by_relay_GG * is_near_GG
-    total = seen.rows_GE.sum()
+    total = observed.rows_GE.sum()
     even_nn = np.full((num_nodes, num_nodes), total * planned.nodes / num_nodes**2)
     even_GG = is_near_GG * (total * planned.ranks * num_nodes / num_ranks**2)
-    return _pressure(placement, seen, ours, (even_nn, even_GG))
+    return _pressure(placement, observed, ours, (even_nn, even_GG))
 
 
 def _ranks_of_nodes(node_of_rank: Sequence[int]) -> np.ndarray:
@@ -146,13 +146,13 @@ def _fullest_port(sent_XX: np.ndarray) -> float:
     return float(max(to_others_XX.sum(axis=axis).max() for axis in (0, 1)))
 
 
-def _pressure(placement: ExpertPlacement, seen: Seen, ours: _Traffic, even: _Traffic) -> Pressure:
+def _pressure(placement: ExpertPlacement, observed: ObservedRouting, ours: _Traffic, even: _Traffic) -> Pressure:
     """Return the pressure of traffic beside that of balanced routing."""
     inter, intra = (
         _fullest_port(own) / fullest if (fullest := _fullest_port(other)) > 0 else 1.0
         for own, other in zip(ours, even, strict=True)
     )
-    return Pressure(placement.over_mean(seen.rows_GE), inter, intra)
+    return Pressure(placement.over_mean(observed.rows_GE), inter, intra)
 
 
 def under(run: Schedule, pressure: Pressure, groups: Groups) -> Schedule:
@@ -228,12 +228,12 @@ class Prices:
             times_ms.append(sized_timeline(run, bool(backward), *how).makespan_ms)
         return (1 + self.recompute) * times_ms[0] + times_ms[1]
 
-    def step_ms(self, placement: ExpertPlacement, seen: Seen) -> float:
+    def step_ms(self, placement: ExpertPlacement, observed: ObservedRouting) -> float:
         """Return the time of the layer's experts' part in one step."""
-        if self.alltoall == ONCE_PER_NODE and seen.tokens and self.shape.crossings is not None:
-            pressure = once_per_node_pressure(placement, seen, self.shape.crossings)
+        if self.alltoall == NODE_DEDUPLICATED and observed.tokens and self.shape.crossings is not None:
+            pressure = node_deduplicated_pressure(placement, observed, self.shape.crossings)
         else:
-            pressure = pressure_of(placement, seen)
+            pressure = pressure_of(placement, observed)
         return self.micro_batches * self.layer_ms(pressure)
 
     def moves_ms(self, now: ExpertPlacement, wanted: ExpertPlacement, node_of_rank: Sequence[int]) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.placement_costs import Prices, Seen
+from ds_fsmoe.planning.placement_costs import ObservedRouting, Prices
 
 AS_GOOD, NODES_AS_GOOD = 100, 50
 """The fullest rank may have more than the least that was found by one part in so many, if fewer experts move for it. So
@@ -39,11 +39,11 @@ class Allowed:
     """Whether experts may move."""
 
 
-Policy = Callable[[ExpertPlacement, Seen, Allowed], ExpertPlacement]
+Policy = Callable[[ExpertPlacement, ObservedRouting, Allowed], ExpertPlacement]
 """(the placement now, what was measured, what may change) -> a placement of the same sizes, the same on every rank."""
 
 
-def off(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
+def off(now: ExpertPlacement, observed: ObservedRouting, allowed: Allowed) -> ExpertPlacement:
     """Return the placement as it is."""
     return now
 
@@ -51,12 +51,12 @@ def off(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
 class _Rows:
     """Counts rows in whole numbers, so that sums are the same in any order, on every machine."""
 
-    def __init__(self, seen: Seen) -> None:
-        total = math.fsum(seen.rows_GE.reshape(-1).tolist())
-        rows_GE = np.rint(seen.rows_GE * (_WHOLE / total if total > 0 else 0.0)).astype(np.int64)
-        self.node_G = node_G = np.unique(seen.node_of_rank, return_inverse=True)[1]
+    def __init__(self, observed: ObservedRouting) -> None:
+        total = math.fsum(observed.rows_GE.reshape(-1).tolist())
+        rows_GE = np.rint(observed.rows_GE * (_WHOLE / total if total > 0 else 0.0)).astype(np.int64)
+        self.node_G = node_G = np.unique(observed.node_of_rank, return_inverse=True)[1]
         self.of_expert_E = rows_GE.sum(axis=0)
-        self.crossing_EG = rows_GE.T @ (node_G[:, None] != node_G)
+        self.inter_node_rows_EG = rows_GE.T @ (node_G[:, None] != node_G)
         """[E, G]: the rows of each expert that cross nodes, were it on this rank."""
         self.num_ranks, self.total = len(node_G), int(self.of_expert_E.sum())
 
@@ -69,7 +69,7 @@ class _Rows:
     def into_nodes(self, rank_E: np.ndarray) -> np.ndarray:
         """Return [n]: the rows that come to each node from others, where experts are on these ranks."""
         found = np.zeros(self.node_G.max() + 1, dtype=np.int64)
-        np.add.at(found, self.node_G[rank_E], self.crossing_EG[np.arange(len(rank_E)), rank_E])
+        np.add.at(found, self.node_G[rank_E], self.inter_node_rows_EG[np.arange(len(rank_E)), rank_E])
         return found
 
     def evened(self, rank_E: np.ndarray) -> np.ndarray | None:
@@ -90,8 +90,8 @@ class _Rows:
         to_N, leaves_N = rank_E[second_N], self.of_expert_E[first_N] - self.of_expert_E[second_N]
         fuller_N = np.maximum(load_G[fullest] - leaves_N, load_G[to_N] + leaves_N)
         node, node_N = self.node_G[fullest], self.node_G[to_N]
-        here_N = into_n[node] + self.crossing_EG[second_N, fullest] - self.crossing_EG[first_N, fullest]
-        there_N = into_n[node_N] + self.crossing_EG[first_N, to_N] - self.crossing_EG[second_N, to_N]
+        here_N = into_n[node] + self.inter_node_rows_EG[second_N, fullest] - self.inter_node_rows_EG[first_N, fullest]
+        there_N = into_n[node_N] + self.inter_node_rows_EG[first_N, to_N] - self.inter_node_rows_EG[second_N, to_N]
         # Squares of so many units fit into 64 bits. Within a node nothing changes.
         more_N = here_N**2 + there_N**2 - into_n[node] ** 2 - into_n[node_N] ** 2
         is_near_N = fuller_N <= fuller_N.min() + self.total // (self.num_ranks * _EVEN)
@@ -109,7 +109,7 @@ def _nearly_least(ways: list[np.ndarray], of: Callable[[np.ndarray], np.ndarray]
     return [each for each, own in zip(ways, most, strict=True) if own <= min(most) + min(most) // as_good]
 
 
-def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacement:
+def balanced(now: ExpertPlacement, observed: ObservedRouting, allowed: Allowed) -> ExpertPlacement:
     """Return a placement in which the fullest rank has as few rows as was found, and to which few experts move.
 
     As an expert-parallel load balancer does, it keeps as many experts on each rank and looks at the fullest first. But
@@ -124,11 +124,11 @@ def balanced(now: ExpertPlacement, seen: Seen, allowed: Allowed) -> ExpertPlacem
     Raises:
         ValueError: the rows are of another number of experts or ranks.
     """
-    if seen.rows_GE.shape != (now.num_ranks, now.num_experts):
+    if observed.rows_GE.shape != (now.num_ranks, now.num_experts):
         raise ValueError(
-            f"rows {list(seen.rows_GE.shape)}: must be of {now.num_ranks} rank(s) and {now.num_experts} experts"
+            f"rows {list(observed.rows_GE.shape)}: must be of {now.num_ranks} rank(s) and {now.num_experts} experts"
         )
-    rows = _Rows(seen)
+    rows = _Rows(observed)
     if not rows.total or not allowed.homes:
         return now
     way = [now.rank_of_expert]
@@ -180,7 +180,7 @@ class Decision:
     """How much shorter a step gets; ``None``: nothing is known of times."""
     moves_ms: float | None
     """How long the experts are on their way, once."""
-    pays_after_steps: int | None
+    breaks_even_after: int | None
     """The steps after which the gain is more than that; ``None``: not known, or nothing changes."""
     before: float
     """The rows of the fullest rank over the mean."""
@@ -188,14 +188,19 @@ class Decision:
     why: str
     """The reason in one line, for the log."""
 
-    def stays(self, now: ExpertPlacement, why: str) -> Decision:
+    def without_moves(self, now: ExpertPlacement, why: str) -> Decision:
         """Return the decision that nothing moves after all, for this reason."""
         none_ms = None if self.gain_ms_per_step is None else 0.0
         return Decision(now, none_ms, none_ms, None, self.before, self.before, why)
 
 
 def decide(
-    now: ExpertPlacement, seen: Seen, policy: Policy, prices: Prices | None, pays_within_steps: int, layer: str = ""
+    now: ExpertPlacement,
+    observed: ObservedRouting,
+    policy: Policy,
+    prices: Prices | None,
+    break_even_within: int,
+    layer: str = "",
 ) -> Decision:
     """Decide whether a layer gets the placement that a policy proposes: only if that pays in so many steps.
 
@@ -213,7 +218,7 @@ def decide(
     Raises:
         ValueError: the policy gives no placement of the same sizes.
     """
-    wanted = policy(now, seen, Allowed())
+    wanted = policy(now, observed, Allowed())
     if not isinstance(wanted, ExpertPlacement):
         raise ValueError(f"the policy returned {wanted!r}: must be an ExpertPlacement")
     if (wanted.num_experts, wanted.num_ranks) != (now.num_experts, now.num_ranks):
@@ -222,7 +227,11 @@ def decide(
             f"be of {now.num_experts} on {now.num_ranks}"
         )
     name = f"{layer}: " if layer else ""
-    before, after, num_moved = now.over_mean(seen.rows_GE), wanted.over_mean(seen.rows_GE), now.num_moved(wanted)
+    before, after, num_moved = (
+        now.over_mean(observed.rows_GE),
+        wanted.over_mean(observed.rows_GE),
+        now.num_moved(wanted),
+    )
     what = (
         f"{num_moved} expert{'s' * (num_moved != 1)} move{'s' * (num_moved == 1)}: the fullest rank {before:.2f} -> "
         f"{after:.2f} times the mean"
@@ -231,21 +240,21 @@ def decide(
         found = Decision(wanted, None, None, None, before, after, f"{name}{what}: decided by rows alone, without times")
         why_not = f"by rows alone it has to fall by {LEAST_BY_ROWS:g}" if before - after < LEAST_BY_ROWS else ""
     else:
-        now_ms, step_ms = prices.step_ms(now, seen), prices.step_ms(wanted, seen)
-        gain_ms, moves_ms = now_ms - step_ms, prices.moves_ms(now, wanted, seen.node_of_rank)
+        now_ms, step_ms = prices.step_ms(now, observed), prices.step_ms(wanted, observed)
+        gain_ms, moves_ms = now_ms - step_ms, prices.moves_ms(now, wanted, observed.node_of_rank)
         is_worth = gain_ms > prices.costs.relative_residual * now_ms
         steps = max(1, math.ceil(moves_ms / gain_ms)) if is_worth else 0
         what = f"{what}, {_ms(now_ms)} -> {_ms(step_ms)} ms a step, {_ms(moves_ms, 10)} ms to move"
         why = f"{name}{what}: breaks even after {steps} step{'s' * (steps != 1)}"
         found = Decision(wanted, gain_ms, moves_ms, steps, before, after, why)
         why_not = "" if is_worth else "gains nothing that these costs could tell"
-        if steps > pays_within_steps:
-            why_not = f"would break even after {steps} steps, not within {pays_within_steps}"
+        if steps > break_even_within:
+            why_not = f"would break even after {steps} steps, not within {break_even_within}"
     if not num_moved:
-        return found.stays(
+        return found.without_moves(
             now, f"{name}stays: the fullest rank has {before:.2f} times the mean, and nothing better was found"
         )
-    return found.stays(now, f"{name}stays: {what}: {why_not}") if why_not else found
+    return found.without_moves(now, f"{name}stays: {what}: {why_not}") if why_not else found
 
 
 def _ms(time_ms: float, whole_from: float = 1e3) -> str:

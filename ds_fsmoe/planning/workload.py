@@ -21,7 +21,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost
-from ds_fsmoe.planning.groups import Crossings, Groups, Placement, crosses_once, expected_crossings
+from ds_fsmoe.planning.groups import Fanout, Groups, Placement, can_deduplicate, expected_fanout
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -55,8 +55,8 @@ from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
 AllToAll = Literal["flat", "2dh", "once_per_node"]
-ONCE_PER_NODE: AllToAll = "once_per_node"
-ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", ONCE_PER_NODE)
+NODE_DEDUPLICATED: AllToAll = "once_per_node"
+ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", NODE_DEDUPLICATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def layer_work(
     alltoall: AllToAll = "flat",
     recompute: bool = False,
     whole_slots: bool = False,
-    crossings: Crossings | None = None,
+    fanout: Fanout | None = None,
     narrow: tuple[bool, bool] = (False, False),
 ) -> Layer:
     """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not elements).
@@ -284,7 +284,7 @@ def layer_work(
     # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
     tokens_S = shape.B * shape.L / groups.mp
     row_bytes = shape.M * shape.dtype_bytes
-    forward_moe, backward_moe = moe_works(shape, groups, alltoall, tokens_S, whole_slots, crossings, narrow)
+    forward_moe, backward_moe = moe_works(shape, groups, alltoall, tokens_S, whole_slots, fanout, narrow)
     mp_gather, mp_reduce = (
         collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
     )
@@ -336,7 +336,7 @@ def moe_works(
     alltoall: AllToAll,
     tokens_S: float,
     whole_slots: bool,
-    crossings: Crossings | None,
+    fanout: Fanout | None,
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[MoEWork, MoEWork]:
     """Return the part that is cut into chunks, forward and backward; see :func:`layer_work`."""
@@ -346,7 +346,7 @@ def moe_works(
     # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
     expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
-    around = _around(shape, groups, alltoall, sent_bytes, crossings)
+    around = _around(shape, groups, alltoall, sent_bytes, fanout)
     # Rows are cut by tokens, slots by their number for each expert.
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
@@ -360,7 +360,7 @@ def moe_works(
 
 
 def _around(
-    shape: Shape, groups: Groups, alltoall: AllToAll, sent_bytes: float, crossings: Crossings | None
+    shape: Shape, groups: Groups, alltoall: AllToAll, sent_bytes: float, fanout: Fanout | None
 ) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
     """Return the stages ahead of the experts and behind them: the all-to-all, and what shards of experts gather and
     add up."""
@@ -368,8 +368,8 @@ def _around(
         raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
     at, esp = groups.placements["ep"], groups.placements["esp"]
     inter, intra, sends = (Lane.INTER,), (Lane.INTRA,), partial(Stage, group="ep")
-    if alltoall == ONCE_PER_NODE and crosses_once(groups):
-        found = crossings or expected_crossings(shape.E, shape.K, at.nodes, at.per_node)
+    if alltoall == NODE_DEDUPLICATED and can_deduplicate(groups):
+        found = fanout or expected_fanout(shape.E, shape.K, at.nodes, at.per_node)
         between_bytes, inside_bytes = (sent_bytes * each / shape.K for each in (found.nodes, found.ranks))
         ahead = sends(A2A_IN, inter, between_bytes), sends(SPREAD, intra, inside_bytes, is_inner=True)
         behind = sends(COLLECT, intra, inside_bytes, is_inner=True), sends(A2A_OUT, inter, between_bytes)
@@ -507,7 +507,7 @@ def kind_costs(
     if len(at.lanes) == 2 and alltoall == "2dh":
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE), inside.among(at.per_node))
-    if alltoall == ONCE_PER_NODE and crosses_once(groups):
+    if alltoall == NODE_DEDUPLICATED and can_deduplicate(groups):
         inside = cluster.operation("intra.all_to_all", f"once_per_node ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))
     # Rows are read and written, as they are where they are put in order.

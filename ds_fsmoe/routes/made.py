@@ -22,7 +22,7 @@ DRIFT_STEPS = 64
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     num_tokens: int
     num_experts: int
     k: int
@@ -81,24 +81,24 @@ def choices(
         raise ValueError(f"ep_size = {ep_size}: must divide the {num_experts} experts")
     # Of another seed for each name, so that no two are alike by accident.
     seed = (seed << 32) + zlib.crc32(name.encode())
-    return _MAKERS[name](_Asked(num_tokens, num_experts, k, ep_size, step, rank, layer, seed))
+    return _MAKERS[name](_Request(num_tokens, num_experts, k, ep_size, step, rank, layer, seed))
 
 
-def _by_popularity(asked: _Asked, popularity_E: np.ndarray) -> np.ndarray:
+def _by_popularity(asked: _Request, popularity_E: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         log_E = np.log(popularity_E)
     noise_SE = asked.of_call().gumbel(size=(asked.num_tokens, asked.num_experts))
     return np.argsort(-(log_E + noise_SE), axis=1, kind="stable")[:, : asked.k]
 
 
-def _balanced(asked: _Asked) -> np.ndarray:
+def _balanced(asked: _Request) -> np.ndarray:
     """Deal experts out in turn, so that counts differ by one at the most; which come together is drawn."""
     order, draw = asked.order(), asked.of_call()
     first_S = (np.arange(asked.num_tokens) * asked.k + asked.rank) % asked.num_experts
     return order[(draw.permutation(first_S)[:, None] + np.arange(asked.k)) % asked.num_experts]
 
 
-def _with_hot(asked: _Asked, place: int) -> np.ndarray:
+def _with_hot(asked: _Request, place: int) -> np.ndarray:
     """Give a share of the tokens one expert for their first choice, by its place in the order of popularity; all other
     choices are even."""
     hot = int(asked.order()[place % asked.num_experts])
@@ -109,7 +109,7 @@ def _with_hot(asked: _Asked, place: int) -> np.ndarray:
     return found
 
 
-def _hot_rank(asked: _Asked) -> np.ndarray:
+def _hot_rank(asked: _Request) -> np.ndarray:
     """Give a share of the tokens experts of one rank alone, as many as it has."""
     num_local = asked.num_experts // asked.ep_size
     hot = int(asked.of_layer().integers(asked.ep_size))
@@ -123,8 +123,8 @@ def _hot_rank(asked: _Asked) -> np.ndarray:
     return found
 
 
-def _zipf(exponent: float) -> Callable[[_Asked], np.ndarray]:
-    def make(asked: _Asked) -> np.ndarray:
+def _zipf(exponent: float) -> Callable[[_Request], np.ndarray]:
+    def make(asked: _Request) -> np.ndarray:
         popularity_E = np.empty(asked.num_experts)
         popularity_E[asked.order()] = np.arange(1, asked.num_experts + 1) ** -exponent
         return _by_popularity(asked, popularity_E)
@@ -132,7 +132,7 @@ def _zipf(exponent: float) -> Callable[[_Asked], np.ndarray]:
     return make
 
 
-def _drifting(asked: _Asked) -> np.ndarray:
+def _drifting(asked: _Request) -> np.ndarray:
     """Let Zipf's popularity move from expert to expert, evenly in time."""
     order = asked.order()
     moved, share = divmod(asked.step, DRIFT_STEPS)
@@ -144,7 +144,7 @@ def _drifting(asked: _Asked) -> np.ndarray:
     return _by_popularity(asked, popularity_E)
 
 
-_MAKERS: dict[str, Callable[[_Asked], np.ndarray]] = {
+_MAKERS: dict[str, Callable[[_Request], np.ndarray]] = {
     "balanced": _balanced,
     "hot_expert": lambda asked: _with_hot(asked, 0),
     "hot_rank": _hot_rank,

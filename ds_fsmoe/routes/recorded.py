@@ -50,7 +50,7 @@ class RoutingFileError(ValueError):
     """Raised when there is no recorded routing, or not the one asked for. The message names path and choices."""
 
 
-class CutError(ValueError):
+class TruncatedError(ValueError):
     """Raised where a file ends too early, as those of killed jobs do."""
 
 
@@ -242,7 +242,7 @@ def _read_folder(folder: Path) -> Recording:
             found = routing_index_of(path)
             if found.facts.rank != rank:
                 raise ValueError(f"it is of rank {found.facts.rank}")
-        except CutError as error:
+        except TruncatedError as error:
             problems.append(f"{path}: {error}")
             continue
         except Exception as error:  # NumPy reads headers as Python: damage makes errors of all kinds
@@ -340,7 +340,7 @@ def routing_index_of(path: Path) -> RoutingIndex:
                 if not 0 <= layer < len(facts.layers) or step < 0 or micro_batch < 0:
                     raise ValueError(f"layer {layer} of {len(facts.layers)}")
             except Exception as error:  # NumPy reads headers as Python: damage makes errors of all kinds
-                if has_checksums and not isinstance(error, CutError):
+                if has_checksums and not isinstance(error, TruncatedError):
                     raise ValueError(
                         f"it was changed after it was written: byte {begin} of {size} begins unknown data ({error}); "
                         "truncated there, it has the recorded part"
@@ -369,14 +369,14 @@ def _first_lines(file: IO[bytes], size: int) -> tuple[np.ndarray, bool]:
 def _block(file: IO[bytes], path: Path, size: int) -> tuple[int, int, int, _Reads]:
     data = file.read(KEY_BYTES)
     if len(data) < KEY_BYTES:
-        raise CutError("it is truncated")
+        raise TruncatedError("it is truncated")
     key = np.load(io.BytesIO(data), allow_pickle=False)
     if data != saved(sealed(key[:-1])):
         raise ValueError("a checksum does not match")
     step, micro_batch, layer, has_weights, num_bytes, sum_, _ = key.tolist()
     begin, end = file.tell(), file.tell() + num_bytes
     if end > size:
-        raise CutError("an array is truncated")
+        raise TruncatedError("an array is truncated")
     file.seek(end)
     return step, micro_batch, layer, _Reads(path, begin, end, 1 + has_weights, sum_)
 
@@ -431,7 +431,7 @@ def _skip(file: IO[bytes], size: int, num_dimensions: int) -> tuple[int, int]:
     """
     begin = file.tell()
     if size - begin < _LEAST_BYTES:
-        raise CutError("an array is truncated")
+        raise TruncatedError("an array is truncated")
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("an array of another version of NumPy's format")
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
@@ -439,7 +439,7 @@ def _skip(file: IO[bytes], size: int, num_dimensions: int) -> tuple[int, int]:
         raise ValueError(f"an array {list(shape)} of {dtype}: must be choices [S, k]")
     end = file.tell() + math.prod(shape) * dtype.itemsize
     if end > size:
-        raise CutError("an array is cut short")
+        raise TruncatedError("an array is cut short")
     file.seek(end)
     return begin, end
 

@@ -99,7 +99,7 @@ class Part:
 
     def __init__(self, path: Path, facts: RankFacts) -> None:
         self._file: IO[bytes] = create(path)
-        self._is_cut = False
+        self._is_truncated = False
         self._types = [index_type(each.num_experts) for each in facts.layers]
         head = saved(as_text({"format": FORMAT, "ranks": [asdict(facts)]}))
         self._file.write(head + saved(np.array([zlib.crc32(head)], dtype=np.int64)))
@@ -115,9 +115,9 @@ class Part:
         arrays = saved(choices.indices_SK.astype(self._types[layer], copy=False))
         if has_weights:
             arrays += saved(choices.weights_SK.astype(np.float16, copy=False))
-        self._is_cut = True  # unless all of it is written
+        self._is_truncated = True  # unless all of it is written
         self._file.write(_key(step, micro_batch, layer, has_weights, arrays) + arrays)
-        self._is_cut = False
+        self._is_truncated = False
 
     def flush(self) -> None:
         """Flush all written data to the system."""
@@ -125,7 +125,7 @@ class Part:
 
     def close(self) -> None:
         """Write what is left, and close the file."""
-        if not self._file.closed and not self._is_cut:
+        if not self._file.closed and not self._is_truncated:
             self._file.write(_key(CLOSED, 0, 0, False, b""))
         self._file.close()
 

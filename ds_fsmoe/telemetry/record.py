@@ -130,7 +130,7 @@ class StepLog:
             for method, part in PARTS.items():
                 _wrap(engine, method, functools.partial(self._timed, part))
 
-    def tell_tuning(self, tunes: Callable[[], bool]) -> None:
+    def mark_tuning(self, tunes: Callable[[], bool]) -> None:
         """Mark steps in which something is measured or tried.
 
         Args:

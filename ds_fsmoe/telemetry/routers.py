@@ -199,9 +199,9 @@ class RouterMetrics:
             gates: maps a label -> the gate of each layer of this rank.
         """
         self._counts.zero_()
-        self._tell(gates, True)
+        self._set_listening(gates, True)
 
-    def _tell(self, gates: Mapping[str, Any], is_listening: bool) -> None:
+    def _set_listening(self, gates: Mapping[str, Any], is_listening: bool) -> None:
         self.is_listening = is_listening
         for gate in gates.values():
             if hasattr(gate, "says_entropy"):
@@ -257,7 +257,7 @@ class RouterMetrics:
         Args:
             gates: the gates that :meth:`listen` was given.
         """
-        self._tell(gates, False)
+        self._set_listening(gates, False)
         with waiting("the counts of routers"):
             if world_size_now() > 1:
                 dist.all_reduce(self._counts)

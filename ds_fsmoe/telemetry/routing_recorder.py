@@ -30,7 +30,7 @@ logger = logging.getLogger("ds_fsmoe")
 
 _MOST_WAITING = 4096
 """Choices that wait to be written; with more than that the training waits for the disk."""
-_LOOKS_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 """The time after which a thread that has nothing to write looks whether its recorder is still there."""
 _SMALL, _MIDDLE = 255, 32_767
 
@@ -140,7 +140,7 @@ class _Writer:
         """Return what comes next; the word to end where nothing is left of an engine that nobody has ended."""
         while True:
             try:
-                return self._waiting.get(timeout=_LOOKS_EVERY_S)
+                return self._waiting.get(timeout=_CHECK_EVERY_S)
             except queue.Empty:
                 if self._recorder() is None:
                     atexit.unregister(self.close)

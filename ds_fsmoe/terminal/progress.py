@@ -75,7 +75,7 @@ class Progress:
         self.done = 0
         """The number of units that are done."""
         self._what, self._total, self._unit, self._is_shown = what, total, unit, is_shown
-        self._say = say or _to_standard_error
+        self._write = say or _to_standard_error
         self._has_bar = is_shown and screen.is_terminal(sys.stderr)
         self._lines = NowAndThen(now_s)
         self._note = ""
@@ -101,9 +101,9 @@ class Progress:
         elif self._is_shown and self._lines.is_due():
             of_total = "" if self._total is None else f" of {self._total}"
             note = self._note and f" ({self._note})"
-            self._say(f"{self._what}: {done}{of_total} {self._unit} after {self._lines.took_s:.0f} s{note}")
+            self._write(f"{self._what}: {done}{of_total} {self._unit} after {self._lines.took_s:.0f} s{note}")
 
-    def tell(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         """Set the number of units that are done, and the total."""
         self._total = total
         self.reached(done)

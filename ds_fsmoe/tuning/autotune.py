@@ -36,7 +36,7 @@ from ds_fsmoe.planning.job.recorded_costs import RecordedJob
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.states import NEXT, Profiling, Settled, State, Trying, Waiting, Watching
 from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
-from ds_fsmoe.tuning.table import Row, Told, describe_rows, rows_of_plan
+from ds_fsmoe.tuning.table import Row, TuningContext, describe_rows, rows_of_plan
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Tried
 from ds_fsmoe.tuning.tuned_model import (
@@ -85,7 +85,7 @@ class TuningResult:
     """Rounds of trials -> the times of each plan: they decide what is run."""
     outcome: Outcome = field(default_factory=Outcome)
     """The gain, and the cost of finding it."""
-    told: Told | None = None
+    context: TuningContext | None = None
     hints: list[str] = field(default_factory=list)
     """Advice on what to change, once plans are settled."""
 
@@ -116,8 +116,8 @@ class Autotune:
         """Where this rank is in a pipeline of stages; ``None``: there are none."""
         self._steps_since = 0
         """The optimizer steps since plans were settled, or since the job began."""
-        self._has_seen_training = False
-        self._says = rank_now() == 0
+        self._has_trained = False
+        self._logs = rank_now() == 0
         self._is_closed = False
         self._at_exit = partial(_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -155,7 +155,7 @@ class Autotune:
 
     def counts_forward(self, num_before: int = FORWARDS_BEFORE) -> bool:
         """Count a forward in training, and tell whether the stage is due ahead of it: the same on every rank."""
-        self._has_seen_training = True
+        self._has_trained = True
         if not isinstance(self.state, Watching):
             return False
         left = num_before if self.state.forwards_left is None else self.state.forwards_left
@@ -166,7 +166,7 @@ class Autotune:
         """Take note that an optimizer step is over, outside of trials; tell whether the stage asks for itself now. The
         same on every rank."""
         self._steps_since += 1
-        if self._steps_since == 1 and not self._has_seen_training:
+        if self._steps_since == 1 and not self._has_trained:
             log_on_rank_0(IN_EVALUATION, logging.WARNING)
         if not isinstance(self.state, Waiting):
             return False
@@ -187,7 +187,7 @@ class Autotune:
         is_trying = self.trials is not None
         said = too_short(self.result.outcome, self._steps_since, not self.is_settled and not is_trying, is_trying)
         # By then groups may be gone, and a job that has failed was not too short.
-        if said and self._says and getattr(sys, "last_value", None) is None:
+        if said and self._logs and getattr(sys, "last_value", None) is None:
             log_on_rank_0(said)
 
     def need_not_run(self, why: str = "plans came from a checkpoint") -> None:
@@ -288,7 +288,7 @@ class Autotune:
         rounds = self._start(model, plans, reduction)
         self.result.took_s = self.result.outcome.took_s = time.perf_counter() - start_s
         self._become(self._settled() if rounds is None else Trying(rounds))
-        self._tell(why_again, *others)
+        self._log_result(why_again, *others)
 
     def _settled(self) -> Settled:
         return Settled("" if self.result.rows else "no layer was called")
@@ -301,7 +301,7 @@ class Autotune:
         is_settled = rounds.step_is_over()
         result.outcome.took_s += time.perf_counter() - start_s
         if is_settled:
-            result.tried, result.step = rounds.rounds, result.outcome.seen(result.step)
+            result.tried, result.step = rounds.rounds, result.outcome.with_observed_rest(result.step)
             self._become(self._settled())
             self._summarize()
         return is_settled
@@ -359,11 +359,11 @@ class Autotune:
                 decided = [decide()]
         return from_first_rank(decided, self._group)[0]
 
-    def _tell(self, why_again: str | None, sharded: Mapping[int, float], spread: Mapping[int, float]) -> None:
+    def _log_result(self, why_again: str | None, sharded: Mapping[int, float], spread: Mapping[int, float]) -> None:
         result, measured, trials = self.result, self.result.measured, self.trials
         assert result.step is not None
         assert measured is not None
-        result.told = Told(
+        result.context = TuningContext(
             step=result.step,
             slowed=measured.slowed,
             sharded_ms=sharded,
@@ -374,7 +374,7 @@ class Autotune:
         )
         source = measured.source or f"measured {measured.num_measured} operations"
         if self._block.autotune.details and result.rows:
-            log_on_rank_0(describe_rows(result.rows, result.told, result.took_s, source))
+            log_on_rank_0(describe_rows(result.rows, result.context, result.took_s, source))
         if trials is None:
             self._summarize()
         else:
@@ -389,11 +389,11 @@ class Autotune:
         rows = result.rows if self.stages is None else rows_of_all_stages(result.rows, self.stages)
         if not rows:
             return
-        assert result.told is not None
+        assert result.context is not None
         assert result.step is not None
-        result.told = replace(result.told, step=result.step)
-        result.hints = hints(rows, result.told, result.outcome)
-        log_on_rank_0(summarize(rows, result.told, result.outcome))
+        result.context = replace(result.context, step=result.step)
+        result.hints = hints(rows, result.context, result.outcome)
+        log_on_rank_0(summarize(rows, result.context, result.outcome))
 
     def describe(self) -> str:
         """Describe in one line what was chosen and what it gains, or when that will be known."""
@@ -404,9 +404,9 @@ class Autotune:
             return f"tries {len(state.rounds.trials.names)} plans"
         if isinstance(state, Settled) and state.why_without:
             return f"not measured: {state.why_without}"
-        if result.told is None:
+        if result.context is None:
             return "measures in one of the next forwards"
-        return headline(result.rows, result.told, result.outcome)
+        return headline(result.rows, result.context, result.outcome)
 
 
 def _at_exit(stage: weakref.ref[Autotune]) -> None:

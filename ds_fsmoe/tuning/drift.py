@@ -171,7 +171,7 @@ class PredictionWatch:
         self._rests: dict[tuple[int, int], list[float]] = {}
         """(forwards, backwards) of a step -> the times outside of phases."""
         self._in_a_row = 0
-        self._is_told = False
+        self._is_reported = False
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
         """End an optimizer step; collective if it is compared.
@@ -271,14 +271,14 @@ class PredictionWatch:
     def _judge(self, found: StepComparison) -> None:
         self._wait = max(0, self._wait - 1)
         if max(abs(found.drift), abs(found.load - 1)) <= self._block.drift_threshold:
-            self._in_a_row, self._is_told = 0, False
+            self._in_a_row, self._is_reported = 0, False
             return
         self._in_a_row += 1
         if self._in_a_row < IN_A_ROW:
             return
         plans = self._block.retune_on_drift and not self._wait
-        if not self._is_told or plans:
-            self._is_told = True
+        if not self._is_reported or plans:
+            self._is_reported = True
             log_on_rank_0(f"{self._reason(found)}. {self._advice(plans)}", logging.WARNING)
         if plans:
             self._wait = BEFORE_NEXT
@@ -293,8 +293,8 @@ class PredictionWatch:
         change = f"{abs(found.drift):.0%} {'more' if found.drift > 0 else 'less'}"
         return (
             f"step {found.step} took {found.whole.measured_ms:.4g} ms, predicted {found.whole.predicted_ms:.4g} ms "
-            f"({change}), and the {self._in_a_row - 1} compared steps before it differed as well; largest difference, predicted "
-            f"and measured: {found.worst()}"
+            f"({change}), and the {self._in_a_row - 1} compared steps before it differed as well; largest difference, "
+            f"predicted and measured: {found.worst()}"
         )
 
     def _advice(self, plans: bool) -> str:

@@ -24,7 +24,7 @@ from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.groups import Crossings, counted_crossings, expected_crossings
+from ds_fsmoe.planning.groups import Fanout, counted_fanout, expected_fanout
 from ds_fsmoe.planning.job.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AllToAllWay:
+class AllToAllOption:
     """One way to exchange tokens: an all-to-all by name."""
 
     subject: ProfiledLayer
     """The layer with this all-to-all."""
     planned: AllToAll
     """The planner's name for it."""
-    crossings: Crossings | None = None
+    fanout: Fanout | None = None
     """The crossings of a token for each of its choices, as in the first forward, where it crosses once per node."""
 
 
@@ -55,7 +55,7 @@ class LayerKind:
     subject: ProfiledLayer
     num_tokens: int
     """S, on this rank."""
-    ways: dict[str, AllToAllWay] = field(default_factory=dict)
+    options: dict[str, AllToAllOption] = field(default_factory=dict)
     """The all-to-alls that may be chosen, the one that is run first."""
     choices: list[torch.Tensor] = field(default_factory=list)
     """The places of the choices of each layer, see :attr:`FirstCall.expert_KS`."""
@@ -71,14 +71,14 @@ class LayerKind:
         """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
-        crossings = next((way.crossings for way in self.ways.values() if way.crossings is not None), None)
-        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=crossings, wires=at.wires)
+        fanout = next((way.fanout for way in self.options.values() if way.fanout is not None), None)
+        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=fanout, wires=at.comm_byte_shares)
 
-    def _way(self, subject: ProfiledLayer, planned: AllToAll, group: dist.ProcessGroup | None) -> AllToAllWay:
+    def _option(self, subject: ProfiledLayer, planned: AllToAll, group: dist.ProcessGroup | None) -> AllToAllOption:
         nodes = subject.collectives.nodes
-        return AllToAllWay(subject, planned, None if nodes is None else self._crossings(nodes, group))
+        return AllToAllOption(subject, planned, None if nodes is None else self._fanout(nodes, group))
 
-    def _crossings(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Crossings:
+    def _fanout(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Fanout:
         """Count how often the tokens of these layers crossed, for each of their choices. Collective over the group."""
         device = next(self.layer.parameters()).device
         counted = torch.zeros(3, dtype=torch.float64, device=device)
@@ -89,12 +89,12 @@ class LayerKind:
                 dist.all_reduce(counted, group=group)
             in_nodes, on_ranks, num_choices = counted.tolist()
         if num_choices:
-            return Crossings(in_nodes / num_choices, on_ranks / num_choices)
+            return Fanout(in_nodes / num_choices, on_ranks / num_choices)
         # Nobody had a token: as with balanced routing.
         num_experts = self.subject.num_experts
         k = max(1, min(self.subject.sizes.num_choices, num_experts))
-        found = expected_crossings(num_experts, k, nodes.num_nodes, nodes.per_node)
-        return Crossings(found.nodes / k, found.ranks / k)
+        found = expected_fanout(num_experts, k, nodes.num_nodes, nodes.per_node)
+        return Fanout(found.nodes / k, found.ranks / k)
 
     def lane_of(self, name: str) -> Lane:
         """Return the lane of a collective."""
@@ -103,12 +103,12 @@ class LayerKind:
         group = "esp" if name in (ALL_GATHER, REDUCE_SCATTER) else "ep"
         return self.pipeline.forward.groups.placements[group].lanes[0]
 
-    def find_ways(self, running: LayerRuntime, group: dist.ProcessGroup | None) -> None:
+    def find_options(self, running: LayerRuntime, group: dist.ProcessGroup | None) -> None:
         """Fill in :attr:`ways`. Collective over the ranks that have these layers: communicators may be made."""
         asked, own = running.block.alltoall, self.pipeline.forward.alltoall
         if asked != "auto" or len(self.pipeline.forward.groups.placements["ep"].lanes) < 2:
             name = asked if asked != "auto" else "flat"
-            self.ways = {name: self._way(replace(self.subject, alltoall=name), own, group)}
+            self.options = {name: self._option(replace(self.subject, alltoall=name), own, group)}
             return
         groups = running.groups(self.layer.ep_size, self.layer.fsmoe.tensor_parallel)
         for name in ("flat", *(each for each in registry.known("alltoall") if each != "flat")):
@@ -118,12 +118,13 @@ class LayerKind:
             nodes = exchange.nodes
             collectives = replace(self.subject.collectives, exchange=exchange.exchange, legs=exchange.legs, nodes=nodes)
             subject = replace(self.subject, collectives=collectives, alltoall=name)
-            self.ways[name] = self._way(subject, exchange.planned, group)
+            self.options[name] = self._option(subject, exchange.planned, group)
 
 
-def make_ways_on_every_stage(kinds: Sequence[LayerKind], running: LayerRuntime) -> None:
-    """Make the communicators that :meth:`LayerKind.find_ways` needs in any stage of a pipeline: all ranks of a job make
-    each of them, or those that are made later have other names on some. Collective over all ranks.
+def make_communicators_on_every_stage(kinds: Sequence[LayerKind], running: LayerRuntime) -> None:
+    """Make the communicators that :meth:`LayerKind.find_options` needs in any stage of a pipeline.
+
+    Collective over all ranks: if some made fewer, later communicators would have other names on them.
 
     Args:
         kinds: the layers of this rank's stage.
@@ -194,7 +195,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> ProfiledLayer:
     kind = (
         f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {is_written}, width {call.sizes.width}, "
         f"{call.sizes.dtype}, recompute {pipeline.recompute}, {places['ep']}, {places['esp']}"
-        f"{', in one chunk' if layer.fsmoe.is_uncut else ''}"
+        f"{', in one chunk' if layer.fsmoe.is_unchunked else ''}"
     )
     return ProfiledLayer(
         label,
@@ -219,7 +220,7 @@ def _places_of(expert_KS: torch.Tensor, subject: ProfiledLayer, nodes: NodeLinks
     expert_SK = expert_KS.t().cpu().numpy()
     is_sent = expert_SK < num_experts
     by_node = place_of_rank[np.where(is_sent, expert_SK, 0) // per_rank] * per_rank
-    found = counted_crossings(np.where(is_sent, by_node, num_experts), num_experts, nodes.num_nodes, nodes.per_node)
+    found = counted_fanout(np.where(is_sent, by_node, num_experts), num_experts, nodes.num_nodes, nodes.per_node)
     return found.nodes * len(expert_SK), found.ranks * len(expert_SK), int(is_sent.sum())
 
 

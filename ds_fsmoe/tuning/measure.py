@@ -47,7 +47,7 @@ from ds_fsmoe.planning.job.measured import (
 from ds_fsmoe.planning.job.what_if import sizes_from
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, GRAD_GATHER, GRAD_SCATTER
-from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_ways_on_every_stage
+from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_communicators_on_every_stage
 
 if TYPE_CHECKING:
     from ds_fsmoe.gradients.flat_buffers import FlatGradients
@@ -163,7 +163,7 @@ def measure(
         if group is None:
             profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
         else:
-            make_ways_on_every_stage(kinds, running)
+            make_communicators_on_every_stage(kinds, running)
             with raise_on_all_ranks(None, "measuring the layers of a stage"):
                 profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
     num_measured = everyone.num_timed + stage.num_timed
@@ -189,8 +189,8 @@ def _layers(
     """Measure each collective once for all layers that share its ranks, experts once for layers that are equal."""
     largest = largest_of_each(kinds)
     for kind in largest:
-        kind.find_ways(running, group)
-    links = time_links(measuring, [way.subject for kind in largest for way in kind.ways.values()])
+        kind.find_options(running, group)
+    links = time_links(measuring, [way.subject for kind in largest for way in kind.options.values()])
     profiles: dict[tuple[str, str], LayerProfile] = {}
     for kind in largest:
         block = BlockPlan(_HOST_DEGREE, running.links)
@@ -198,18 +198,18 @@ def _layers(
         with gathered(kind.subject.experts.parameters):
             measured = profile(measuring, kind.subject, running.lanes, schedule)
         others = time_gate_and_order(measuring, kind) | time_gradients(measuring, kind, reduction)
-        for name, way in kind.ways.items():
+        for name, way in kind.options.items():
             of_links = {each: links.timings[way.subject.link_name(each)] for each in way.subject.links}
             operations = {**of_links, **measured.operations, **others}
             profiles[kind.subject.kind, name] = replace(measured, operations=operations)
     # Smaller layers of a kind are run as the largest was measured.
     for kind in kinds:
-        kind.ways = next(each.ways for each in largest if each.subject.kind == kind.subject.kind)
+        kind.options = next(each.options for each in largest if each.subject.kind == kind.subject.kind)
     if not largest or is_serial(running.lanes):
         return profiles, links, Slowdowns({})
     heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)
     # One with a part on each link, if there is one.
-    way = max(heaviest.ways.values(), key=lambda each: len(each.subject.links))
+    way = max(heaviest.options.values(), key=lambda each: len(each.subject.links))
     with gathered(way.subject.experts.parameters):
         return profiles, links, slowdowns_of(measuring, way.subject, running.lanes, heaviest.lane_of)
 
@@ -279,11 +279,11 @@ def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timi
 
     def gate(size: int) -> Callable[[], object]:
         x_SM = tokens(size)
-        return lambda: layer.route_unheard(x_SM, None, None)
+        return lambda: layer.route_without_hooks(x_SM, None, None)
 
     def order(size: int) -> Callable[[], object]:
         x_SM = tokens(size)
-        routing = layer.route_unheard(x_SM, None, None)
+        routing = layer.route_without_hooks(x_SM, None, None)
         return lambda: layer.fsmoe.order.restore(layer.fsmoe.order.arrange(x_SM, routing), routing)
 
     was_training = layer.gate.training
@@ -324,11 +324,11 @@ def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction |
         sizes = _sizes_up_to(min(LARGEST_NUMEL, flat.numel), 6)
         at = placements["dp" if grad_kind == GRAD else "edp"]
         of_kind = f"of {flat.dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
-        for task in flat.way.most_kinds:
+        for task in flat.algorithm.most_kinds:
             name = _NAMES[grad_kind if task == GRAD else task]
             if name not in found:
                 found[name] = measuring.timing(
-                    f"{name} {of_kind}, {flat.way}",
+                    f"{name} {of_kind}, {flat.algorithm}",
                     *("byte", sizes, float(flat.dtype.itemsize), flat.reducing(task), flat.group),
                 )
     return found

@@ -24,12 +24,12 @@ from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.decide.rules import allowed
-from ds_fsmoe.planning.groups import Crossings, crosses_once, expected_crossings
+from ds_fsmoe.planning.groups import Fanout, can_deduplicate, expected_fanout
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.workload import ONCE_PER_NODE
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED
 
 
-def cuts_by_bytes(block: FSMoEBlock) -> bool:
+def chunks_by_bytes(block: FSMoEBlock) -> bool:
     """Return whether degrees follow from bytes by rule: a schedule says so, and nobody else chooses them."""
     asked = block.pipeline_degree
     is_open = (asked.forward, asked.backward) == ("auto", "auto") and not block.autotune.enabled
@@ -67,7 +67,7 @@ class MicroOps:
         """Skip measuring: plans came from elsewhere."""
         self.is_wanted = False
 
-    def cut(self, layers: Mapping[str, FSMoELayer]) -> bool:
+    def chunk_layers(self, layers: Mapping[str, FSMoELayer]) -> bool:
         """Cut the layers, and tell whether any was. Collective over the ranks of the group, between steps; whoever has
         the most bytes of a layer counts.
 
@@ -108,8 +108,8 @@ def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_d
         num_products=1,
         num_weights=1,
         num_tokens=sizes.num_tokens,
-        crossings=_crossings(plan, sizes),
-        wires=sizes.wires,
+        crossings=_fanout(plan, sizes),
+        wires=sizes.comm_byte_shares,
     )
     wanted = degree_by_bytes(moe_work(plan.groups, False, shape, plan.alltoall), micro_op_bytes, max_degree)
     orders = [Order(each, plan.block.links) for each in range(1, wanted + 1)]
@@ -118,10 +118,10 @@ def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_d
     return max(each.degree for each in orders)
 
 
-def _crossings(plan: PhasePlan, sizes: CallSizes) -> Crossings | None:
+def _fanout(plan: PhasePlan, sizes: CallSizes) -> Fanout | None:
     """Return how often a token crosses for each of its choices, any as likely as another; ``None``: once for each."""
-    if plan.alltoall != ONCE_PER_NODE or not sizes.num_choices or not crosses_once(plan.groups):
+    if plan.alltoall != NODE_DEDUPLICATED or not sizes.num_choices or not can_deduplicate(plan.groups):
         return None
     at, k = plan.groups.placements["ep"], min(sizes.num_choices, sizes.num_experts)
-    found = expected_crossings(sizes.num_experts, k, at.nodes, at.per_node)
-    return Crossings(found.nodes / k, found.ranks / k)
+    found = expected_fanout(sizes.num_experts, k, at.nodes, at.per_node)
+    return Fanout(found.nodes / k, found.ranks / k)

@@ -13,7 +13,7 @@ from ds_fsmoe.planning.cost import GOOD_SHARE
 from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Message, Table
-from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, choices_table, span, timings_of
+from ds_fsmoe.tuning.table import MIN_OVERLAP_GAIN, Row, TuningContext, aligned, choices_table, span, timings_of
 from ds_fsmoe.tuning.trials import TrialGain, Tried
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
@@ -55,7 +55,7 @@ class Outcome:
     rest_ms: list[float] = field(default_factory=list)
     """The time of all but the layers' runs in each step with DeepSpeed's schedule; none where there are stages."""
 
-    def seen(self, step: StepTimes | None) -> StepTimes | None:
+    def with_observed_rest(self, step: StepTimes | None) -> StepTimes | None:
         """Return the times of a step with what is beside its layers as it was in the trials: what was seen of that
         before is a single forward and backward, and those of one step are far from those of another."""
         if step is None:
@@ -86,7 +86,7 @@ class Outcome:
             "step": None if step is None else asdict(step) | {"is_bound": self.is_bound(step)},
         }
 
-    def steps_to_pay(self) -> int | None:
+    def steps_to_break_even(self) -> int | None:
         """Return after how many steps, from now on, the gain has made up for measuring and for trying slower plans;
         ``None``: no gain is clear."""
         if self.is_stock or self.gain is None or not self.gain.is_clear:
@@ -97,7 +97,7 @@ class Outcome:
         return max(0, math.ceil(lost_ms / max(1e-9, self.baseline_ms - self.kept_ms)))
 
 
-def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> Message:
+def summarize(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> Message:
     """Return the screen: one line with the result, then steps, layers, fits and hints.
 
     Args:
@@ -105,16 +105,16 @@ def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> Message:
         told: the facts that hold for all of them.
         outcome: what was tried, and what it took.
     """
-    again = f", again because {told.why_again}" if told.why_again else ""
-    lines = [f"autotune{again}: {headline(rows, told, outcome)}", _steps(told, outcome)]
-    is_whole = all(choice.order.degree == 1 and not row.uncut for row in rows for choice in row.choices)
+    again = f", again because {context.why_again}" if context.why_again else ""
+    lines = [f"autotune{again}: {headline(rows, context, outcome)}", _steps(context, outcome)]
+    is_whole = all(choice.order.degree == 1 and not row.why_unchunked for row in rows for choice in row.choices)
     if outcome.is_stock or is_whole:
         # Rows of layers would say one chunk, one task after another, and nothing else.
-        lines += [f"  why: {_why_whole(rows, told, outcome)}"]
+        lines += [f"  why: {_why_whole(rows, context, outcome)}"]
     else:
         lines += ["", *_layers(rows, bool(outcome.tried)), ""]
     lines += [f"  cost model: {_fits(rows)}"]
-    lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
+    lines += [f"  next: {each}" for each in hints(rows, context, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
     return Message(lines)
 
@@ -137,7 +137,7 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
         )
     if is_trying:
         return f"autotune: the job ended during trials, so {outcome.took_s:.3g} s of measuring were lost"
-    pays = outcome.steps_to_pay()
+    pays = outcome.steps_to_break_even()
     if pays is None or steps_since >= pays:
         return ""
     return (
@@ -146,7 +146,7 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
     )
 
 
-def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> str:
     """Return what was chosen and what it gains, in one line."""
     alike: dict[str, list[str]] = {}
     for row in rows:
@@ -163,14 +163,14 @@ def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
         return f"{kept_stock(outcome)}; {cost}"
     if gain is None:
         unseen = ", and no step of the trials was seen whole" if outcome.num_plans else ", not tried"
-        return f"{how}; predicted {told.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}; {cost}"
+        return f"{how}; predicted {context.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}; {cost}"
     measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule ({gain.low:.2f} to {gain.high:.2f}"
     measured += f" in {gain.num_turns} turns)" if gain.num_turns > 1 else ", one step of each: no interval)"
     if gain.high < 1 and gain.num_turns > 1:
         return f"{how}; slower than stock: {measured}, but it was set by name; {cost}"
     if not gain.is_clear:
         return f"{how}; {measured}, within the noise; {cost}"
-    pays = outcome.steps_to_pay()
+    pays = outcome.steps_to_break_even()
     return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid {pays} steps from now")
 
 
@@ -185,13 +185,13 @@ def kept_stock(outcome: Outcome) -> str:
     return f"{said}; the best of them was {gain.ratio:.2f} times as fast{turns}"
 
 
-def _why_whole(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+def _why_whole(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> str:
     """Return in one line what keeps chunks from being faster, as far as that was measured."""
     by: dict[str, float] = {}
     for choice in (each for row in rows for each in row.choices):
         by[choice.bottleneck] = by.get(choice.bottleneck, 0.0) + choice.time_ms
     busiest = max(by, key=by.__getitem__, default="") or "none of the lanes alone"
-    step = told.step
+    step = context.step
     if not outcome.is_bound(step) or step.bound_ms <= 0:
         return f"bottleneck of the layers: {busiest}"
     return (
@@ -206,8 +206,8 @@ def _chunks(row: Row) -> str:
     return chunks if row.alltoall == "flat" else f"{chunks}, {row.alltoall}"
 
 
-def _steps(told: Told, outcome: Outcome) -> Table:
-    step = told.step
+def _steps(context: TuningContext, outcome: Outcome) -> Table:
+    step = context.step
     cells = [("", "measured ms", "predicted ms", "")]
     stock_ms, own_ms = ("" if each is None else f"{each:.4g}" for each in (outcome.baseline_ms, outcome.kept_ms))
     how = "one chunk, gradients after the backward"
@@ -233,7 +233,7 @@ def _next(outcome: Outcome) -> str:
 
 
 def _layers(rows: Sequence[Row], is_tried: bool) -> list[str | Table]:
-    slower = any(choice.time_ms > choice.uncut_ms for row in rows for choice in row.choices)
+    slower = any(choice.time_ms > choice.unchunked_ms for row in rows for choice in row.choices)
     note = "  one chunk is predicted to be faster, but was slower in trials, which decide"
     return [choices_table(rows, indent="  "), *([note] if slower and is_tried else [])]
 
@@ -251,10 +251,10 @@ def _fits(rows: Sequence[Row]) -> str:
     return f"{len(bad)} of the {len(shares)} operations of these layers fit poorly ({named}{more})"
 
 
-def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
+def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list[str]:
     """Return what to do next, the most telling first."""
     found = []
-    step = told.step
+    step = context.step
     for row in rows:
         for phase, choice, asked in row.phases():
             if asked is not None and asked != choice.auto_degree:
@@ -266,9 +266,9 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
         judged = "the choice is from real steps" if outcome.tried else "set fsmoe.autotune.trials above 0"
         found.append(f"measurements were noisy (busy machine?), so predictions are rough; {judged}")
     has_gained = not outcome.is_stock and outcome.gain is not None and outcome.gain.is_clear
-    if told.slowed.factors and not has_gained:
-        for (a, b), both in told.slowed.pays().items():
-            if both < PAYS and Lane.COMPUTE in (a, b):
+    if context.slowed.factors and not has_gained:
+        for (a, b), both in context.slowed.overlap_gains().items():
+            if both < MIN_OVERLAP_GAIN and Lane.COMPUTE in (a, b):
                 link = b if a is Lane.COMPUTE else a
                 found.append(
                     f"computing and sending ({link}) at once do {both:.2f} of what one does alone: they share what "
@@ -279,15 +279,18 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
             f"{step.exposed_ms:.4g} ms of a step are gradients that find no idle link: more micro-batches per step "
             "(gradient_accumulation_steps) send them less often"
         )
-    if told.spread_ms:
-        (as_is, as_is_ms), (size, least_ms) = next(iter(told.spread_ms.items())), min(told.spread_ms.items(), key=_time)
+    if context.spread_ms:
+        (as_is, as_is_ms), (size, least_ms) = (
+            next(iter(context.spread_ms.items())),
+            min(context.spread_ms.items(), key=_time),
+        )
         if as_is_ms - least_ms > MUCH * as_is_ms:
             found.append(
                 f"ep_size = {size}, experts over {size} ranks instead of {as_is}: a step is predicted to be "
                 f"{as_is_ms / least_ms:.2f} times as fast, by the cluster's numbers; checkpoints can be resumed with it"
             )
-    best = min(told.sharded_ms.items(), key=_time, default=None)
-    as_is = told.sharded_ms.get(told.esp_size)
+    best = min(context.sharded_ms.items(), key=_time, default=None)
+    as_is = context.sharded_ms.get(context.esp_size)
     if best is not None and as_is is not None and as_is - best[1] > LITTLE * step.chosen_ms:
         found.append(
             f"expert_tensor_parallel_size = {best[0]} would take {as_is - best[1]:.4g} ms off a step, by the cluster's "

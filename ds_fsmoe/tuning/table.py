@@ -12,11 +12,11 @@ from ds_fsmoe.measuring.profiler import Reduces
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order, order_words
 from ds_fsmoe.planning.decide.plan import ModelPlan, mode_of
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, Degree
 from ds_fsmoe.planning.decide.search import Choice, chunks_text
 from ds_fsmoe.planning.decide.step_time import StepTimes
-from ds_fsmoe.planning.decide.ways import MIN_GAIN, Degree
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
-from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay, job_as_data
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedJob, RecordedKind, job_as_data
 from ds_fsmoe.terminal.tables import Message, Table
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.tuning.autotune import Autotune
     from ds_fsmoe.tuning.measure import Measured
 
-PAYS = 1.1
+MIN_OVERLAP_GAIN = 1.1
 """The ratio of work of two lanes at once to one after the other, below which overlap is said not to pay."""
 
 _HEADS = {
@@ -63,7 +63,7 @@ class Row:
     """All-to-all -> what both phases are predicted to take with it."""
     reduces: Reduces
     """The way reduce-scatters are done, by size."""
-    uncut: str = ""
+    why_unchunked: str = ""
     """The reason why the layers run in one chunk whatever is chosen; empty: there is none."""
 
     def phases(self) -> Iterator[tuple[str, Choice, Degree]]:
@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Told:
+class TuningContext:
     """Facts that hold for all layers."""
 
     step: StepTimes
@@ -106,7 +106,7 @@ def rows_of_plan(
     found: dict[tuple, Row] = {}
     for index, label in enumerate(labels):
         kind, alltoall, choices = measured.kind_of[label], plan.alltoalls[index], plan.choices(index)
-        reason = kind.layer.fsmoe.why_uncut
+        reason = kind.layer.fsmoe.why_unchunked
         row = Row(
             (label,),
             measured.profile_of(kind, alltoall),
@@ -134,7 +134,7 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
             f"{forward.degree} and {backward.degree} chunks",
             *dict.fromkeys(_order_words(each) for each in (forward, backward) if each.degree > 1),
             *([] if alltoall == "flat" else [alltoall]),
-            *(["two halves in turns"] if plan.in_halves else []),
+            *(["two halves in turns"] if plan.is_two_batch else []),
             *([] if plan.sending == "placed" else [f"gradients {plan.sending.replace('_', ' ')}"]),
         ]
         texts.setdefault(", ".join(words), []).append(label)
@@ -147,7 +147,7 @@ def _order_words(order: Order) -> str:
     return order_words(order.degree, order.links, order.conversions)
 
 
-def describe_rows(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
+def describe_rows(rows: Sequence[Row], context: TuningContext, took_s: float, source: str) -> Message:
     """Return tables: what operations cost, how lanes slow each other down, how layers run, what a step should take.
 
     Args:
@@ -156,10 +156,10 @@ def describe_rows(rows: Sequence[Row], told: Told, took_s: float, source: str) -
         took_s: the seconds that the stage took.
         source: where the numbers come from.
     """
-    again = f", again because {told.why_again}" if told.why_again else ""
+    again = f", again because {context.why_again}" if context.why_again else ""
     head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
-    lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows), "", *_step(told)]
-    if told.is_tried:
+    lines = [head, *_costs(rows), "", *_slowed(context), *_plans(rows), "", *_step(context)]
+    if context.is_tried:
         lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
     return Message(lines)
 
@@ -177,7 +177,7 @@ def choices_as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "isolated_ms": choice.isolated_ms,
             "runner_up": choice.runner_up,
             "runner_up_ms": choice.runner_up_ms,
-            "uncut_ms": choice.uncut_ms,
+            "uncut_ms": choice.unchunked_ms,
             "bound_by": choice.bottleneck,
             "alltoall": row.alltoall,
             "asked": asked,
@@ -198,7 +198,7 @@ def choices_table(rows: Sequence[Row], more: Mapping[str, str] = MappingProxyTyp
     heads = _HEADS | more | {"bound by": "bound_by"}
     cells = []
     for row in rows:
-        why = {"bound_by": f"in one chunk: {row.uncut}"} if row.uncut else {}
+        why = {"bound_by": f"in one chunk: {row.why_unchunked}"} if row.why_unchunked else {}
         cells += [[_cell(each | why, key) for key in heads.values()] for each in choices_as_data([row])]
     return Table(tuple(heads), cells, indent, has_rule=False)
 
@@ -259,8 +259,8 @@ def _lines(cost: Cost) -> list[tuple[LinearCost, str | None]]:
     return [(cost, None)]
 
 
-def _slowed(told: Told) -> list[str | Table]:
-    factors = told.slowed.factors
+def _slowed(context: TuningContext) -> list[str | Table]:
+    factors = context.slowed.factors
     if not factors:
         return ["one task runs after another here: no lane slows another down", ""]
     lanes = list(dict.fromkeys(lane for pair in factors for lane in pair))
@@ -269,8 +269,8 @@ def _slowed(told: Told) -> list[str | Table]:
         shown = (f"{factors[slowed, by]:.2f}" if (slowed, by) in factors else "-" for by in lanes)
         cells.append((str(slowed), *shown))
     lines: list[str | Table] = [aligned(cells)]
-    for (a, b), both in told.slowed.pays().items():
-        if both < PAYS:
+    for (a, b), both in context.slowed.overlap_gains().items():
+        if both < MIN_OVERLAP_GAIN:
             lines.append(f"{a} and {b} at once do {both:.2f} of what one does alone: overlap of these will not pay")
     return [*lines, ""]
 
@@ -320,8 +320,8 @@ def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
     return f"{other} {gain:.1%} less; chunks have to gain more than {margin:.0%}"
 
 
-def _step(told: Told) -> list[str]:
-    step = told.step
+def _step(context: TuningContext) -> list[str]:
+    step = context.step
     rest = "not seen yet, so left out" if step.dense_ms is None else f"{step.dense_ms:.3f} ms, as measured"
     lines = [
         f"a step without the optimizer, predicted: {step.chosen_ms:.3f} ms ({step.isolated_ms:.3f} if lanes did not "
@@ -330,17 +330,17 @@ def _step(told: Told) -> list[str]:
         f"  in it: all but the experts' parts {rest}; gradients {step.gradients_ms:.3f} ms, of which "
         f"{step.exposed_ms:.3f} have no idle link to travel on",
     ]
-    if len(told.sharded_ms) > 1:
+    if len(context.sharded_ms) > 1:
         sizes = ", ".join(
-            f"{size}{' (as it is)' if size == told.esp_size else ''} {time_ms:.3f} ms"
-            for size, time_ms in told.sharded_ms.items()
+            f"{size}{' (as it is)' if size == context.esp_size else ''} {time_ms:.3f} ms"
+            for size, time_ms in context.sharded_ms.items()
         )
         lines.append(
             "  experts' parts of a step with another fsmoe.expert_tensor_parallel_size, by the cluster's numbers: "
             f"{sizes}"
         )
-    if len(told.spread_ms) > 1:
-        sizes = ", ".join(f"{size} {time_ms:.3f} ms" for size, time_ms in told.spread_ms.items())
+    if len(context.spread_ms) > 1:
+        sizes = ", ".join(f"{size} {time_ms:.3f} ms" for size, time_ms in context.spread_ms.items())
         lines.append(
             f"  a step with experts over more ranks (ep_size), by the cluster's numbers, as it is first: {sizes}"
         )
@@ -423,8 +423,11 @@ def measured_job(
             tuple(kind.labels),
             kind.pipeline.forward.groups,
             kind.sizes,
-            {name: RecordedWay(way.planned, measured.profile_of(kind, name)) for name, way in kind.ways.items()},
-            kind.layer.fsmoe.is_uncut,
+            {
+                name: RecordedAllToAll(way.planned, measured.profile_of(kind, name))
+                for name, way in kind.options.items()
+            },
+            kind.layer.fsmoe.is_unchunked,
             kind.subject.sizes.num_choices or None,
         )
         for kind in measured.kinds
@@ -468,11 +471,11 @@ def called_as_data(
         inner = layers[label]
         assert inner.pipeline is not None
         forward = inner.pipeline.forward
-        key = forward.groups, shape, forward.alltoall, inner.fsmoe.is_uncut, choices.get(label)
+        key = forward.groups, shape, forward.alltoall, inner.fsmoe.is_unchunked, choices.get(label)
         kinds.setdefault(key, []).append(label)
     job = RecordedJob(
         kinds=tuple(
-            RecordedKind(tuple(labels), groups, shape, {alltoall: RecordedWay(alltoall)}, *others)
+            RecordedKind(tuple(labels), groups, shape, {alltoall: RecordedAllToAll(alltoall)}, *others)
             for (groups, shape, alltoall, *others), labels in kinds.items()
         ),
         labels=tuple(label for label in choices if label in shapes),

@@ -20,7 +20,7 @@ from ds_fsmoe.terminal.tables import Message, Table
 
 GAIN = 0.01
 """The share that a plan has to gain over one before it in the list: less is chance."""
-HOPELESS = 0.1
+DROP_MARGIN = 0.1
 """A plan whose fastest step is slower than another's by this share is not tried again: little training time is lost."""
 FINALISTS = 2
 """So many plans, the fastest so far, are tried in every round all the same: none is kept for a single lucky step."""
@@ -124,7 +124,7 @@ class Trials:
             own = self._clock.read()
             seen = [1.0, 0.0, 0.0, 0.0, 0.0]
             if own is not None and own.has_both:
-                dense_ms = math.inf if own.takes_turns else own.dense_forward_ms + own.dense_backward_ms
+                dense_ms = math.inf if own.is_interleaved else own.dense_forward_ms + own.dense_backward_ms
                 seen = [0.0, own.step_ms, own.forward_ms, own.backward_ms, dense_ms]
             lacks, step_ms, *phases_ms, dense_ms = most_of(seen, self._clock.device, self._group)
             if self._phase_group is not None:
@@ -144,7 +144,7 @@ class Trials:
             self._rounds -= 1
             self._turn += 1
             finalists = self._finalists()
-            hopeful = [plan for plan in reversed(self._tried) if plan in finalists or self._has_hope(plan)]
+            hopeful = [plan for plan in reversed(self._tried) if plan in finalists or self._is_competitive(plan)]
             self._to_try = self._affordable(hopeful)
             self._in_last_turn, self._tried = self._tried, []
             if len(self._to_try) == 1:
@@ -177,15 +177,15 @@ class Trials:
         stay = set(by_speed[: num_left // self._rounds])
         return [plan for plan in plans if plan in stay]
 
-    def _has_hope(self, plan: int) -> bool:
+    def _is_competitive(self, plan: int) -> bool:
         # One that has not been seen whole is tried on.
         fastest_ms = min((min(each) for each in self.times_ms if each), default=float("inf"))
-        return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + HOPELESS) * fastest_ms
+        return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + DROP_MARGIN) * fastest_ms
 
     def _best(self) -> int:
         """Return the plan with the least median, of those that were in every turn: one that was dropped has been timed
         while the machine may have been less busy. The first that is left stays unless another gains enough."""
-        found = [plan for plan in sorted(self._in_last_turn) if self.times_ms[plan] and self._may_stay(plan)]
+        found = [plan for plan in sorted(self._in_last_turn) if self.times_ms[plan] and self._may_be_kept(plan)]
         if not found:
             return 0
         best = found[0]
@@ -194,7 +194,7 @@ class Trials:
                 best = plan
         return best
 
-    def _may_stay(self, plan: int) -> bool:
+    def _may_be_kept(self, plan: int) -> bool:
         return plan != self.baseline or self._may_keep_baseline
 
     def _median_ms(self, plan: int) -> float:

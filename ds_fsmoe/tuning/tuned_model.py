@@ -17,9 +17,9 @@ from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.gradient_plan import WindowBytes
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StageTimes, StepTimes, other_esp_sizes, predict_step, stage_times
-from ds_fsmoe.planning.decide.ways import PlanRequest
 from ds_fsmoe.planning.job.what_if import larger_ep_sizes
 from ds_fsmoe.tuning.measure import Measured
 from ds_fsmoe.tuning.table import Row, describe_plan, measured_job
@@ -89,7 +89,7 @@ class TunedModel:
         self._wait_ms = 0.0 if dense_ms is None or in_stages else dense_ms.wait_ms
         labels = [label for label in layers if label in measured.kind_of]
         self.job = measured_job(measured, block, running, labels, tensors_bytes, num_micro_batches)
-        costs = [self.job.costs_of(kind, next(iter(kind.ways))) for kind in map(self.job.kind_of, labels[:1])]
+        costs = [self.job.costs_of(kind, next(iter(kind.alltoalls))) for kind in map(self.job.kind_of, labels[:1])]
         of_gradients = costs[0].backward if costs else {}
         self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
         totals: dict[str, int] = {}
@@ -113,7 +113,7 @@ class TunedModel:
                 space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
                 self.job.mode,
                 running.links,
-                self.job.uncut,
+                self.job.unchunked,
                 can_split,
                 # A system that was named is run as it is.
                 may_send_anyhow=block.schedule == BEST and self.job.mode == "adaptive",
@@ -131,9 +131,9 @@ class TunedModel:
         for index, label in enumerate(self.labels):
             kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
             forward, backward = (each.order.plan() for each in plan.choices(index))
-            plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.in_halves)
+            plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.is_two_batch)
             self._layers[label].fsmoe.apply(plan_of_layer)
-            if plan.in_halves:
+            if plan.is_two_batch:
                 # A half's run is predicted with the other half in its pauses, which no layer alone can be.
                 predictors.pop(label, None)
                 continue
@@ -169,7 +169,8 @@ class TunedModel:
         if world_size_now() == 1 or cluster is None:
             return {}, {}
         counted = [
-            (len(kind.labels), kind.groups, kind.shape, job.costs_of(kind, next(iter(kind.ways)))) for kind in job.kinds
+            (len(kind.labels), kind.groups, kind.shape, job.costs_of(kind, next(iter(kind.alltoalls))))
+            for kind in job.kinds
         ]
         per_node = self.measured.topology.ranks_per_node
         sharded = other_esp_sizes(search.planner, search.request.space, cluster, counted, per_node)

@@ -15,9 +15,9 @@ from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.presets import Switches
 from ds_fsmoe.planning.decide.search import Choice, choose
-from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     A2A_IN,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call, moe_work
 from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.plan_requests import Degree, SearchSpace
 from ds_fsmoe.planning.decide.search import Choice
-from ds_fsmoe.planning.decide.ways import Degree, SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.placement_costs import Seen
+from ds_fsmoe.planning.placement_costs import ObservedRouting
 from ds_fsmoe.routes.made import choices
 
 LOADS = ("zipf_1.0", "zipf_1.5", "hot_expert", "hot_rank", "equal", "none")
@@ -36,20 +36,20 @@ def placements(draw, most_ranks: int = 5) -> tuple[ExpertPlacement, tuple[int, .
     return placement, drawn_nodes(rng, num_ranks), rows_GE
 
 
-def load(name: str, num_experts: int, num_ranks: int, per_node: int = 2, k: int = 2, seed: int = 0) -> Seen:
+def load(name: str, num_experts: int, num_ranks: int, per_node: int = 2, k: int = 2, seed: int = 0) -> ObservedRouting:
     """Rows as a router of this kind gives them, with nodes of so many ranks."""
     nodes = tuple(rank // per_node for rank in range(num_ranks))
     if name in ("equal", "none"):
-        return Seen(np.full((num_ranks, num_experts), 12.0 * (name == "equal")), nodes)
+        return ObservedRouting(np.full((num_ranks, num_experts), 12.0 * (name == "equal")), nodes)
     sizes = {"num_tokens": 400, "num_experts": num_experts, "k": min(k, num_experts), "ep_size": num_ranks}
     counts = [
         np.bincount(choices(name, rank=rank, seed=seed, **sizes).reshape(-1), minlength=num_experts)
         for rank in range(num_ranks)
     ]
-    return Seen(np.array(counts), nodes)
+    return ObservedRouting(np.array(counts), nodes)
 
 
-def fullest(placement: ExpertPlacement, seen: Seen) -> float:
+def fullest(placement: ExpertPlacement, seen: ObservedRouting) -> float:
     """The rows of the fullest rank, by a loop over what each rank sends."""
     found = [0.0] * placement.num_ranks
     for place, expert in enumerate(placement.expert_of_place):
@@ -62,7 +62,7 @@ def num_moved(now: ExpertPlacement, after: ExpertPlacement) -> int:
     """The experts that are at home on another rank."""
     return sum(
         old // now.num_local != new // after.num_local
-        for old, new in zip(now.home_of_expert, after.home_of_expert, strict=True)
+        for old, new in zip(now.place_of_expert, after.place_of_expert, strict=True)
     )
 
 

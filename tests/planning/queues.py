@@ -64,7 +64,7 @@ def by_brute_force_ms(pieces: Sequence[QueuedGradient], windows: Sequence[SendWi
     total = sum(each.size_bytes for each in pieces)
     step_bytes = total / steps
     exists = [
-        int(sum(each.size_bytes for each in pieces[: window.num_pieces]) / step_bytes + 1e-9) for window in windows
+        int(sum(each.size_bytes for each in pieces[: window.num_slices]) / step_bytes + 1e-9) for window in windows
     ]
     best_ms = np.inf
     for cuts in itertools.combinations_with_replacement(range(steps + 1), len(windows)):

@@ -14,9 +14,9 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import PRESETS, Switches
 from ds_fsmoe.planning.decide.search import LANE_NAMES
-from ds_fsmoe.planning.decide.ways import PlanRequest
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
@@ -97,7 +97,7 @@ def test_best_leaves_a_layer_alone_that_gains_less_than_the_margin(kappa: float)
         free, wary = (Settings(Contention(kappa), max_degree=4, min_gain=gain) for gain in (0.0, 0.03))
         plans = [plan_by_name(Planner(costs, each), "best", layers) for each in (free, wary)]
         for choice in plans[1].choices(0):
-            assert choice.order.degree == 1 or choice.time_ms < 0.97 * choice.uncut_ms
+            assert choice.order.degree == 1 or choice.time_ms < 0.97 * choice.unchunked_ms
         gained = [each.step_ms(costs, Contention(kappa)) for each in plans]
         kept += plans[0].forward != plans[1].forward
         assert gained[0] <= gained[1] * (1 + 1e-9)

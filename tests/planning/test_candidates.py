@@ -11,7 +11,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.decide.ways import MIN_GAIN, TRIED_DEGREES, PlanRequest, SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, TRIED_DEGREES, PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import LayerProfile, Timing
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
@@ -190,7 +190,7 @@ def told(plan: ModelPlan) -> tuple:
     """What a plan says beside the ways that were chosen."""
     pairs = [plan.choices(index) for index in range(len(plan.layers))]
     alternatives = [
-        [(each.runner_up, each.runner_up_ms, each.uncut_ms, each.auto_degree) for each in pair] for pair in pairs
+        [(each.runner_up, each.runner_up_ms, each.unchunked_ms, each.auto_degree) for each in pair] for pair in pairs
     ]
     return alternatives, [dict(each) for each in plan.alltoalls_ms]
 
@@ -203,7 +203,7 @@ def test_stages_behind_the_first_try_their_best_with_its_gradients_at_the_end_wh
     # A system that was named is run as it is, and without layers there is one way.
     named = asking(search, may_send_anyhow=False)
     assert named.to_try(0) == named.to_try(1) == named.to_try()
-    nothing = asking(search, options=(), uncut=()).to_try(1)
+    nothing = asking(search, options=(), unchunked=()).to_try(1)
     assert len(nothing) == 2
     assert nothing[0] == nothing[1]
 

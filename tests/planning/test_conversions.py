@@ -15,12 +15,12 @@ from ds_fsmoe.planning.cost import LayerCosts, LinearCost
 from ds_fsmoe.planning.decide import rules
 from ds_fsmoe.planning.decide.block_times import Order, order_words
 from ds_fsmoe.planning.decide.plan import Planner
-from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import half_moe
 from ds_fsmoe.planning.job.measured import NARROWED, WIDENED
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import DEQUANTISING, EXPERT, HOLD, QUANTISING, REST, Lane
+from ds_fsmoe.planning.two_batch import sub_batch_moe
 from ds_fsmoe.planning.workload import Layer
 from tests.planning.measured_layers import GROUPS, SIZES, line, made_up
 
@@ -74,7 +74,7 @@ def test_without_narrow_wires_there_is_nothing_to_choose() -> None:
     assert [each for each in found if each.conversions == "links"] == list(space.orders)
     assert {each.degree for each in found if each.conversions == "compute"} == set(range(2, 9))
     # In halves the other half computes meanwhile.
-    assert {each.conversions for each in space.orders_of(half_moe(narrow), False, in_halves=True)} == {"links"}
+    assert {each.conversions for each in space.orders_of(sub_batch_moe(narrow), False, is_two_batch=True)} == {"links"}
 
 
 def test_what_is_asked_for_runs_as_written_and_a_rule_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.planning.placements import drawn_placement, placements
 
 def test_it_begins_in_the_models_order() -> None:
     placement = ExpertPlacement.at_start(6, 3)
-    assert placement.expert_of_place == placement.home_of_expert == (0, 1, 2, 3, 4, 5)
+    assert placement.expert_of_place == placement.place_of_expert == (0, 1, 2, 3, 4, 5)
     assert placement.num_local == 2
     assert placement.is_at_start
     assert not placement.swapped(0, 4).is_at_start
@@ -52,7 +52,7 @@ def test_rows_go_to_where_their_expert_is(drawn) -> None:
     placement, nodes, rows_GE = drawn
     sent = [[0.0] * placement.num_ranks for _ in nodes]
     for place, expert in enumerate(placement.expert_of_place):
-        assert placement.home_of_expert[expert] == place
+        assert placement.place_of_expert[expert] == place
         for rank in range(placement.num_ranks):
             sent[rank][place // placement.num_local] += rows_GE[rank, expert]
     assert placement.rows_between(rows_GE, nodes).tolist() == sent
@@ -75,7 +75,7 @@ def test_exchanges_lead_to_the_wanted_homes_and_no_longer_than_needed(rng: rando
     now, wanted = (drawn_placement(rng, num_ranks, num_local) for _ in range(2))
 
     def rank_of_expert(each: ExpertPlacement) -> list[int]:
-        return [each.rank_of_place(home) for home in each.home_of_expert]
+        return [each.rank_of_place(home) for home in each.place_of_expert]
 
     swaps, reached, right = now.swaps_to(wanted), now, []
     for first, second in swaps:
@@ -87,7 +87,7 @@ def test_exchanges_lead_to_the_wanted_homes_and_no_longer_than_needed(rng: rando
     assert right == sorted(set(right))
     for expert, (old, new) in enumerate(zip(rank_of_expert(now), rank_of_expert(wanted), strict=True)):
         if old == new:
-            assert reached.home_of_expert[expert] == now.home_of_expert[expert]
+            assert reached.place_of_expert[expert] == now.place_of_expert[expert]
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)

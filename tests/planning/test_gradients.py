@@ -32,7 +32,7 @@ def check_laws(found: Partition, pieces: list[QueuedGradient], windows: list[Sen
         sent = 0
         for place, slices in enumerate((*found.slices, found.tail)):
             there = (
-                mine if place == len(windows) else [p for p in pieces[: windows[place].num_pieces] if p.kind == kind]
+                mine if place == len(windows) else [p for p in pieces[: windows[place].num_slices] if p.kind == kind]
             )
             for each in (each for each in slices if each.kind == kind):
                 assert each.size_bytes > 0

@@ -17,7 +17,6 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.bounds import busiest_ms
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import entering, entering_first, half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -36,6 +35,7 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.planning.two_batch import entering, entering_first, sub_batch_layer, sub_batch_moe, two_batch_schedule
 from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Stage, Work, layer_work
 from tests.planning.layers import KINDS, LAYOUTS, SHAPE, layer_of, random_costs
 
@@ -62,7 +62,7 @@ def names(schedule: Schedule) -> list[tuple[str, int, int]]:
 
 
 def test_halves_enter_one_after_the_other_and_then_finish_one_after_the_other() -> None:
-    found = halves_schedule([small()] * 2, [BlockPlan(1, "paper"), BlockPlan(2, "paper")], "forward")
+    found = two_batch_schedule([small()] * 2, [BlockPlan(1, "paper"), BlockPlan(2, "paper")], "forward")
     assert names(found) == [
         *((ATTENTION, 0, 0), (A2A_IN, 0, 0), (ATTENTION, 0, 1), (A2A_IN, 0, 1)),
         *((EXPERT, 0, 0), (A2A_OUT, 0, 0), (EXPERT, 0, 1), (A2A_OUT, 0, 1)),
@@ -86,7 +86,7 @@ def test_gradients_travel_in_the_half_that_is_second_in_the_backward() -> None:
     young = Slice(GRAD, BETWEEN, 30.0, newest_layer=0), Slice(EXPERT_GRAD, BETWEEN, 50.0, newest_layer=0)
     second = BlockPlan(1, "paper", young)
     tail = (Slice(GRAD, BETWEEN, 9.0),)
-    found = halves_schedule([small()] * 2, [first, second], "backward", tail)
+    found = two_batch_schedule([small()] * 2, [first, second], "backward", tail)
     assert names(found) == [
         *((RESTORE, 0, 0), (A2A_IN, 0, 0), (RESTORE, 0, 1), (A2A_IN, 0, 1)),
         *((EXPERT, 0, 0), (A2A_OUT, 0, 0)),
@@ -126,7 +126,7 @@ def test_what_enters_first_keeps_what_each_task_needs(drawn, is_second) -> None:
     plan = BlockPlan(degree, links)
     is_alone = groups.placements["dp"].size == 1
     slices = () if in_levels is None or is_alone else ((GRAD_SCATTER, GRAD, GRAD_GATHER) if in_levels else (GRAD,),)
-    phase = PhasePlan(plan, groups, backward, alltoall, in_halves=True)
+    phase = PhasePlan(plan, groups, backward, alltoall, is_two_batch=True)
     behind_gathers = replace(phase, block=replace(plan, links="paper")) if links == "reduce_first" else phase
     before, (after, pause) = behind_gathers.sending(slices), phase.paused(slices, is_second)
     assert phase.paused(slices, is_second)[0] is after
@@ -161,9 +161,9 @@ def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are
     work = layer.backward if backward else layer.forward
     slices = () if in_levels is None or not backward else slices_of(groups, in_levels)
     plan = BlockPlan(degree, links, slices)
-    found = halves_schedule([layer], [plan], "backward" if backward else "forward")
+    found = two_batch_schedule([layer], [plan], "backward" if backward else "forward")
     of_moe = [task for task in found.tasks if task.kind in {each.kind for each in work.moe.stages}]
-    half = half_moe(work.moe)
+    half = sub_batch_moe(work.moe)
     for number in range(2):
         behind_gathers = "paper" if links == "reduce_first" else links
         alone = replace(plan, links=behind_gathers, moe_slices=slices if number else ())
@@ -185,7 +185,7 @@ def model(layer: Layer, degree: int, num_layers: int, in_halves: bool) -> ModelP
     if num_layers > 1:
         backward[1] = replace(backward[1], moe_slices=tuple(grads))
     plans = (BlockPlan(degree, "paper"),) * num_layers, tuple(backward)
-    return ModelPlan((layer,) * num_layers, *plans, (), (), (), in_halves=in_halves)
+    return ModelPlan((layer,) * num_layers, *plans, (), (), (), is_two_batch=in_halves)
 
 
 CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (1, 3)))
@@ -230,11 +230,11 @@ def longest_chain_ms(schedule: Schedule, costs: dict[str, LinearCost]) -> float:
 
 def test_a_half_of_slots_is_rounded_up_and_rows_are_halved() -> None:
     slots = replace(small().forward.moe, capacity=5)
-    assert half_moe(slots).capacity == 3
-    assert half_moe(slots).ahead[0].size == pytest.approx(40 * 3 / 5)
-    assert half_moe(replace(slots, capacity=1)) == replace(slots, capacity=1)
-    assert half_moe(replace(slots, capacity=None)).expert.size == 30
-    assert half_layer(small()).gradients == ()
+    assert sub_batch_moe(slots).capacity == 3
+    assert sub_batch_moe(slots).ahead[0].size == pytest.approx(40 * 3 / 5)
+    assert sub_batch_moe(replace(slots, capacity=1)) == replace(slots, capacity=1)
+    assert sub_batch_moe(replace(slots, capacity=None)).expert.size == 30
+    assert sub_batch_layer(small()).gradients == ()
 
 
 def test_attention_that_hides_all_traffic_makes_a_step_of_computation() -> None:
@@ -257,7 +257,7 @@ def test_attention_that_hides_all_traffic_makes_a_step_of_computation() -> None:
 
 def test_what_lies_between_layers_holds_the_computing_lane() -> None:
     layer = layer_of("the paper's")
-    found = halves_schedule([layer], [BlockPlan()], "forward")
+    found = two_batch_schedule([layer], [BlockPlan()], "forward")
     gathers = [index for index, task in enumerate(found.tasks) if task.kind == MP_GATHER]
     assert [found.tasks[each].lane for each in gathers] == [Lane.INTRA] * 2
     for index in gathers:
@@ -268,9 +268,9 @@ def test_what_lies_between_layers_holds_the_computing_lane() -> None:
 def test_a_layer_that_recomputes_runs_again_in_turns_when_the_first_half_has_come_to_it() -> None:
     layers = [small(), small(recompute=True), small()]
     plans = [BlockPlan(1, "paper")] * 3
-    plan = ModelPlan(tuple(layers), tuple(plans), tuple(plans), (), (), (), in_halves=True)
+    plan = ModelPlan(tuple(layers), tuple(plans), tuple(plans), (), (), (), is_two_batch=True)
     forward, backward = plan.schedules()
-    assert names(forward) == names(halves_schedule([small()] * 3, plans, "forward"))
+    assert names(forward) == names(two_batch_schedule([small()] * 3, plans, "forward"))
     of_layer = [(at, task) for at, task in enumerate(backward.tasks) if task.layer == 1]
     experts = [(at, task) for at, task in of_layer if task.kind == EXPERT]
     assert [task.chunk for _, task in experts] == [0, 1, 0, 1]
@@ -281,5 +281,5 @@ def test_a_layer_that_recomputes_runs_again_in_turns_when_the_first_half_has_com
     first_again = next(task for at, task in of_layer)
     done = {backward.tasks[each].chunk for each in first_again.after}
     assert done == {0}
-    whole = replace(plan, in_halves=False).schedules()
+    whole = replace(plan, is_two_batch=False).schedules()
     assert [sizes(each) for each in (forward, backward)] == [sizes(each) for each in whole]

@@ -14,15 +14,15 @@ from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost, SwitchedCost
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.groups import Crossings, Groups, expected_crossings
+from ds_fsmoe.planning.groups import Fanout, Groups, expected_fanout
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.placement_costs import (
     BALANCED,
+    ObservedRouting,
     Pressure,
     Prices,
-    Seen,
     as_alltoall_bytes,
-    once_per_node_pressure,
+    node_deduplicated_pressure,
     pressure_of,
 )
 from ds_fsmoe.planning.schedule import (
@@ -72,14 +72,14 @@ def moves_ms(
 
 
 def shape_for(alltoall: AllToAll) -> CallShape:
-    return replace(SHAPE, crossings=Crossings(1.5, 2.5) if alltoall == "once_per_node" else None)
+    return replace(SHAPE, crossings=Fanout(1.5, 2.5) if alltoall == "once_per_node" else None)
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(placements())
 def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     placement, nodes, rows_GE = drawn
-    ranks, to_E = range(len(nodes)), [each // placement.num_local for each in placement.home_of_expert]
+    ranks, to_E = range(len(nodes)), [each // placement.num_local for each in placement.place_of_expert]
 
     def ports(sent) -> tuple[list[float], list[float]]:
         """The rows of each direction of each node's port, and of each rank's inside its node."""
@@ -102,7 +102,7 @@ def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     ours, even = ports(sent), ports([[total / len(ranks) ** 2 for _ in ranks] for _ in ranks])
     inter, intra = (max(a) / max(b) if b and total else 1.0 for a, b in zip(ours, even, strict=True))
     full = max(sum(sent[rank][at] for rank in ranks) for at in ranks)
-    found = pressure_of(placement, Seen(rows_GE, nodes))
+    found = pressure_of(placement, ObservedRouting(rows_GE, nodes))
     assert found.compute == pytest.approx(full / (total / len(ranks)) if total else 1.0)
     assert (found.inter, found.intra) == pytest.approx((inter, intra))
 
@@ -118,7 +118,7 @@ def test_even_rows_press_on_nothing_wherever_experts_are() -> None:
 def test_an_expert_in_the_node_of_its_tokens_keeps_rows_from_crossing() -> None:
     rows_GE = np.zeros((4, 4))
     rows_GE[:2, 0] = 20
-    now, seen = ExpertPlacement.at_start(4, 4), Seen(rows_GE, (0, 0, 1, 1))
+    now, seen = ExpertPlacement.at_start(4, 4), ObservedRouting(rows_GE, (0, 0, 1, 1))
     assert pressure_of(now, seen) == Pressure(4.0, 0.0, 20 / 2.5)
     assert pressure_of(now.swapped(0, 2), seen) == Pressure(4.0, 40 / 10, 0.0)
 
@@ -128,7 +128,7 @@ def test_an_expert_in_the_node_of_its_tokens_keeps_rows_from_crossing() -> None:
 )
 def test_what_was_not_measured_so_is_refused(rows, nodes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="rows"):
-        Seen(np.array(rows), nodes)
+        ObservedRouting(np.array(rows), nodes)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -248,13 +248,13 @@ def test_prices_add_up_a_step() -> None:
 # ---- where tokens cross to each node once
 
 
-def once(placement: ExpertPlacement, rows_GE, tokens, nodes, planned: Crossings) -> tuple[float, float, float]:
-    found = once_per_node_pressure(placement, Seen(rows_GE, nodes, tuple(tokens)), planned)
+def once(placement: ExpertPlacement, rows_GE, tokens, nodes, planned: Fanout) -> tuple[float, float, float]:
+    found = node_deduplicated_pressure(placement, ObservedRouting(rows_GE, nodes, tuple(tokens)), planned)
     return found.compute, found.inter, found.intra
 
 
 def by_loop(
-    placement: ExpertPlacement, tokens: list[np.ndarray], node_of_rank: tuple[int, ...], planned: Crossings
+    placement: ExpertPlacement, tokens: list[np.ndarray], node_of_rank: tuple[int, ...], planned: Fanout
 ) -> tuple[float, float, float]:
     """The same, token by token; all rows were seen."""
     num_ranks, nodes = placement.num_ranks, sorted(set(node_of_rank))
@@ -268,7 +268,7 @@ def by_loop(
         for experts in experts_SK:
             chosen = [each for each in experts if 0 <= each < placement.num_experts]
             total += len(chosen)
-            ranks = [placement.home_of_expert[each] // placement.num_local for each in chosen]
+            ranks = [placement.place_of_expert[each] // placement.num_local for each in chosen]
             at_experts.update(ranks)
             for node in {node_of_rank[each] for each in ranks}:
                 if node != node_of_rank[source]:
@@ -308,7 +308,7 @@ def test_the_pressure_of_tokens_that_cross_once_is_that_of_a_loop(
     tokens = [np.argsort(draw.random((37 + rank, num_experts)) ** 2, axis=1)[:, :k] for rank in range(ranks)]
     tokens[1] = np.where(draw.random(tokens[1].shape) < 0.2, -1, tokens[1])
     rows_GE = np.array([np.bincount(each[each >= 0], minlength=num_experts) for each in tokens], dtype=float)
-    planned = Crossings(0.7, 0.9)
+    planned = Fanout(0.7, 0.9)
     found = once(placement, rows_GE, tokens, nodes, planned)
     assert found == pytest.approx(by_loop(placement, tokens, nodes, planned))
 
@@ -317,8 +317,8 @@ def test_balanced_routing_crosses_once_as_planned() -> None:
     draw = np.random.default_rng(0)
     tokens = [np.argsort(draw.random((4000, 16)), axis=1)[:, :4] for _ in range(4)]
     rows_GE = np.array([np.bincount(each.reshape(-1), minlength=16) for each in tokens], dtype=float)
-    each = expected_crossings(16, 4, 2, 2)
-    planned = Crossings(each.nodes / 4, each.ranks / 4)
+    each = expected_fanout(16, 4, 2, 2)
+    planned = Fanout(each.nodes / 4, each.ranks / 4)
     found = once(ExpertPlacement.at_start(16, 4), rows_GE, tokens, (0, 0, 1, 1), planned)
     assert found == pytest.approx((1, 1, 1), rel=0.02)
 
@@ -327,7 +327,7 @@ def test_experts_that_tokens_have_together_cross_once_and_few_tokens_stand_for_a
     tokens = [np.array([[0, 1]] * 10)] * 4
     rows_GE = np.zeros((4, 4))
     rows_GE[:, :2] = 1000.0
-    planned = Crossings(0.5, 0.5)
+    planned = Fanout(0.5, 0.5)
     together = once(ExpertPlacement((0, 2, 1, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), planned)
     apart = once(ExpertPlacement((0, 1, 2, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), planned)
     assert together[0] == apart[0] == 2
@@ -338,6 +338,6 @@ def test_experts_that_tokens_have_together_cross_once_and_few_tokens_stand_for_a
 
 def test_nothing_crosses_once_without_rows() -> None:
     nothing = once(
-        ExpertPlacement.at_start(4, 4), np.zeros((4, 4)), [np.zeros((0, 2), int)] * 4, (0, 0, 1, 1), Crossings(0.5, 0.5)
+        ExpertPlacement.at_start(4, 4), np.zeros((4, 4)), [np.zeros((0, 2), int)] * 4, (0, 0, 1, 1), Fanout(0.5, 0.5)
     )
     assert nothing == (1, 1, 1)

@@ -16,7 +16,7 @@ from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.placement_costs import Prices, Seen
+from ds_fsmoe.planning.placement_costs import ObservedRouting, Prices
 from ds_fsmoe.planning.placement_policies import Allowed, balanced, decide, off
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, HOLD
 from tests.planning.placements import fullest, load, num_moved
@@ -55,20 +55,20 @@ def test_a_move_that_pays_is_made_and_says_after_how_many_steps() -> None:
     moves_ms = PRICES.moves_ms(NOW, found.placement, HOT_RANK.node_of_rank)
     assert found.gain_ms_per_step == pytest.approx(now_ms - after_ms)
     assert found.moves_ms == pytest.approx(moves_ms)
-    assert found.pays_after_steps == math.ceil(moves_ms / (now_ms - after_ms)) > 1
+    assert found.breaks_even_after == math.ceil(moves_ms / (now_ms - after_ms)) > 1
     assert found.why == (
         f"L03: {num_moved(NOW, found.placement)} experts move: the fullest rank {found.before:.2f} -> "
         f"{found.after:.2f} times the mean, {now_ms:.1f} -> {after_ms:.1f} ms a step, {moves_ms:.0f} ms to move: pays "
-        f"after {found.pays_after_steps} steps"
+        f"after {found.breaks_even_after} steps"
     )
 
 
 def test_a_move_that_pays_too_late_is_not_made() -> None:
-    steps = decide(NOW, HOT_RANK, balanced, PRICES, 1000).pays_after_steps
+    steps = decide(NOW, HOT_RANK, balanced, PRICES, 1000).breaks_even_after
     assert decide(NOW, HOT_RANK, balanced, PRICES, steps).placement != NOW
     found = decide(NOW, HOT_RANK, balanced, PRICES, steps - 1)
     assert found.placement is NOW
-    assert (found.gain_ms_per_step, found.moves_ms, found.pays_after_steps) == (0.0, 0.0, None)
+    assert (found.gain_ms_per_step, found.moves_ms, found.breaks_even_after) == (0.0, 0.0, None)
     assert found.before == found.after > 2
     assert found.why.startswith("stays: ")
     assert found.why.endswith(f": would pay after {steps} steps, not within {steps - 1}")
@@ -104,7 +104,7 @@ def test_a_gain_below_what_costs_are_uncertain_by_counts_as_none() -> None:
 
 def test_what_is_slower_is_not_taken_though_ranks_are_more_even() -> None:
     # Tokens are where their experts are, but more of them on rank 0; an exchange would even that out across nodes.
-    now, seen = ExpertPlacement.at_start(4, 2), Seen(np.array([[8, 4, 0, 0], [0, 0, 2, 2]]), (0, 1))
+    now, seen = ExpertPlacement.at_start(4, 2), ObservedRouting(np.array([[8, 4, 0, 0], [0, 0, 2, 2]]), (0, 1))
     wanted = now.swapped(1, 2)
     assert fullest(wanted, seen) < fullest(now, seen)
     for is_dear, byte_ms in ((True, 1.0), (False, 1e-6)):
@@ -117,7 +117,7 @@ def test_what_is_slower_is_not_taken_though_ranks_are_more_even() -> None:
 def test_without_times_rows_decide_alone() -> None:
     found = decide(NOW, HOT_RANK, balanced, None, 1, layer="L01")
     assert found.placement == balanced(NOW, HOT_RANK, Allowed())
-    assert (found.gain_ms_per_step, found.moves_ms, found.pays_after_steps) == (None, None, None)
+    assert (found.gain_ms_per_step, found.moves_ms, found.breaks_even_after) == (None, None, None)
     assert found.why == (
         f"L01: {num_moved(NOW, found.placement)} experts move: the fullest rank {found.before:.2f} -> "
         f"{found.after:.2f} times the mean: decided by rows alone, without times"
@@ -128,7 +128,7 @@ def test_without_times_rows_decide_alone() -> None:
 def test_without_times_the_fullest_rank_has_to_fall_by_a_tenth_of_the_mean(more: int, moves: bool) -> None:
     # 100 rows on each of two ranks in the mean, and so many more on the first, all of which an exchange evens out.
     rows_E = [50 + more / 2, 50 + more / 2, 50 - more / 2, 50 - more / 2]
-    now, seen = ExpertPlacement.at_start(4, 2), Seen(np.array([rows_E, [0.0] * 4]), (0, 0))
+    now, seen = ExpertPlacement.at_start(4, 2), ObservedRouting(np.array([rows_E, [0.0] * 4]), (0, 0))
     found = decide(now, seen, giving(now.swapped(0, 2)), None, 1000)
     assert (found.placement != now) is moves
     assert ("stays" in found.why) is not moves

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.placement_costs import Seen
+from ds_fsmoe.planning.placement_costs import ObservedRouting
 from ds_fsmoe.planning.placement_policies import POLICIES, Allowed, balanced, off, policy
 from tests.planning.placements import (
     LOADS,
@@ -53,7 +53,7 @@ def test_fewer_experts_move_than_packed_from_scratch(name: str) -> None:
 
 
 @st.composite
-def asked(draw) -> tuple[ExpertPlacement, Seen, Allowed]:
+def asked(draw) -> tuple[ExpertPlacement, ObservedRouting, Allowed]:
     """Any placement, rows and permission."""
     rng = draw(st.randoms(use_true_random=False))
     num_ranks, num_local = rng.randint(1, 6), rng.randint(1, 4)
@@ -61,7 +61,7 @@ def asked(draw) -> tuple[ExpertPlacement, Seen, Allowed]:
     largest = rng.choice([1, 5, 1000])
     rows = [[rng.random() ** 3 * largest * rng.randint(0, 1) for _ in range(now.num_experts)] for _ in range(num_ranks)]
     allowed = Allowed(homes=rng.random() < 0.9)
-    return now, Seen(np.array(rows), drawn_nodes(rng, num_ranks)), allowed
+    return now, ObservedRouting(np.array(rows), drawn_nodes(rng, num_ranks)), allowed
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)
@@ -74,7 +74,7 @@ def test_whatever_is_asked_a_placement_of_the_same_sizes_comes_that_is_allowed_a
     # Rows are counted in whole units.
     assert fullest(found, seen) <= fullest(now, seen) * (1.01 + 1e-6)
     # What stays on its rank stays in its place.
-    for place, other in zip(now.home_of_expert, found.home_of_expert, strict=True):
+    for place, other in zip(now.place_of_expert, found.place_of_expert, strict=True):
         assert place == other or now.rank_of_place(place) != now.rank_of_place(other)
 
 
@@ -94,7 +94,7 @@ def test_a_little_drift_moves_little() -> None:
     more = seen.rows_GE.copy()
     hot = int(more.sum(axis=0).argmax())
     more[:, hot] *= 1.5
-    drifted = Seen(more, seen.node_of_rank)
+    drifted = ObservedRouting(more, seen.node_of_rank)
     after = balanced(now, drifted, Allowed())
     assert 0 < num_moved(now, after) <= 12
     reference = max(more[:, experts].sum() for experts in greedy(more.sum(axis=0).tolist(), 8))
@@ -104,20 +104,20 @@ def test_a_little_drift_moves_little() -> None:
 def test_of_equally_good_exchanges_fewer_rows_cross_nodes() -> None:
     # Any of experts 0 and 1 may go, for any of 2 and 3; the tokens of 1 are on rank 1, those of 2 on rank 0.
     rows = np.array([[30, 0, 10, 0], [0, 30, 0, 10]])
-    found = balanced(ExpertPlacement.at_start(4, 2), Seen(rows, (0, 1)), Allowed())
+    found = balanced(ExpertPlacement.at_start(4, 2), ObservedRouting(rows, (0, 1)), Allowed())
     assert found.expert_of_place == (0, 2, 1, 3)
 
 
 def test_of_equally_good_exchanges_nodes_get_more_even_rows() -> None:
     # Either hot expert of the first rank may go to any other rank, of its node or of the other one.
-    seen = Seen(np.tile([30, 30, 10, 10, 10, 10, 10, 10], (4, 1)), (0, 0, 1, 1))
+    seen = ObservedRouting(np.tile([30, 30, 10, 10, 10, 10, 10, 10], (4, 1)), (0, 0, 1, 1))
     found = balanced(ExpertPlacement.at_start(8, 4), seen, Allowed())
     assert sorted(seen.node_of_rank[rank] for rank in found.rank_of_expert[:2]) == [0, 1]
 
 
 def test_what_is_even_already_stays_and_what_is_off_by_two_goes_back() -> None:
     rows_E = np.array([90, 10, 80, 20, 70, 30, 60, 40])
-    seen = Seen(np.tile(rows_E, (4, 1)), (0, 0, 1, 1))
+    seen = ObservedRouting(np.tile(rows_E, (4, 1)), (0, 0, 1, 1))
     for order in ((3, 2, 1, 0), (1, 0, 3, 2)):
         packed = np.arange(8).reshape(4, 2)[list(order)]
         now = ExpertPlacement(tuple(packed.reshape(-1)), 8, 4)
@@ -135,7 +135,7 @@ def test_rows_in_other_units_place_experts_alike() -> None:
     now, seen = ExpertPlacement.at_start(32, 4), load("zipf_1.5", 32, 4)
     found = balanced(now, seen, Allowed())
     for factor in (2.0**-7, 1024.0):
-        assert balanced(now, Seen(seen.rows_GE * factor, seen.node_of_rank), Allowed()) == found
+        assert balanced(now, ObservedRouting(seen.rows_GE * factor, seen.node_of_rank), Allowed()) == found
 
 
 def test_another_process_places_experts_alike() -> None:

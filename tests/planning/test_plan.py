@@ -16,8 +16,8 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide import plan as plan_module
 from ds_fsmoe.planning.decide.block_times import BlockTimes
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
-from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate

@@ -17,12 +17,12 @@ from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.step_time import predict_step
-from ds_fsmoe.planning.decide.ways import MIN_GAIN, PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, REST, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
+from ds_fsmoe.planning.two_batch import sub_batch_layer, sub_batch_moe, two_batch_schedule
 from ds_fsmoe.planning.workload import Gradient, Layer, Work, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 from tests.planning.measured_layers import Machine, made_up
@@ -68,11 +68,11 @@ def orders_of(plan: ModelPlan, index: int = 0) -> tuple[Order, Order]:
 def test_a_plan_in_halves_is_taken_where_it_gains_more_than_the_margin() -> None:
     search = search_of(*busy())
     chosen, whole = search.fastest(), search.whole()
-    assert chosen.in_halves
-    assert not whole.in_halves
+    assert chosen.is_two_batch
+    assert not whole.is_two_batch
     assert search.planner.step_ms(chosen) < (1 - MIN_GAIN) * search.planner.step_ms(whole)
-    assert not asking(search, can_split=False).fastest().in_halves
-    assert asking(search, can_split=False).in_halves() is None
+    assert not asking(search, can_split=False).fastest().is_two_batch
+    assert asking(search, can_split=False).best_two_batch() is None
 
 
 def test_with_nothing_to_hide_no_plan_in_halves_is_chosen() -> None:
@@ -82,7 +82,7 @@ def test_with_nothing_to_hide_no_plan_in_halves_is_chosen() -> None:
         planner = Planner(random_costs(random.Random(seed)), Settings())
         request = PlanRequest([{"flat": layer}] * 4, planner.settings.space("best"), "off", can_split=True)
         search = Search(planner, request)
-        assert not search.fastest().in_halves
+        assert not search.fastest().is_two_batch
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -96,8 +96,8 @@ def test_no_plan_in_halves_is_chosen_that_is_predicted_to_be_slower(seed) -> Non
     found = search.candidates()
     chosen, whole = search.fastest(), search.whole()
     assert planner.step_ms(chosen) <= planner.step_ms(whole)
-    keys = [(each.in_halves, *(orders_of(each, index) for index in range(len(options)))) for each in found]
-    assert keys[0] == (chosen.in_halves, *(orders_of(chosen, index) for index in range(len(options))))
+    keys = [(each.is_two_batch, *(orders_of(each, index) for index in range(len(options)))) for each in found]
+    assert keys[0] == (chosen.is_two_batch, *(orders_of(chosen, index) for index in range(len(options))))
     assert (False, *(orders_of(whole, index) for index in range(len(options)))) in keys
     assert len(set(keys)) == len(keys)
     bound_ms = sum(busiest_ms(whole.layers, planner.costs))
@@ -106,54 +106,54 @@ def test_no_plan_in_halves_is_chosen_that_is_predicted_to_be_slower(seed) -> Non
 
 def test_candidates_have_the_best_in_halves_and_halves_in_one_and_two_chunks() -> None:
     search = search_of(*busy())
-    halves = [each for each in search.candidates() if each.in_halves]
-    best = search.in_halves()
+    halves = [each for each in search.candidates() if each.is_two_batch]
+    best = search.best_two_batch()
     assert best is not None
     assert orders_of(best) in map(orders_of, halves)
     assert {1, 2} <= {orders_of(each)[0].degree for each in halves}
-    assert not any(each.in_halves for each in asking(search, can_split=False).candidates())
+    assert not any(each.is_two_batch for each in asking(search, can_split=False).candidates())
     serial = search_of(*busy(), machine=Machine(is_serial=True))
-    assert not any(each.in_halves for each in serial.candidates())
+    assert not any(each.is_two_batch for each in serial.candidates())
 
 
 def test_refinements_of_a_plan_in_halves_stay_in_halves_and_those_of_others_do_not() -> None:
     search = search_of(*busy())
-    halves, whole = asking(search, degree=2).in_halves(), search.whole()
+    halves, whole = asking(search, degree=2).best_two_batch(), search.whole()
     assert halves is not None
     near = search.refinements(halves, halves, whole)
     assert orders_of(near[0]) == orders_of(halves)
-    assert all(each.in_halves for each in near)
+    assert all(each.is_two_batch for each in near)
     # Forwards and backwards of the other kind are not mixed with it.
     assert all(orders_of(each)[0] == orders_of(halves)[0] for each in near)
-    assert not any(each.in_halves for each in search.refinements(whole, halves, whole))
+    assert not any(each.is_two_batch for each in search.refinements(whole, halves, whole))
 
 
 def test_layers_that_recompute_are_run_in_halves_and_gain_in_what_runs_again_too() -> None:
     again = [{"flat": replace(each["flat"], recompute=True)} for each in busy()]
     plain, recomputing = search_of(*busy()), search_of(*again)
-    halves, whole = recomputing.in_halves(), recomputing.whole()
+    halves, whole = recomputing.best_two_batch(), recomputing.whole()
     assert halves is not None
-    assert any(each.in_halves for each in recomputing.candidates())
+    assert any(each.is_two_batch for each in recomputing.candidates())
     step_ms = recomputing.planner.step_ms
     assert step_ms(halves) < 0.9 * step_ms(whole)
     # What runs again takes turns: it adds less than its whole forward does to the whole micro-batch.
-    of_plain = plain.in_halves()
+    of_plain = plain.best_two_batch()
     assert of_plain is not None
     assert step_ms(halves) - step_ms(of_plain) < step_ms(whole) - step_ms(plain.whole())
-    mixed = search_of(*again[:3], *busy()[:3]).in_halves()
+    mixed = search_of(*again[:3], *busy()[:3]).best_two_batch()
     assert mixed is not None
     assert step_ms(of_plain) < step_ms(mixed) < step_ms(halves)
-    assert asking(plain, options=()).in_halves() is None
+    assert asking(plain, options=()).best_two_batch() is None
 
 
 def test_another_all_to_all_is_taken_for_the_whole_model_where_the_step_gains_enough() -> None:
     (slow, *_), (fast, *_) = busy(9.0), busy(4.0)
     options = [{"flat": slow["flat"], "2dh": fast["flat"]}] * 5
-    found = search_of(*options).in_halves()
+    found = search_of(*options).best_two_batch()
     assert found is not None
     assert set(found.alltoalls) == {"2dh"}
     assert len(found.alltoalls_ms) == 5
-    same = search_of(*[{"flat": slow["flat"], "2dh": slow["flat"]}] * 5).in_halves()
+    same = search_of(*[{"flat": slow["flat"], "2dh": slow["flat"]}] * 5).best_two_batch()
     assert same is not None
     assert set(same.alltoalls) == {"flat"}
 
@@ -161,21 +161,21 @@ def test_another_all_to_all_is_taken_for_the_whole_model_where_the_step_gains_en
 def test_degrees_that_are_asked_for_are_those_of_a_half_and_both_are_alike_where_experts_draw_numbers() -> None:
     planner = PLAIN.planner()
     asked = planner.settings.space("best").with_degrees(3, 1, "reduce_first")
-    found = search_of(*busy(), space=asked).in_halves()
+    found = search_of(*busy(), space=asked).best_two_batch()
     assert found is not None
     assert [each.degree for each in orders_of(found)] == [3, 1]
-    rng = search_of(*busy(uses_rng=True)).in_halves()
+    rng = search_of(*busy(uses_rng=True)).best_two_batch()
     assert rng is not None
     assert orders_of(rng)[0].degree == orders_of(rng)[1].degree
-    uncut = search_of(*busy(), uncut=True).in_halves()
+    uncut = search_of(*busy(), uncut=True).best_two_batch()
     assert uncut is not None
     assert {each.degree for each in orders_of(uncut)} == {1}
 
 
 def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> None:
     space = Settings().space("best")
-    moe = half_moe(replace(layer_of("no sharding").backward.moe, capacity=5))
-    ways = space.orders_of(moe, True, in_halves=True)
+    moe = sub_batch_moe(replace(layer_of("no sharding").backward.moe, capacity=5))
+    ways = space.orders_of(moe, True, is_two_batch=True)
     assert max(each.degree for each in ways) == 3
     assert ways[0] == Order(1, "paper")
     assert {each.links for each in ways} == {"shared", "paper"}
@@ -183,9 +183,13 @@ def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> 
 
 def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_tokens() -> None:
     layer = layer_of("the paper's")
-    moe = half_moe(layer.forward.moe)
+    moe = sub_batch_moe(layer.forward.moe)
     space = Settings().space("best")
-    assert {each.links for each in space.orders_of(moe, False, in_halves=True)} == {"shared", "paper", "reduce_first"}
+    assert {each.links for each in space.orders_of(moe, False, is_two_batch=True)} == {
+        "shared",
+        "paper",
+        "reduce_first",
+    }
     # Tokens are on their way between nodes most of the time, and gathers of the second half wait for them: on the link
     # that the first half's results need before they can set out.
     ms_of = {A2A_IN: 8.0, GATHER: 3.0, EXPERT: 1.0, REDUCE: 3.0, A2A_OUT: 8.0}
@@ -194,7 +198,7 @@ def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_t
     layers = [replace(layer, forward=replace(layer.forward, before=(), after=()))] * 4
     took_ms = {}
     for links in ("paper", "reduce_first"):
-        line = simulate(halves_schedule(layers, [BlockPlan(1, links)] * 4, "forward"), costs)
+        line = simulate(two_batch_schedule(layers, [BlockPlan(1, links)] * 4, "forward"), costs)
         took_ms[links] = line.makespan_ms
         assert line.busy_ms(Lane.INTER) == 4 * 2 * 2 * 8.0
     # The link between nodes waits no longer but for the first layer's results, and what comes behind the last ones.
@@ -203,9 +207,9 @@ def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_t
 
 def test_what_is_printed_of_a_plan_in_halves_is_of_one_half() -> None:
     search = search_of(*busy())
-    found = search.in_halves()
+    found = search.best_two_batch()
     assert found is not None
-    pair = search.planner.choose(half_layer(found.layers[0]), SearchSpace.fixed(*orders_of(found)))
+    pair = search.planner.choose(sub_batch_layer(found.layers[0]), SearchSpace.fixed(*orders_of(found)))
     assert [each.time_ms for each in found.choices(0)] == [each.time_ms for each in pair]
     times = predict_step(search.planner, found, search.request.options, 30.0 * 6, 0.0)
     assert times.bound_ms <= times.chosen_ms <= times.isolated_ms + 1e-9
@@ -244,12 +248,12 @@ def test_gradients_are_also_tried_in_the_next_layer_and_all_of_them_are_sent() -
     options = [{"flat": layer}] * 5
     for mode in ("adaptive", "dense_only", "off"):
         request = PlanRequest(options, planner.settings.space("best"), mode, can_split=True)
-        found = Search(planner, request).in_halves()
+        found = Search(planner, request).best_two_batch()
         assert found is not None
         blocks = found.backward
         sent = [each for block in blocks for each in (*block.moe_slices, *block.dense_slices)]
         assert sum(each.size_bytes for each in (*sent, *found.tail)) == pytest.approx(5 * 5000)
         assert bool(sent) == (mode != "off")
         bare = found.without_gradients()
-        assert bare.in_halves
+        assert bare.is_two_batch
         assert not bare.tail

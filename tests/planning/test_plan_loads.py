@@ -12,7 +12,7 @@ import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.placement_costs import Seen, pressure_of
+from ds_fsmoe.planning.placement_costs import ObservedRouting, pressure_of
 from ds_fsmoe.routes.recorded import in_memory, write_packed
 from ds_fsmoe.routes.written import Choices, RankFacts, RoutedLayer
 from tests.planning.placements import fullest, load
@@ -133,7 +133,7 @@ def test_a_recording_counts_by_its_groups_of_ranks(capsys, tmp_path) -> None:
     assert "spread evenly" not in capsys.readouterr().out
     found = json.loads(out.read_text())["placement"]["layers"][0]
     mean_RE = counts_NRE.mean(axis=0)
-    seen = Seen((mean_RE[[0, 2]] + mean_RE[[1, 3]]) / 2, (0, 0))
+    seen = ObservedRouting((mean_RE[[0, 2]] + mean_RE[[1, 3]]) / 2, (0, 0))
     assert found["layer"] == "moe"
     assert found["fullest_now"] == pytest.approx(pressure_of(ExpertPlacement.at_start(6, 2), seen).compute)
 

@@ -14,7 +14,7 @@ from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide import block_times
 from ds_fsmoe.planning.decide.candidates import Search
-from ds_fsmoe.planning.decide.ways import SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.workload import Gradient, Layer
 from tests.planning.measured_layers import GROUPS, SIZES, made_up

@@ -232,12 +232,12 @@ def test_experts_of_which_nothing_is_expected_are_spread() -> None:
 
 def test_without_any_popularity_experts_stay_where_they_are() -> None:
     assert ranks_of_experts(np.zeros(5), 2) == ((0, 1, 2), (3, 4))
-    assert ranks_of_experts(np.zeros(3), 2, held=[(2,), (1, 0)]) == ((2,), (0, 1))
+    assert ranks_of_experts(np.zeros(3), 2, now=[(2,), (1, 0)]) == ((2,), (0, 1))
 
 
 def test_ranks_keep_what_they_have_where_loads_are_the_same() -> None:
     assert ranks_of_experts(np.ones(6), 3) == ((0, 1), (2, 3), (4, 5))
-    found = ranks_of_experts(np.ones(6), 3, held=[(4, 5), (0, 1), (2, 3)])
+    found = ranks_of_experts(np.ones(6), 3, now=[(4, 5), (0, 1), (2, 3)])
     assert found == ((4, 5), (0, 1), (2, 3))
 
 

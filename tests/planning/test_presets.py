@@ -10,8 +10,8 @@ import pytest
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
-from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,

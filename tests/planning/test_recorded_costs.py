@@ -23,12 +23,12 @@ from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import moe_work, sized
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
-from ds_fsmoe.planning.groups import Crossings, PlacedGroups, Placement
+from ds_fsmoe.planning.groups import Fanout, PlacedGroups, Placement
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.job.recorded_costs import (
+    RecordedAllToAll,
     RecordedJob,
     RecordedKind,
-    RecordedWay,
     job_as_data,
     job_from_data,
 )
@@ -43,7 +43,7 @@ COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 
 def job_of(**more: Any) -> RecordedJob:
     """A job of three equal layers whose costs were measured."""
-    kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedWay("flat", made_up(seed=3))}, num_choices=2)
+    kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedAllToAll("flat", made_up(seed=3))}, num_choices=2)
     return replace(RecordedJob((kind,), LABELS, "best", "adaptive", "reduce_first", (3.0, 5.0)), **more)
 
 
@@ -52,8 +52,11 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
     placed += tuple((name, Placement(1, 1, ())) for name in ("mp", "edp"))
     placed += (("dp", Placement(4, 3, (Lane.INTER, Lane.INTRA), 2)),)
     uneven = PlacedGroups(4, 2, ep=2, esp=2, placed=placed)
-    shape = replace(SIZES, num_tokens=11, crossings=Crossings(0.75, 1.5), wires=(0.3, 1.0))
-    ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, is_written=False))}
+    shape = replace(SIZES, num_tokens=11, crossings=Fanout(0.75, 1.5), wires=(0.3, 1.0))
+    ways = {
+        "flat": RecordedAllToAll("flat", made_up()),
+        "2dh": RecordedAllToAll("2dh", made_up(seed=1, is_written=False)),
+    }
     kinds = RecordedKind(("L00", "L02"), uneven, shape, ways, True), RecordedKind(("L01",), GROUPS, SIZES, ways)
     job = RecordedJob(
         kinds,
@@ -77,7 +80,7 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
 
 
 def test_a_job_without_measurements_is_read_back_too() -> None:
-    kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedWay("flat")})
+    kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedAllToAll("flat")})
     job = RecordedJob((kind,), LABELS, "tutel", "off", "shared")
     again = job_from_data(json.loads(json.dumps(job_as_data(job))))
     assert again == job
@@ -191,7 +194,7 @@ def test_one_size_takes_start_up_from_a_cluster_or_leaves_it_out() -> None:
         cost = fitted["L00"].forward[A2A_IN]
         assert cost.alpha_ms == pytest.approx(alpha_ms)
         half_bytes = moe_work(GROUPS, False, SIZES).ahead[0].size / 2
-        assert cost.ms(half_bytes) == pytest.approx(spans.pieces_ms["L00", False, "flat", 2, A2A_IN, 1])
+        assert cost.ms(half_bytes) == pytest.approx(spans.slices_ms["L00", False, "flat", 2, A2A_IN, 1])
     assert fitted["L00"] is fitted["L02"]
 
 
@@ -199,7 +202,7 @@ def test_only_settled_steps_are_told_as_a_whole_but_all_tell_what_tasks_take() -
     job = job_of()
     tried, kept = traced(job, (1, 4), steps=(3, 4)), traced(job, (3, 2))
     found = read_tasks([*tried, *kept], settled=7)
-    assert {piece.degree for piece in found.pieces_ms} == {1, 2, 3, 4}
+    assert {piece.degree for piece in found.slices_ms} == {1, 2, 3, 4}
     last: dict[tuple[bool, str], list[MeasuredTask]] = {}
     for each in kept:
         if each.step == 8:
@@ -232,7 +235,7 @@ def test_weight_gradients_that_0_2_0_put_off_are_read_as_part_of_the_backward() 
     whole = traced(job_of(), (3, 4))
     split = [part for task in whole for part in in_two(task)]
     assert len(split) > len(whole)
-    assert read_tasks(split).pieces_ms == pytest.approx(read_tasks(whole).pieces_ms)
+    assert read_tasks(split).slices_ms == pytest.approx(read_tasks(whole).slices_ms)
 
 
 def test_the_two_parts_of_a_backward_that_0_2_0_measured_change_no_cost() -> None:
@@ -252,7 +255,7 @@ def test_slowdown_is_taken_out_of_the_spans() -> None:
     contention = Contention(links=0.5, compute=0.25, traffic=0.125)
     slowed = read_tasks(traced(job, (4, 4), contention=contention), contention)
     alone = read_tasks(traced(job, (4, 4)))
-    assert slowed.pieces_ms == pytest.approx(alone.pieces_ms)
+    assert slowed.slices_ms == pytest.approx(alone.slices_ms)
     assert sum(slowed.runs_ms[7]) > sum(alone.runs_ms[7])
 
 
@@ -300,7 +303,7 @@ def test_runs_of_a_phase_belong_to_the_micro_batches_of_a_step_by_their_numbers(
 def test_a_fitted_job_plans_by_its_lines_and_slowdown() -> None:
     job, contention = job_of(), Contention(links=0.5, compute=0.25, traffic=0.125)
     costs, _ = fit_costs(job, read_tasks(traced(job, (2, 3))))
-    bare = replace(job, kinds=(replace(job.kinds[0], ways={"flat": RecordedWay("flat")}),), _costs={})
+    bare = replace(job, kinds=(replace(job.kinds[0], alltoalls={"flat": RecordedAllToAll("flat")}),), _costs={})
     fitted = bare.with_fitted(costs, contention)
     assert fitted.contention == contention
     assert fitted.settings.contention == contention

@@ -21,15 +21,15 @@ from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Settings
-from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
+from ds_fsmoe.planning.decide.plan_requests import Kind, PlanRequest, requests_to_plan
+from ds_fsmoe.planning.decide.plan_two_batch import plan_two_batch
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.decide.rules import RULES, Proposal, Rule, RuleError, may_be_chosen
-from ds_fsmoe.planning.decide.ways import Kind, PlanRequest, ways_to_run
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import half_layer
-from ds_fsmoe.planning.job.recorded_costs import RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedKind
 from ds_fsmoe.planning.job.what_if import WhatIf
 from ds_fsmoe.planning.schedule import A2A_IN_NODE, Lane
+from ds_fsmoe.planning.two_batch import sub_batch_layer
 from ds_fsmoe.planning.workload import Shape
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, layer_of, made_up
 from tests.planning.test_recorded_costs import LABELS, job_of
@@ -63,8 +63,8 @@ def found_by(of: Search) -> list[ModelPlan]:
 
 def listed_by(of: Search) -> list[ModelPlan]:
     """The plan of every way in the list, for whatever it is listed."""
-    ways = ways_to_run(of.request, *get_args(Kind), near=(of.whole(), of.stock(), of.whole()))
-    plans = [plan_in_halves(of.planner, each) if each.in_halves else of.planner.plan(each) for each in ways]
+    ways = requests_to_plan(of.request, *get_args(Kind), near=(of.whole(), of.stock(), of.whole()))
+    plans = [plan_two_batch(of.planner, each) if each.is_two_batch else of.planner.plan(each) for each in ways]
     return [each for each in plans if each is not None]
 
 
@@ -77,23 +77,23 @@ def planned(schedule: str, cluster: str, size: int = 256) -> Report:
 
 def read_elsewhere(schedule: str, seed: int) -> list[ModelPlan]:
     """What those choose who read the list without a search of training: what-if, ``ds_fsmoe plan`` and its halves."""
-    ways = {"flat": RecordedWay("flat", made_up(seed)), "other": RecordedWay("flat", made_up(seed + 7))}
+    ways = {"flat": RecordedAllToAll("flat", made_up(seed)), "other": RecordedAllToAll("flat", made_up(seed + 7))}
     what_if = WhatIf(job_of(kinds=(RecordedKind(LABELS, GROUPS, SIZES, ways),), max_degree=6))
     try:
         found = planned(schedule, "testbed_b")
     except RuleError:  # no chunks are left to a system that was named
         return [what_if.by_schedule(schedule).plan]
-    halves = found.in_halves()
+    halves = found.best_two_batch()
     return [what_if.by_schedule(schedule).plan, *found.plans.values(), *([] if halves is None else [halves])]
 
 
 def ways_of(plan: ModelPlan) -> Iterator[Proposal]:
     """How a plan runs each layer in each phase."""
     for index, layer in enumerate(plan.layers):
-        works = half_layer(layer) if plan.in_halves else layer
+        works = sub_batch_layer(layer) if plan.is_two_batch else layer
         for backward, choice in enumerate(plan.choices(index)):
             work = works.backward if backward else works.forward
-            yield Proposal(choice.order, work.moe, bool(backward), plan.in_halves)
+            yield Proposal(choice.order, work.moe, bool(backward), plan.is_two_batch)
 
 
 @st.composite
@@ -104,7 +104,7 @@ def rules(draw: st.DrawFn) -> Rule:
     halves = draw(st.sampled_from([{False}, {True}, {False, True}]))
 
     def rule(proposal: Proposal) -> bool:
-        if proposal.backward not in phases or proposal.in_halves not in halves:
+        if proposal.backward not in phases or proposal.is_two_batch not in halves:
             return True
         return proposal.order.degree <= most and (proposal.order.degree == 1 or proposal.order.links not in links)
 
@@ -118,7 +118,7 @@ def test_no_plan_that_breaks_a_rule_is_predicted_tried_or_chosen(rule: Rule, sch
         of = search(schedule, seed)
         for plan in (*found_by(of), *listed_by(of), *read_elsewhere(schedule, seed)):
             for proposal in ways_of(plan):
-                assert may_be_chosen(proposal), (schedule, proposal.order, proposal.backward, proposal.in_halves)
+                assert may_be_chosen(proposal), (schedule, proposal.order, proposal.backward, proposal.is_two_batch)
 
 
 def test_nothing_that_breaks_a_rule_is_even_priced() -> None:
@@ -137,10 +137,10 @@ def test_nothing_that_breaks_a_rule_is_even_priced() -> None:
 
 
 def test_a_rule_may_forbid_halves_or_look_at_how_tokens_are_exchanged() -> None:
-    with also(lambda proposal: not proposal.in_halves):
-        assert search("best").in_halves() is None
-        assert not any(plan.in_halves for plan in found_by(search("best")))
-    assert any(plan.in_halves for plan in found_by(search("best")))
+    with also(lambda proposal: not proposal.is_two_batch):
+        assert search("best").best_two_batch() is None
+        assert not any(plan.is_two_batch for plan in found_by(search("best")))
+    assert any(plan.is_two_batch for plan in found_by(search("best")))
     with also(
         lambda proposal: proposal.order.degree == 1 or A2A_IN_NODE in {each.kind for each in proposal.moe.stages}
     ):
@@ -174,7 +174,7 @@ def test_a_schedule_by_name_that_a_rule_leaves_no_chunks_is_refused_with_the_rul
         # Chunks that are given run as written, and there are other orders for others.
         of = search(schedule)
         replace(of.request, space=of.request.space.with_degrees(2, None, "shared")).check_named()
-        replace(of.request, uncut=[True, True]).check_named()
+        replace(of.request, unchunked=[True, True]).check_named()
         for other in ("best", "fsmoe", "deepspeed"):
             search(other).request.check_named()
             planned(other, "testbed_b")
@@ -210,10 +210,10 @@ def test_a_rule_may_ask_how_fast_links_are(cluster: str, most: int) -> None:
 
 
 def test_the_rules_that_there_are() -> None:
-    assert [rule.__name__ for rule in RULES] == ["has_slots", "has_few_chunks_in_halves"]
+    assert [rule.__name__ for rule in RULES] == ["has_slots", "has_few_chunks_in_two_batch"]
     moe = layer_of(made_up()).forward.moe
     assert moe.capacity is not None
     assert may_be_chosen(Proposal(Order(moe.capacity), moe, False))
     assert not may_be_chosen(Proposal(Order(moe.capacity + 1), moe, False))
-    assert may_be_chosen(Proposal(Order(listed.MOST_IN_HALVES), moe, False, in_halves=True))
-    assert not may_be_chosen(Proposal(Order(listed.MOST_IN_HALVES + 1), moe, False, in_halves=True))
+    assert may_be_chosen(Proposal(Order(listed.MOST_IN_TWO_BATCH), moe, False, is_two_batch=True))
+    assert not may_be_chosen(Proposal(Order(listed.MOST_IN_TWO_BATCH + 1), moe, False, is_two_batch=True))

@@ -12,7 +12,7 @@ from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.call_shape import layer_of_call, moe_work
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.decide.candidates import Search
-from ds_fsmoe.planning.decide.ways import MIN_GAIN, PlanRequest, SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork
@@ -41,7 +41,7 @@ def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, se
         assert len(orders) == MAX_DEGREE
         assert choice.order == orders[best]
         assert choice.time_ms == pytest.approx(times_ms[best])
-        assert choice.uncut_ms == pytest.approx(times_ms[0])
+        assert choice.unchunked_ms == pytest.approx(times_ms[0])
         rest_ms = [(time_ms, order.degree) for time_ms, order in zip(times_ms, orders, strict=True)]
         runner_up = min(pair for pair in rest_ms if pair[1] != choice.order.degree)
         assert (choice.runner_up_ms, choice.runner_up) == (pytest.approx(runner_up[0]), runner_up[1])
@@ -80,7 +80,7 @@ def test_best_cuts_for_a_gain_of_more_than_three_hundredths_and_not_for_one_with
         # What may be gained at all, and what is chosen.
         any_gain, _ = choose_degrees(profile, Machine(), replace(best, min_gain=0.0))
         forward, _ = choose_degrees(profile, Machine(), best)
-        gains.append(1 - any_gain.time_ms / any_gain.uncut_ms)
+        gains.append(1 - any_gain.time_ms / any_gain.unchunked_ms)
         assert any_gain.order.degree > 1
         assert (forward.order.degree > 1) == (gains[-1] > 0.03)
         assert forward.order.degree > 1 or forward.order.links == "reduce_first"
@@ -204,7 +204,7 @@ def test_lanes_that_slow_each_other_down_to_a_standstill_are_not_worth_a_cut() -
         stuck = Machine(contention=Contention(links=1.0, compute=1.0, traffic=1.0))
         for choice, freely in zip(choose_degrees(profile, stuck, space), free, strict=True):
             assert choice.order.degree == 1
-            assert choice.time_ms == pytest.approx(freely.uncut_ms)
+            assert choice.time_ms == pytest.approx(freely.unchunked_ms)
 
 
 def test_contention_is_priced_and_the_isolated_time_is_told_beside_it() -> None:
@@ -219,7 +219,7 @@ def test_contention_is_priced_and_the_isolated_time_is_told_beside_it() -> None:
         ):
             assert freely.isolated_ms == pytest.approx(freely.time_ms)
             assert freely.time_ms <= choice.isolated_ms + 1e-9
-            assert choice.isolated_ms < choice.time_ms <= choice.uncut_ms + 1e-9
+            assert choice.isolated_ms < choice.time_ms <= choice.unchunked_ms + 1e-9
 
 
 def test_links_that_are_one_wire_are_one_lane_for_best() -> None:
@@ -232,7 +232,7 @@ def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
     profile = made_up(0)
     space = SearchSpace.of("best", MAX_DEGREE)
     forward, _ = choose_degrees(profile, Machine(), space)
-    gain = 1 - forward.time_ms / forward.uncut_ms
+    gain = 1 - forward.time_ms / forward.unchunked_ms
     assert forward.order.degree > 1
     # Off by more than the gain, up and down in turn, so that the lines stay about where they are.
     off = min(0.9, 2.5 * gain)
@@ -244,7 +244,7 @@ def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
     doubtful = replace(profile, operations={name: swinging(each) for name, each in profile.operations.items()})
     assert doubtful.relative_residual > MIN_GAIN
     for choice in choose_degrees(doubtful, Machine(), space):
-        assert choice.time_ms < (1 - doubtful.relative_residual) * choice.uncut_ms or choice.order.degree == 1
+        assert choice.time_ms < (1 - doubtful.relative_residual) * choice.unchunked_ms or choice.order.degree == 1
 
 
 def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_thread_issues_for_all_lanes() -> None:
@@ -285,7 +285,7 @@ def test_a_degree_above_the_capacity_that_is_asked_for_is_kept(schedule: str, as
 
 
 def test_an_uncut_layer_is_planned_as_it_is_run() -> None:
-    space = SearchSpace.of("best", MAX_DEGREE).uncut("reduce_first")
+    space = SearchSpace.of("best", MAX_DEGREE).unchunked("reduce_first")
     for seed in range(6):
         for choice in choose_degrees(made_up(seed), Machine(), space):
             assert choice.order.degree == 1

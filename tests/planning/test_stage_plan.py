@@ -27,10 +27,10 @@ from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.block_times import Order, PhaseTimes
 from ds_fsmoe.planning.decide.gradients import window_prices
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.decide.search import choose
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
-from ds_fsmoe.planning.decide.ways import SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, kind_costs, layer_work

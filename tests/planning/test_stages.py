@@ -13,9 +13,9 @@ from ds_fsmoe.planning.block import ORDERS, BlockPlan, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import entering, half_moe, halves_schedule
 from ds_fsmoe.planning.schedule import A2A_IN, EXPERT, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.planning.two_batch import entering, sub_batch_moe, two_batch_schedule
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work, layer_work, stage_kinds
 from tests.planning.layers import LAYOUTS, SHAPE
 
@@ -96,7 +96,7 @@ def test_each_kind_of_layer_has_its_list_of_stages_in_both_phases_and_in_halves(
     (groups, alltoall), wanted = LISTS[name]
     layer = layer_work(SHAPE, groups, alltoall)
     for block in (layer.forward, layer.backward):
-        assert words(block.moe) == words(half_moe(block.moe)) == wanted
+        assert words(block.moe) == words(sub_batch_moe(block.moe)) == wanted
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -104,7 +104,7 @@ def test_rows_on_narrow_wires_are_converted_around_the_links_that_send_them(name
     (groups, alltoall), wanted = NARROW[name]
     layer = layer_work(SHAPE, groups, alltoall, narrow=(True, True))
     for block in (layer.forward, layer.backward):
-        assert words(block.moe) == words(half_moe(block.moe)) == wanted
+        assert words(block.moe) == words(sub_batch_moe(block.moe)) == wanted
         # They cost what whole rows do, whatever their bytes on the link.
         sizes = {each.kind.split("_")[-1]: each.size for each in block.moe.exchange + block.moe.collectives}
         converted = [each for each in block.moe.stages if "QUANTISE" in each.kind]
@@ -214,7 +214,7 @@ def test_any_list_is_priced_as_it_is_simulated(moe: MoEWork, degree: int, links:
 @given(parts(), st.integers(1, 3), st.sampled_from(ORDERS))
 def test_any_list_runs_in_halves(moe: MoEWork, degree: int, links: str) -> None:
     work = BlockWork((), moe, ())
-    tasks = halves_schedule([Layer(work, work, ())], [BlockPlan(degree, links)], "forward")
+    tasks = two_batch_schedule([Layer(work, work, ())], [BlockPlan(degree, links)], "forward")
     for chunk in range(2 * degree):
         assert ways_of(tasks, chunk) == [each.kind for each in moe.stages]
 

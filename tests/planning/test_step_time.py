@@ -13,8 +13,8 @@ from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
-from ds_fsmoe.planning.decide.ways import PlanRequest, SearchSpace
 from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,

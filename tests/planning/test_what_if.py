@@ -13,7 +13,7 @@ from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
-from ds_fsmoe.planning.job.recorded_costs import RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedKind
 from ds_fsmoe.planning.job.what_if import Ran, WhatIf, ran_of
 from tests.planning.measured_layers import SIZES, made_up
 from tests.planning.test_recorded_costs import COLLECTIVES, GROUPS, LABELS, job_of
@@ -59,7 +59,9 @@ def test_given_degrees_are_kept() -> None:
 
 
 def test_what_ran_is_read_from_the_plans() -> None:
-    ways = {name: RecordedWay("once_per_node" if name == "mine" else "flat", made_up()) for name in ("flat", "mine")}
+    ways = {
+        name: RecordedAllToAll("once_per_node" if name == "mine" else "flat", made_up()) for name in ("flat", "mine")
+    }
     kinds = (RecordedKind(LABELS, GROUPS, SIZES, ways),)
     job = job_of(kinds=kinds)
     rows = [
@@ -88,7 +90,7 @@ def test_every_micro_batch_counts_and_gradients_travel_with_the_last() -> None:
     grads = replace(
         costs, operations=dict(costs.operations) | {"all-reduce of gradients": costs.operations["all-to-all"]}
     )
-    kind = replace(job.kinds[0], ways={"flat": RecordedWay("flat", grads)})
+    kind = replace(job.kinds[0], alltoalls={"flat": RecordedAllToAll("flat", grads)})
     job = replace(job, kinds=(kind,), mode="off", schedule="deepspeed", links="shared", _costs={})
     one, three = (WhatIf(replace(job, micro_batches=count, _costs={})).by_schedule("deepspeed") for count in (1, 3))
     bare = WhatIf(replace(job, gradients_bytes={}, _costs={})).by_schedule("deepspeed")
@@ -115,7 +117,7 @@ def test_gradients_take_what_is_left_of_the_backward() -> None:
     costs = made_up(seed=3)
     operations = dict(costs.operations) | {"all-reduce of gradients": costs.operations["all-to-all"]}
     job = job_of(gradients_bytes={"GRAD": 300_000})
-    kind = replace(job.kinds[0], ways={"flat": RecordedWay("flat", replace(costs, operations=operations))})
+    kind = replace(job.kinds[0], alltoalls={"flat": RecordedAllToAll("flat", replace(costs, operations=operations))})
     what_if = WhatIf(replace(job, kinds=(kind,), _costs={}))
     wanted_ms = what_if.as_ran(RAN).backward_ms + 1.75
     found = what_if.with_gradients_of(wanted_ms, RAN)

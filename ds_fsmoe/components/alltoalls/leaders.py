@@ -19,6 +19,6 @@ class LeadersAllToAll(HierarchicalAllToAll):
 
     links: ClassVar[tuple[Link, ...]] = ("intra", "inter", "intra")
 
-    def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        """See :meth:`HierarchicalAllToAll.relays`."""
+    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+        """See :meth:`HierarchicalAllToAll.forwarding_ranks`."""
         return nodes.neighbours(source)[0], nodes.neighbours(destination)[0]

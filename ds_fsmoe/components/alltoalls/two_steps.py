@@ -19,7 +19,7 @@ class TwoStepAllToAll(HierarchicalAllToAll):
 
     links: ClassVar[tuple[Link, ...]] = ("intra", "inter")
 
-    def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        """See :meth:`HierarchicalAllToAll.relays`."""
+    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+        """See :meth:`HierarchicalAllToAll.forwarding_ranks`."""
         neighbours = nodes.neighbours(source)
         return (neighbours[nodes.local_rank(destination) % len(neighbours)],)

@@ -82,7 +82,7 @@ class ExpertSet:
         rows: CallRows | None = None,
         x_RM: torch.Tensor | None = None,
         *,
-        same_cuts: bool = True,
+        same_chunks: bool = True,
         recompute: bool = False,
     ) -> ExpertCall:
         """One forward call of the layer, under the autocast that holds now.
@@ -112,7 +112,7 @@ class ExpertSet:
             expert = planned[index]
             if expert is not None:
                 return ExpertRun(index, index + 1, WrittenCall(expert, sums, **options), is_single=True)
-            return ExpertRun(index, index + 1, self._through_autograd(index, sums, rows, same_cuts, **options), True)
+            return ExpertRun(index, index + 1, self._through_autograd(index, sums, rows, same_chunks, **options), True)
 
         def settled(x_NeCM: torch.Tensor) -> list[ExpertRun]:
             """Compute experts alone after all where together does not pay or would copy weights."""
@@ -164,7 +164,7 @@ class ExpertSet:
         index: int,
         sums: GradientSums,
         rows: CallRows | None,
-        same_cuts: bool,
+        same_chunks: bool,
         *,
         needs_backward: bool,
         recompute: bool,
@@ -175,7 +175,7 @@ class ExpertSet:
         expert = OneExpert(
             self.experts[index], keep_expert_dim=self.keep_expert_dim, contiguous=contiguous, where=where
         )
-        keeps_graph = needs_backward and same_cuts and not recompute and not somebody_keeps_for_autograd()
+        keeps_graph = needs_backward and same_chunks and not recompute and not somebody_keeps_for_autograd()
         keeps = {"needs_backward": needs_backward, "keeps_graph": keeps_graph, "keeps_results": rows is not None}
         return AutogradCall(expert, sums, **keeps)
 

@@ -49,7 +49,7 @@ class Gate:
         self._module, self._has_gate, self._ops = module, has_gate, ops
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         """The settings of the module and of its activation when the form was looked up."""
-        self._seen: tuple[Any, ...] | None = None
+        self._observed: tuple[Any, ...] | None = None
         """All that the function might read, as it was then."""
         self._form: tuple[Any, ...] | None = None
 
@@ -85,11 +85,11 @@ class Gate:
         function = own.get("_apply_gate") or type(self._module)._apply_gate
         act = self._module._modules.get("act_fn") or own.get("act_fn")
         of_act = getattr(act, "__dict__", _NOTHING)
-        if self._seen != self._as_now(function, act, own, of_act, up_RF.dtype):
+        if self._observed != self._as_now(function, act, own, of_act, up_RF.dtype):
             self._names = _settings(own), _settings(of_act)
             # Noted last: where looking it up fails, the next call looks again.
-            self._form = self._look_up(function, act, own, of_act, up_RF)
-            self._seen = self._as_now(function, act, own, of_act, up_RF.dtype)
+            self._form = self._resolve(function, act, own, of_act, up_RF)
+            self._observed = self._as_now(function, act, own, of_act, up_RF.dtype)
         if self._form is None or any(_GLOBAL_HOOKS) or any(map(of_act.get, _HOOKS)):
             return None
         return self._form
@@ -98,7 +98,7 @@ class Gate:
         names, act_names = self._names
         return function, act, dtype, len(own), len(of_act), *map(own.get, names), *map(of_act.get, act_names)
 
-    def _look_up(
+    def _resolve(
         self, function: Any, act: Any, own: dict[str, Any], of_act: dict[str, Any], up_RF: torch.Tensor
     ) -> tuple[Any, ...] | None:
         if not (_is_known(function, "transformers") and _is_simple(act) and _has_one_child(self._module)):

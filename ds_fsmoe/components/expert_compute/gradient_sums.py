@@ -13,7 +13,7 @@ from torch import nn
 # ---- Tensors that lie at equal distances in one memory are one tensor with a dimension more, without a copy
 #
 # So do the same weights of several experts in the flat buffers of DeepSpeed's ZeRO stages 1 and 2, and after
-# :func:`lay_side_by_side` elsewhere.
+# :func:`make_contiguous` elsewhere.
 
 
 # As torch itself places memory: products of float32 have other last bits where their rows begin elsewhere.
@@ -50,7 +50,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((count, *shape), (distance // size, *strides))
 
 
-def lay_side_by_side(experts: Sequence[nn.Module]) -> bool:
+def make_contiguous(experts: Sequence[nn.Module]) -> bool:
     """Move the parameters of experts of one structure so that equal ones lie side by side, for :func:`stacked`.
 
     The Parameter objects, their values and names stay; their memory is new. One kind of parameter is moved at a time,

@@ -56,7 +56,7 @@ class PlannedExpert:
     """This says whether any parameter of the expert wants a gradient."""
     structure: Hashable
     """What must be equal for experts to be computed together; ``None`` for one that is computed alone."""
-    may_pay: bool
+    may_group: bool
     """What :func:`~ds_fsmoe.components.expert_compute.side_by_side.pays` asks of its weights."""
 
     @classmethod
@@ -106,8 +106,8 @@ class ExpertPlan:
         self._attributes = [vars(module) for module in watched]
         self._inner = [attributes[name] for attributes in self._dictionaries for name in _DICTS]
         self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
-        self._seen = self._look()
-        self._is_for_once = any(map(_may_change_unseen, experts))
+        self._observed = self._snapshot()
+        self._is_for_once = any(map(_may_change_unnoticed, experts))
         self.wanted = frozenset(id(each) for each in self._parameters if each.requires_grad)
         """The ids of the parameters that require a gradient."""
         forms = [manual_form(each) if runs_unobserved(each) else None for each in experts]
@@ -120,12 +120,12 @@ class ExpertPlan:
         """Return whether the plan is still valid: nothing has changed since it was made."""
         if self._is_for_once:
             return False
-        (objects, values), (objects_before, values_before) = self._look(), self._seen
+        (objects, values), (objects_before, values_before) = self._snapshot(), self._observed
         if values != values_before or len(objects) != len(objects_before):
             return False
         return all(map(operator.is_, objects, objects_before))
 
-    def _look(self) -> tuple[list[Any], list[Any]]:
+    def _snapshot(self) -> tuple[list[Any], list[Any]]:
         """Return the objects that must stay the same, and the values that must stay equal."""
         objects = list(map(type, self._modules))
         objects += [attributes[name] for attributes in self._dictionaries for name in _DICTS]
@@ -143,7 +143,7 @@ def _may_be_written(expert: nn.Module) -> bool:
     return type(expert) is nn.Sequential or (isinstance(expert, ExpertBase) and _definer(expert) is not ExpertBase)
 
 
-def _may_change_unseen(expert: nn.Module) -> bool:
+def _may_change_unnoticed(expert: nn.Module) -> bool:
     """Whether its form is made by somebody else, out of we know not what."""
     return (
         _may_be_written(expert) and isinstance(expert, ExpertBase) and not _definer(expert).__module__.startswith(_OURS)

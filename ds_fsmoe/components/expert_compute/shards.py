@@ -12,7 +12,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, manual_form
 
-Cut = Literal[0, 1, "first", "whole"]
+ShardDim = Literal[0, 1, "first", "whole"]
 """Of a parameter: along a dimension; whole in the first shard and zero in the others; whole in all."""
 
 
@@ -67,13 +67,13 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
     ours = slice(index * width, (index + 1) * width)
 
     new_of_old: dict[nn.Parameter, nn.Parameter] = {}
-    for old, cut in _cuts(expert, form).items():
+    for old, cut in _shard_dims(expert, form).items():
         values = old.detach()
         if cut == "first":
             values = torch.zeros_like(values) if index else values
         elif cut != "whole":
             values = values[ours] if cut == 0 else values[:, ours]
-        new_of_old[old] = _cut_from(old, values)
+        new_of_old[old] = _shard_from(old, values)
 
     # The copy finds the new parameters in place of the old ones, which are never copied whole.
     shard = copy.deepcopy(expert, {id(old): new for old, new in new_of_old.items()})
@@ -87,18 +87,18 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
     return shard, {new: old for old, new in new_of_old.items()}
 
 
-def cuts_of(expert: nn.Module) -> dict[str, Cut]:
+def shard_dims_of(expert: nn.Module) -> dict[str, ShardDim]:
     """How each parameter of an expert, or of a shard of one, is cut; nothing for one that cannot be."""
     form = manual_form(expert)
     if form is None:
         return {}
-    cuts = _cuts(expert, form)
+    cuts = _shard_dims(expert, form)
     return {name: cuts[parameter] for name, parameter in expert.named_parameters()}
 
 
-def _cuts(expert: nn.Module, form: ManualExpert) -> dict[nn.Parameter, Cut]:
+def _shard_dims(expert: nn.Module, form: ManualExpert) -> dict[nn.Parameter, ShardDim]:
     # What is of no use to the known structure is whole in every shard.
-    cuts: dict[nn.Parameter, Cut] = dict.fromkeys(expert.parameters(), "whole")
+    cuts: dict[nn.Parameter, ShardDim] = dict.fromkeys(expert.parameters(), "whole")
     for up in form.up:
         cuts |= dict.fromkeys(up.parameters(), 0)
     cuts[form.down.weight] = 1
@@ -107,7 +107,7 @@ def _cuts(expert: nn.Module, form: ManualExpert) -> dict[nn.Parameter, Cut]:
     return cuts
 
 
-def _cut_from(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+def _shard_from(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=old.requires_grad)
     vars(new).update(vars(old))
     return new

@@ -45,7 +45,7 @@ def pays(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
     From sizes alone, which come from the plan and the model and so are the same on every rank.
     """
     num_ranks, _, slots, width = x_NkcM.shape
-    return num_ranks * slots <= width and planned.may_pay
+    return num_ranks * slots <= width and planned.may_group
 
 
 def most_together(planned: PlannedExpert, together: GroupedExperts) -> int:

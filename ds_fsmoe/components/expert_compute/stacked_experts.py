@@ -96,7 +96,7 @@ class StackedExperts:
         rows: CallRows | None = None,
         x_RM: torch.Tensor | None = None,
         *,
-        same_cuts: bool = True,
+        same_chunks: bool = True,
         recompute: bool = False,
     ) -> ExpertCall:
         """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`. Slots, which such a layer never sends,
@@ -113,7 +113,7 @@ class StackedExperts:
                 engine = WrittenCall(experts, sums, order, needs_backward=needs_backward, recompute=recompute)
             else:
                 own = OwnExperts(self.module, self.own_forward, self._adapters, self.contract.is_transposed)
-                keeps = {"keeps_graph": needs_backward and same_cuts and not recompute, "keeps_results": True}
+                keeps = {"keeps_graph": needs_backward and same_chunks and not recompute, "keeps_results": True}
                 engine = AutogradCall(own, sums, order, needs_backward=needs_backward, **keeps)
             run = ExpertRun(0, self.num_experts, engine, is_single=False)
             autocast = AutocastState.now(dict.fromkeys(("cpu", device)))

@@ -72,7 +72,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 HELP = "run your training command with and without the block, and compare speed, losses and timelines"
 TURNS = "turns"
-_NO_DOOR = (
+_NO_ENTRY_POINT = (
     "does the script use ds_fsmoe? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or be started "
     "with --module ds_fsmoe.run"
 )
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recorded:
         if command:
             raise ValueError("--recorded starts no training, but there is a training command; remove one of them")
-        return _tell_two(*(read_run(folder) for folder in args.recorded))
+        return _print_two_runs(*(read_run(folder) for folder in args.recorded))
     if not command:
         raise ValueError("no training command: ds_fsmoe compare [OPTIONS] -- deepspeed train.py ...")
     if args.steps < FEWEST:
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     owner = _own(trainings.out)
     try:
         status = trainings.long_runs() or trainings.turns()
-        return status or tell(trainings.out)
+        return status or print_comparison(trainings.out)
     finally:
         owner.release()
 
@@ -221,15 +221,15 @@ class _Trainings:
             _hide_secrets(config, command, file, log)
         if status:
             print_coloured(f"compare: {kind}: training failed with exit status {status}; log: {log}", RED)
-            _tell_why(log, began_s)
+            _print_failure(log, began_s)
             return status, 0
         if not (folder / RUN).exists():
-            raise ValueError(f"the training ended without a record: {_NO_DOOR}")
+            raise ValueError(f"the training ended without a record: {_NO_ENTRY_POINT}")
         recorded = read_run(folder).steps
         return status, recorded[-1]["step"] if recorded else 0
 
 
-def _tell_why(log: Path, began_s: float) -> None:
+def _print_failure(log: Path, began_s: float) -> None:
     found = first_error(log, Path(REPORTS), began_s)
     if found is None:
         print("its last lines:", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
@@ -273,7 +273,7 @@ def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | 
                         job.wait(0.2)
                     if not is_told and time.monotonic() - start_s > _SOON_S and not (folder / RUN).exists():
                         is_told = True
-                        print_coloured(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_DOOR}", YELLOW)
+                        print_coloured(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_ENTRY_POINT}", YELLOW)
                     progress.reached((folder / STEPS).read_text().count("\n") if (folder / STEPS).exists() else 0)
                     if deadline_s is not None and time.monotonic() > deadline_s:
                         print_coloured(f"compare: ended after {timeout_s:.0f} s", RED)
@@ -285,26 +285,26 @@ def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | 
                 job.wait()
 
 
-def tell(out: Path) -> int:
+def print_comparison(out: Path) -> int:
     """Print the comparison of the runs in a folder.
 
     Returns:
         The exit status: 0, or 1 if one of them has recorded nothing that can be compared.
     """
-    status = _tell_two(*(read_run(out / kind) for kind in (STOCK, OURS)), turns=out / TURNS)
+    status = _print_two_runs(*(read_run(out / kind) for kind in (STOCK, OURS)), turns=out / TURNS)
     if not status:
         is_traced = any(has_trace(out / kind) for kind in (STOCK, OURS))
         print(f"{'timelines, ' if is_traced else ''}plans and loads: ds_fsmoe report {out}")
     return status
 
 
-def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
+def _print_two_runs(stock: Run, ours: Run, turns: Path | None = None) -> int:
     """Print what two runs and the turns in a folder say, and return the exit status."""
     for each in (stock, ours):
         for problem in each.problems:
             print_coloured(f"compare: {each.name}: {problem}", YELLOW)
     if stock.is_stock == ours.is_stock:
-        print_coloured(f"compare: both runs used the same layers: {_NO_DOOR}", RED)
+        print_coloured(f"compare: both runs used the same layers: {_NO_ENTRY_POINT}", RED)
         return 1
     if ours.is_stock:
         raise ValueError(f"{ours.folder} is stock DeepSpeed and {stock.folder} is not: name the stock run first")

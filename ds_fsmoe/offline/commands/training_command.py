@@ -185,7 +185,7 @@ _CHAINED = ("The above exception was the direct cause", "During handling of the 
 _PREFIX = re.compile(r"\[(?:rank|default)?(\d+)\]: ?")
 """The prefix that torch and its launchers put before each line of a rank."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_SEEN_OF_OTHERS = re.compile(
+_CONSEQUENCES = re.compile(
     r"closed by peer|reset by peer|remote worker|broken pipe|ChildFailedError|SignalException|CalledProcessError"
     r"|KeyboardInterrupt|NCCL communicator was aborted|ncclRemoteError|ncclSystemError|unhandled system error"
     r"|DistStoreError|wait timeout|Timed out waiting|recvValue failed|failed to recv|Application timeout|SystemExit",
@@ -222,7 +222,7 @@ def first_error(log: Path, reports: Path, since_s: float) -> FirstError | None:
             except (OSError, ValueError):
                 continue
             found += [(f"rank {file.stem.removeprefix('rank')}, in {file}", lines) for _, lines in errors]
-    causes = [each for each in found if not _SEEN_OF_OTHERS.search(each[1][-1])] or found
+    causes = [each for each in found if not _CONSEQUENCES.search(each[1][-1])] or found
     return FirstError(causes[0][0], tuple(causes[0][1][-_MOST_LINES:])) if causes else None
 
 

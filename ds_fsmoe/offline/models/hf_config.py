@@ -22,7 +22,7 @@ _FAMILY_OF = {name: family for key, family in FAMILIES.items() for name in (key,
 
 
 def read_hf_config(
-    source: str | Path | Mapping[str, Any], name: str | None = None, said_by: str | None = None
+    source: str | Path | Mapping[str, Any], name: str | None = None, declared_by: str | None = None
 ) -> Architecture:
     """Read a model's architecture.
 
@@ -37,7 +37,7 @@ def read_hf_config(
     """
     if isinstance(source, Mapping):
         known_as = name or str(source.get("_name_or_path") or "")
-        return _architecture(dict(source), known_as, said_by or "a configuration")
+        return _architecture(dict(source), known_as, declared_by or "a configuration")
     path = Path(source)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
@@ -50,7 +50,7 @@ def read_hf_config(
     if not isinstance(data, dict):
         raise ValueError(f"{file}: must be a JSON object")
     known_as = file.resolve().parent.name if file.name == CONFIG else file.stem
-    return _architecture(data, name or known_as, said_by or str(file))
+    return _architecture(data, name or known_as, declared_by or str(file))
 
 
 def _architecture(data: dict[str, Any], name: str, source: str) -> Architecture:

@@ -25,7 +25,7 @@ from ds_fsmoe.offline.models.memory_activations import (
 )
 from ds_fsmoe.offline.models.memory_states import Account, Parameters, plus, states_of
 from ds_fsmoe.offline.models.training import GB, STAGES, Training
-from ds_fsmoe.planning.groups import Groups, num_held
+from ds_fsmoe.planning.groups import Groups, num_communicators
 
 COMMUNICATORS = "NCCL and CUDA (estimated)"
 COMMUNICATOR_BYTES = 512 * 2**20
@@ -134,7 +134,7 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
             # The input of the block is that of its first norm.
             ahead = plus(ahead, {NORMS: -inputs[place]})
         weights = parameters.experts_of_block[place]
-        needed = block_needs(own[place], M, groups, training, weights, states.stay)
+        needed = block_needs(own[place], M, groups, training, weights, states.keeps_expert_gradients)
         for of_moments, of_states in zip(needed, (states.before[place], states.behind[place]), strict=True):
             moments += [
                 Moment(f"backward of block {place}", plus(computing, ahead, of_states, each)) for each in of_moments
@@ -174,7 +174,7 @@ def _outside(groups: Groups, training: Training) -> Account:
     if training.device != "gpu":
         return {}
     sends_gradients = training.early_gradients and training.zero < 3
-    count = (groups.world > 1) + num_held(groups, sends_gradients, "auto")
+    count = (groups.world > 1) + num_communicators(groups, sends_gradients, "auto")
     return {COMMUNICATORS: CONTEXT_BYTES + COMMUNICATOR_BYTES * count}
 
 

@@ -17,7 +17,7 @@ from ds_fsmoe.offline.models.architecture import Attention, BlockExperts, ModelB
 from ds_fsmoe.offline.models.memory_states import Account, plus
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import NUM_HALVES
+from ds_fsmoe.planning.two_batch import NUM_SUB_BATCHES
 
 ATTENTION = "attention"
 NORMS = "norms and residuals"
@@ -42,7 +42,7 @@ class LayerRows:
     """The rows at this rank's experts, R: of as many ranks as share them."""
     hidden: float
     """The width inside an expert on this rank."""
-    fan: int
+    up_projections: int
     """The tensors of the first product: 2 with a gate."""
 
 
@@ -142,7 +142,7 @@ def experts_keep(experts: BlockExperts, M: int, groups: Groups, training: Traini
     tables = rows.sent * (2 * INDEX + 2 * FP32) + INDEX * rows.here
     kept = a * (rows.sent * M + (rows.here * M if keeps_rows(training) else 0.0))
     if not training.recompute:
-        kept += a * rows.here * rows.fan * rows.hidden
+        kept += a * rows.here * rows.up_projections * rows.hidden
     found = {ROUTER: scores + tables, ROWS: kept}
     if experts.shared_H:
         gate = a * S * (M + 1) if experts.has_shared_gate else 0.0
@@ -202,18 +202,18 @@ def block_needs(
     # streams what comes and what leaves is held until the phase is over.
     is_held = training.device == "gpu"
     # Of two halves both are under way, and the experts compute for one at a time.
-    pieces = training.degree * (NUM_HALVES if training.in_halves else 1)
+    pieces = training.degree * (NUM_SUB_BATCHES if training.is_two_batch else 1)
     part = 1.0 if is_held else min(1.0, 2 / training.degree)
     comes = (groups.ep > 1) / groups.esp + (groups.esp > 1)
     is_ordered = groups.ep * groups.esp > 1  # the rows of one rank alone lie expert by expert already
     moved = rows.sent * M + sizes * (comes * part + is_ordered / pieces)
     if training.recompute:
-        moved += rows.here * rows.fan * rows.hidden / pieces
+        moved += rows.here * rows.up_projections * rows.hidden / pieces
     # Through an activation: the gradient of what is gated, that of both factors, and what is gated once more.
-    gated = rows.here * rows.hidden * (3 if experts.gemms == 2 else 2 + rows.fan)
+    gated = rows.here * rows.hidden * (3 if experts.gemms == 2 else 2 + rows.up_projections)
     early.append(plus(kept, {AT_WORK: residual + a * (moved + gated / pieces)}))
     # Then the gradients of weights, that of the second products first; the first products are gone.
-    less = rows.here * rows.fan * rows.hidden / pieces
+    less = rows.here * rows.up_projections * rows.hidden / pieces
     second = rows.here * rows.hidden / pieces + weights / experts.gemms
     # The rows go when both are made, and the gradients of rows come; of several chunks the rows of others stay.
     after = 0.0 if pieces == 1 and is_ordered and keeps_rows(training) else sizes / (1 if is_held else training.degree)
@@ -223,9 +223,9 @@ def block_needs(
     # They are handed over, that of the largest weight last, while the rows are on their way back.
     largest = 0.0 if stay else weights * (experts.gemms - 1) / experts.gemms
     late.append(plus(attention, {AT_WORK: residual + a * (rows.sent * M + largest)}))
-    if training.in_halves and training.checkpointing:
+    if training.is_two_batch and training.checkpointing:
         # When it has run again for the first half, the second one is still at the attention of the block behind.
-        behind = {item: size / NUM_HALVES for item, size in attention.items()}
+        behind = {item: size / NUM_SUB_BATCHES for item, size in attention.items()}
         early = [plus(each, behind) for each in early]
     return early, late
 

@@ -168,7 +168,7 @@ class States:
     """At the end of the backward, when all gradients are there, besides."""
     steps: tuple[Account, ...]
     """At each moment of the optimizer step, besides."""
-    stay: bool = False
+    keeps_expert_gradients: bool = False
     """Whether gradients of experts stay where the backward makes them."""
     host: Account = field(default_factory=dict)
     """In the memory of the host."""
@@ -186,14 +186,14 @@ def states_of(parameters: Parameters, groups: Groups, training: Training) -> Sta
     return replace(states, rest=plus(states.rest, {FROZEN: training.number_bytes * frozen}))
 
 
-def _are_ours(dp: int, training: Training) -> bool:
+def _uses_own_buffers(dp: int, training: Training) -> bool:
     """Whether gradients travel in our buffers; a model without a replica has nobody to reduce with, stage 3 reduces
     them itself, and so does BF16_Optimizer."""
     is_bf16_optimizer = training.zero == 1 and training.gradient_bytes > training.number_bytes
     return training.early_gradients and dp > 1 and training.zero < 3 and not is_bf16_optimizer
 
 
-def _coming(parameters: Parameters, has_dense: bool, has_experts: bool) -> tuple[list[int], list[int]]:
+def _gradients_present(parameters: Parameters, has_dense: bool, has_experts: bool) -> tuple[list[int], list[int]]:
     """Return for each block how many elements have gradients, but for those that we send: when its backward begins, and
     when its experts have theirs. A backward makes those of the head first.
 
@@ -233,9 +233,11 @@ def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     else:
         # FP16_UnfusedOptimizer: all gradients in fp32, tensor by tensor.
         steps = [plus(after, {STEP: MASTER * everything + _temporary(training, largest)})]
-    before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, False, False))
-    message: Account = {MESSAGE: a * min(MOST_SENT, dense) * _are_ours(dp, training)}
-    return States(rest, {}, before, behind, plus(after, message), tuple(steps), stay=True)
+    before, behind = (
+        tuple({GRADIENTS: a * each} for each in of) for of in _gradients_present(parameters, False, False)
+    )
+    message: Account = {MESSAGE: a * min(MOST_SENT, dense) * _uses_own_buffers(dp, training)}
+    return States(rest, {}, before, behind, plus(after, message), tuple(steps), keeps_expert_gradients=True)
 
 
 def most_in_partition(sizes: Sequence[int], parts: int) -> int:
@@ -277,15 +279,15 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         MASTERS: MASTER * held,
         OPTIMIZER: training.state_bytes * held,
     }
-    everything = _coming(parameters, False, False)
+    everything = _gradients_present(parameters, False, False)
     if g > a and training.zero == 1 and not training.offload:
         # BF16_Optimizer: fp32 gradients of all parameters, end to end; and those that the backward makes stay.
         rest[GRADIENTS] = g * (dense + experts)
         before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in everything)
         after = {GRADIENTS: a * (dense + experts)}
         steps = [plus(after, {STEP: _temporary(training, each)}) for each in parts]
-        return States(rest, {}, before, behind, after, tuple(steps), stay=True)
-    has_dense = _are_ours(dp, training)
+        return States(rest, {}, before, behind, after, tuple(steps), keeps_expert_gradients=True)
+    has_dense = _uses_own_buffers(dp, training)
     has_experts = has_dense and edp > 1
     stay = training.zero == 1 and not has_experts
     of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
@@ -311,7 +313,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         # When the first bucket is full the copies get their memory, all of it.
         return {BUCKETS: buckets, GRADIENTS: kept + (soon if elements > training.reduce_bucket else 0.0)}
 
-    lefts = _coming(parameters, has_dense, has_experts)
+    lefts = _gradients_present(parameters, has_dense, has_experts)
     early, late = (tuple(map(there, *each)) for each in zip(lefts, everything, strict=True))
     bucket = a * training.reduce_bucket
     if training.offload:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.memory_activations import has_sinks, norms_of_heads
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.schedule import ATTENTION, DENSE, ELEMENTWISE, MP_GATHER, MP_REDUCE, SOFTMAX, Lane
 from ds_fsmoe.planning.workload import (
     GEMMS,
@@ -225,7 +225,7 @@ def model_layers(
     dtype_bytes: int,
     alltoall: AllToAll = "flat",
     recompute: bool = False,
-    crossings: Crossings | None = None,
+    fanout: Fanout | None = None,
     capacity_factor: float | None = None,
     imbalance: float = 1.0,
     stage: ModelStage | None = None,
@@ -269,7 +269,7 @@ def model_layers(
         if key not in made:
             shape = moe_shape(architecture, block, samples, length, dtype_bytes, capacity_factor, imbalance)
             check_divides(shape, groups)
-            parts = moe_works(shape, groups, alltoall, sizes.tokens_S, True, crossings)
+            parts = moe_works(shape, groups, alltoall, sizes.tokens_S, True, fanout)
             made[key] = _layer(block, shape, sizes, parts, (before, behind), (embedding, head), recompute)
         layers.append(made[key])
     return tuple(layers)

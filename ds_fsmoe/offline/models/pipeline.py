@@ -23,7 +23,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StagePlan, StageTimes, stage_times
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
@@ -77,7 +77,7 @@ class PlannedPipeline:
 
     def stage_sends_ms(self, stage: int, num_micro_batches: int) -> float:
         """Return how long a stage sends and receives in a batch."""
-        return 2 * num_micro_batches * _beside(self.sends_ms, stage)
+        return 2 * num_micro_batches * _send_to_neighbours_ms(self.sends_ms, stage)
 
 
 def batch_ms(
@@ -110,7 +110,8 @@ def batch_ms(
     if len(sends_ms) != pairs:
         raise ValueError(f"send_ms: {len(sends_ms)} times, must be one for each of {pairs} pairs of neighbours")
     slowest_ms = max(
-        each.forward_ms + each.backward_ms + 2 * _beside(sends_ms, stage) for stage, each in enumerate(stages)
+        each.forward_ms + each.backward_ms + 2 * _send_to_neighbours_ms(sends_ms, stage)
+        for stage, each in enumerate(stages)
     )
     through_ms = sum(each.forward_ms + each.last_backward_ms for each in stages) + 2 * sum(sends_ms)
     # From the last backward of each stage on, those of the stages before it follow.
@@ -121,7 +122,7 @@ def batch_ms(
     return through_ms + (num_micro_batches - 1) * slowest_ms + tied_ms + max(0.0, left_ms)
 
 
-def _beside(sends_ms: Sequence[float], stage: int) -> float:
+def _send_to_neighbours_ms(sends_ms: Sequence[float], stage: int) -> float:
     """Return the time of a send to each neighbour of a stage."""
     return sum(sends_ms[max(0, stage - 1) : stage + 1])
 
@@ -163,7 +164,7 @@ def pipeline_of_model(
     shape: Shape,
     alltoall: AllToAll = "flat",
     recompute: bool = False,
-    crossings: Crossings | None = None,
+    fanout: Fanout | None = None,
 ) -> PlannedPipeline:
     """Return the stages of a whole model.
 
@@ -179,7 +180,7 @@ def pipeline_of_model(
         ValueError: see :func:`~ds_fsmoe.offline.models.model_layers.model_layers`; the cluster has no number for sends.
     """
     sizes = architecture, groups, shape.B, shape.L, shape.dtype_bytes
-    how = alltoall, recompute, crossings
+    how = alltoall, recompute, fanout
     works: list[StageWork] = []
     for stage in stages:
         if any(architecture.blocks[place].experts is not None for place in stage.places):

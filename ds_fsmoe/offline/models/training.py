@@ -48,7 +48,7 @@ class Training:
     """Whether layers keep the rows alone and make the hidden layers of experts again (``fsmoe.recompute``)."""
     degree: int = 1
     """The chunks into which a layer's rows are cut; in halves, those of a half."""
-    in_halves: bool = False
+    is_two_batch: bool = False
     """True if two halves of the micro-batch take turns."""
     attention: str = "auto"
     """``auto``: as transformers chooses, which is ``sdpa`` where a family has it."""

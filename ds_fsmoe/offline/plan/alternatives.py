@@ -15,8 +15,8 @@ import numpy as np
 from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.decide.bounds import busiest_ms
-from ds_fsmoe.planning.groups import Crossings, counted_crossings, crosses_once, expected_crossings
-from ds_fsmoe.planning.workload import ALLTOALLS, ONCE_PER_NODE
+from ds_fsmoe.planning.groups import Fanout, can_deduplicate, counted_fanout, expected_fanout
+from ds_fsmoe.planning.workload import ALLTOALLS, NODE_DEDUPLICATED
 from ds_fsmoe.routes.recorded import read_routing
 from ds_fsmoe.terminal.tables import print_table
 
@@ -25,7 +25,7 @@ def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
     """Return a job with the all-to-all and the crossings that the arguments ask for."""
     if args.alltoall not in (*ALLTOALLS, "auto"):
         raise ValueError(f"--alltoall = {args.alltoall!r}: choose from {', '.join(ALLTOALLS)}, auto")
-    job = replace(job, crossings=_crossings(args, job))
+    job = replace(job, fanout=_fanout(args, job))
     alltoall = args.alltoall
     if alltoall == "auto":
         steps_ms = _steps_ms(job, args.preset)
@@ -40,14 +40,14 @@ def _steps_ms(job: PlannedJob, preset: str) -> dict[str, float]:
 
 def print_exchanges(job: PlannedJob, args: argparse.Namespace) -> None:
     """Print what each all-to-all would take, where there is a choice."""
-    if not crosses_once(job.groups):
-        if job.alltoall == ONCE_PER_NODE:
+    if not can_deduplicate(job.groups):
+        if job.alltoall == NODE_DEDUPLICATED:
             print("exchange once_per_node is run as flat: it needs whole experts on several ranks of several nodes")
         return
-    at, shape, crossings = job.groups.placements["ep"], job.model.shape, job.crossings
-    assert crossings is not None
+    at, shape, fanout = job.groups.placements["ep"], job.model.shape, job.fanout
+    assert fanout is not None
     between = dict.fromkeys(ALLTOALLS, shape.F * (at.nodes - 1) / at.nodes)
-    between[ONCE_PER_NODE] = shape.F * crossings.nodes / shape.K * (at.nodes - 1) / at.nodes
+    between[NODE_DEDUPLICATED] = shape.F * fanout.nodes / shape.K * (at.nodes - 1) / at.nodes
     steps = _steps_ms(job, args.preset)
     rows = [
         (
@@ -63,9 +63,9 @@ def print_exchanges(job: PlannedJob, args: argparse.Namespace) -> None:
     print_table(("all-to-all", "a token crosses between nodes", "step ms", "over flat", ""), rows)
 
 
-def _crossings(args: argparse.Namespace, job: PlannedJob) -> Crossings | None:
+def _fanout(args: argparse.Namespace, job: PlannedJob) -> Fanout | None:
     groups, shape = job.groups, job.model.shape
-    if not crosses_once(groups) or shape.E % groups.ep:
+    if not can_deduplicate(groups) or shape.E % groups.ep:
         given = {"--expert-groups": args.expert_groups, "--groups-per-token": args.groups_per_token}
         for flag, value in (given | {"--routing": args.routing}).items():
             if value is not None:
@@ -76,9 +76,9 @@ def _crossings(args: argparse.Namespace, job: PlannedJob) -> Crossings | None:
         return None
     at = groups.placements["ep"]
     if args.routing is not None:
-        return counted_crossings(_recorded(args.routing, shape.E, shape.K), shape.E, at.nodes, at.per_node)
+        return counted_fanout(_recorded(args.routing, shape.E, shape.K), shape.E, at.nodes, at.per_node)
     limits = args.expert_groups or 1, args.groups_per_token or args.expert_groups or 1
-    return expected_crossings(shape.E, shape.K, at.nodes, at.per_node, *limits)
+    return expected_fanout(shape.E, shape.K, at.nodes, at.per_node, *limits)
 
 
 def _recorded(path: Path, num_experts: int, k: int) -> Any:
@@ -98,7 +98,7 @@ def _recorded(path: Path, num_experts: int, k: int) -> Any:
 # ---- halves
 
 
-def print_halves(args: argparse.Namespace, result: Report) -> dict[str, Any]:
+def print_two_batch(args: argparse.Namespace, result: Report) -> dict[str, Any]:
     """Print what halves give over ``best`` with each all-to-all; return it in plain types."""
     job, samples, zero = result.job, result.job.model.shape.B, result.job.zero
     if samples == 1:
@@ -113,13 +113,13 @@ def print_halves(args: argparse.Namespace, result: Report) -> dict[str, Any]:
     if samples % 2:
         print(f"--samples {samples}: computed as if both sub-batches had {samples / 2:g}")
     plans = []
-    for name in ALLTOALLS if crosses_once(job.groups) else (job.alltoall,):
+    for name in ALLTOALLS if can_deduplicate(job.groups) else (job.alltoall,):
         found = result if name == job.alltoall else report(replace(job, alltoall=name), "best")
         plans.append(("best", name, found.plans["best"], found.times_ms["best"]))
-        halves = found.in_halves()
+        halves = found.best_two_batch()
         if halves is not None:
             plans.append(("best, in halves", name, halves, found.planner.phases_ms(halves)))
-    best_ms = min(sum(phases_ms) for _, _, plan, phases_ms in plans if not plan.in_halves)
+    best_ms = min(sum(phases_ms) for _, _, plan, phases_ms in plans if not plan.is_two_batch)
     rows = [(*names, _degrees(plan.forward), _degrees(plan.backward), phases) for *names, plan, phases in plans]
     bounds_ms = busiest_ms(job.zero.layers("best", result.layers), result.planner.costs)
     rows.append(("(lower bound)", job.alltoall, "", "", bounds_ms))

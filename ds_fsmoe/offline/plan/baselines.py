@@ -17,7 +17,7 @@ from ds_fsmoe.offline.models.architecture import step_flops
 from ds_fsmoe.offline.plan.memory import larger_layouts, need_gb, needs_of
 from ds_fsmoe.offline.plan.report import STOCK, PlannedJob, Report, report
 from ds_fsmoe.offline.plan.stages import batch_of, is_batch
-from ds_fsmoe.planning.groups import Groups, crosses_once, expected_crossings
+from ds_fsmoe.planning.groups import Groups, can_deduplicate, expected_fanout
 from ds_fsmoe.planning.workload import ALLTOALLS
 
 _MIN_GAIN = 0.97
@@ -78,10 +78,10 @@ def baselines_of(args: argparse.Namespace, job: PlannedJob) -> Baselines:
     groups, stage = job.groups, job.zero.stage
     if job.model.architecture is None or groups.ep * groups.esp == 1:
         return Baselines(groups, None)
-    alone = replace(job, groups=replace(groups, ep=1, esp=1), alltoall="flat", crossings=None)
+    alone = replace(job, groups=replace(groups, ep=1, esp=1), alltoall="flat", fanout=None)
     notes: tuple[str, ...] = ()
     fits = True
-    if job.memory_gb is not None and job.tells_memory:
+    if job.memory_gb is not None and job.predicts_memory:
         needs = needs_of(args, alone, early_gradients=False)
         fitting = [each for each, gb in needs.items() if each >= stage and gb <= job.memory_gb]
         fits = bool(fitting)
@@ -104,7 +104,7 @@ def other_stages(args: argparse.Namespace, job: PlannedJob, of_names: Mapping[st
         of_names: the time of a step by each system at the planned stage.
     """
     stage, found = job.zero.stage, []
-    if args.named_zero is not None or job.memory_gb is None or not job.tells_memory or is_batch(args):
+    if args.named_zero is not None or job.memory_gb is None or not job.predicts_memory or is_batch(args):
         return []
     for name, label in ((STOCK, "stock" if job.model.architecture is None else "AutoEP"), (args.preset, args.preset)):
         needs = needs_of(args, job, early_gradients=name != STOCK)
@@ -182,7 +182,7 @@ def print_larger_ep(args: argparse.Namespace, job: PlannedJob, step_ms: float) -
     if args.ep is not None or args.preset != "best" or job.model.architecture is None or is_batch(args):
         return
     for larger in larger_layouts(job)[-1:]:
-        if job.memory_gb is not None and job.tells_memory and need_gb(args, larger, job.zero.stage) > job.memory_gb:
+        if job.memory_gb is not None and job.predicts_memory and need_gb(args, larger, job.zero.stage) > job.memory_gb:
             continue
         ms, alltoall = _fastest(larger)
         flags = f"--ep-size {larger.groups.ep} --alltoall {alltoall}"
@@ -192,8 +192,8 @@ def print_larger_ep(args: argparse.Namespace, job: PlannedJob, step_ms: float) -
 
 def _fastest(job: PlannedJob) -> tuple[float, str]:
     """Return the time of ``best``, with the all-to-all that is the fastest."""
-    at, shape, crossings, names = job.groups.placements["ep"], job.model.shape, None, ("flat",)
-    if crosses_once(job.groups):
-        crossings, names = expected_crossings(shape.E, shape.K, at.nodes, at.per_node), ALLTOALLS
-    ways = (replace(job, alltoall=name, crossings=crossings) for name in names)
+    at, shape, fanout, names = job.groups.placements["ep"], job.model.shape, None, ("flat",)
+    if can_deduplicate(job.groups):
+        fanout, names = expected_fanout(shape.E, shape.K, at.nodes, at.per_node), ALLTOALLS
+    ways = (replace(job, alltoall=name, fanout=fanout) for name in names)
     return min((report(each, "best", ("best",)).step_ms("best"), each.alltoall) for each in ways)

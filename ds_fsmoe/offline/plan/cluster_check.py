@@ -24,7 +24,7 @@ _NEEDED_BY = {
     "all_gather": "model parallelism and expert sharding",
     "reduce_scatter": "model parallelism and expert sharding",
 }
-_SAID: Mapping[str, str] = {
+_REWORDED: Mapping[str, str] = {
     "memory_gb": "whether a model fits cannot be said",
     "dtype": "it is not known for which numbers the costs of computing hold",
     "peak_tflops": "whether a product is faster than the GPU cannot be checked",
@@ -60,7 +60,7 @@ def check_cluster(name_or_path: str) -> tuple[Finding, ...]:
 
 
 def _missing(data: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    for name, so in _SAID.items():
+    for name, so in _REWORDED.items():
         if not data.get(name):
             yield Finding("missing", f"{name} is missing: {so}")
     if "contention" not in data:

@@ -69,7 +69,7 @@ def _add_how(how: Any) -> None:
     how.add_argument(
         "--loads", type=Path, metavar="FILE", help="a recorded routing, or JSON, by which experts would be placed"
     )
-    how.add_argument("--spare-experts", action=_Gone, help=argparse.SUPPRESS)
+    how.add_argument("--spare-experts", action=_RemovedOption, help=argparse.SUPPRESS)
     how.add_argument("--recompute", action="store_true", help="layers run their forward again in the backward")
     how.add_argument("--solver", default="exact", help="numbers of chunks: exact or slsqp, the paper's")
     how.add_argument("--gradient-solver", default="dp", help="gradients: dp or de, the paper's")
@@ -168,7 +168,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--reduce-bucket-size", type=float, metavar="N", help="DeepSpeed's, in elements (5e8)")
 
 
-class _Gone(argparse.Action):
+class _RemovedOption(argparse.Action):
     """Says that an option of version 0.2.0 means nothing any more."""
 
     def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, option: str | None = None) -> None:

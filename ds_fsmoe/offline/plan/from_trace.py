@@ -204,7 +204,7 @@ def print_elsewhere(found: Calibrated, args: argparse.Namespace) -> list[dict[st
         step_ms = found.step_of(what_if.by_schedule(what_if.job.schedule))
         now = what_if.job.kinds[0].groups
         gain = found.times.step_ms / step_ms * now.world / was.groups.world
-        is_timed = now == was.groups and other.alltoall in was.ways
+        is_timed = now == was.groups and other.alltoall in was.alltoalls
         note = "timed in the job" if is_timed else "extrapolated by the cluster's numbers"
         rows.append((name, _describe(now), f"{step_ms:.1f}", f"{gain:.2f}x", note))
         sizes = {size: getattr(now, size) for size in ("world", "gpus_per_node", "ep", "esp")}
@@ -250,8 +250,8 @@ def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
     """
     job = found.what_if.job
     kinds, name = job.kinds, other.alltoall
-    if name is not None and other == OtherRanks(alltoall=name) and all(name in kind.ways for kind in kinds):
-        only = tuple(replace(kind, ways={name: kind.ways[name]}) for kind in kinds)
+    if name is not None and other == OtherRanks(alltoall=name) and all(name in kind.alltoalls for kind in kinds):
+        only = tuple(replace(kind, alltoalls={name: kind.alltoalls[name]}) for kind in kinds)
         return WhatIf(replace(job, kinds=only, _costs={}), found.what_if.rest_ms)
     if found.cluster is None:
         raise ValueError("the costs of collectives among other ranks are unknown: add --cluster FILE")
@@ -311,7 +311,7 @@ def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarr
         LayerPlan(forward, backward, name),
         job.costs_of(kind, name),
         moved_bytes=moved_bytes(weights, shape.dtype_bytes),
-        alltoall=kind.ways[name].planned,
+        alltoall=kind.alltoalls[name].planned,
         contention=job.contention,
         is_serial=job.is_serial,
         micro_batches=job.micro_batches,
@@ -408,7 +408,7 @@ def _print_presets(found: Calibrated) -> list[dict[str, Any]]:
 
 def _print_degrees(found: Calibrated) -> list[dict[str, Any]]:
     job, ran = found.what_if.job, found.ran.degrees
-    if all(job.uncut):
+    if all(job.unchunked):
         print("\nits layers run in one chunk only")
         return []
     most = min(job.max_degree, max(MOST_DEGREE, *ran))

@@ -24,7 +24,7 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
         ValueError: something that DeepSpeed or ds_fsmoe refuses, or the memory of a GPU for layers in numbers.
     """
     architecture, groups, memory_gb = job.model.architecture, job.groups, job.memory_gb
-    if architecture is None or not job.tells_memory:
+    if architecture is None or not job.predicts_memory:
         if args.memory_gb is not None:
             raise ValueError(f"--memory-gb = {args.memory_gb:g}: needs --model or --hf-config, and mp = 1")
         return {}
@@ -36,7 +36,7 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
         print(f"largest micro-batch in {memory_gb:g} GB: {most or 'not even one sample fits'}")
     halves = None
     if args.halves and training.samples > 1:
-        halves = memory_of(architecture, groups, replace(training, in_halves=True))
+        halves = memory_of(architecture, groups, replace(training, is_two_batch=True))
         print(f"two-batch overlap: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
     choices = other_memories(architecture, groups, training, memory_gb)
     _print_choices(choices, job)
@@ -189,7 +189,7 @@ def fit_of(args: argparse.Namespace, job: PlannedJob) -> tuple[int, bool | None,
         raise ValueError("--zero = 3: not supported by DeepSpeed's own MoE layers; use 0, 1 or 2")
     if stage > 1 and job.groups.pp > 1:
         raise ValueError(f"--zero = {named}: DeepSpeed's pipelines support ZeRO 0 and 1 only")
-    if not job.tells_memory:
+    if not job.predicts_memory:
         why = "a model in numbers" if architecture is None else f"mp = {job.groups.mp}"
         return stage, None, f"memory is not predicted for {why}; ZeRO {stage} is planned"
     at, most_gb = f"ep_size {job.groups.ep}", job.memory_gb

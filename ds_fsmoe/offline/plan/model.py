@@ -15,7 +15,7 @@ from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
 from ds_fsmoe.offline.models.training import BYTES
 from ds_fsmoe.offline.plan.command import LENGTH
 from ds_fsmoe.offline.plan.report import PlannedJob
-from ds_fsmoe.planning.groups import Groups, crosses_once
+from ds_fsmoe.planning.groups import Groups, can_deduplicate
 from ds_fsmoe.planning.workload import Shape
 
 
@@ -218,7 +218,7 @@ def take_expert_groups(args: argparse.Namespace, job: PlannedJob) -> None:
         return
     experts = commonest_moe(architecture).experts
     assert experts is not None
-    if experts.groups is None or not crosses_once(groups) or experts.E % groups.ep:
+    if experts.groups is None or not can_deduplicate(groups) or experts.E % groups.ep:
         return
     at, num_groups = groups.placements["ep"], experts.groups[0]
     if all(max(each, num_groups) % min(each, num_groups) == 0 for each in (at.nodes, at.size)):

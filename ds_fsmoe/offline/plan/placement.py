@@ -14,15 +14,15 @@ from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from ds_fsmoe.planning.groups import Crossings
-from ds_fsmoe.planning.placement_costs import BALANCED, Prices, Seen
+from ds_fsmoe.planning.groups import Fanout
+from ds_fsmoe.planning.placement_costs import BALANCED, ObservedRouting, Prices
 from ds_fsmoe.planning.placement_policies import balanced, decide
 from ds_fsmoe.planning.workload import GEMMS
 from ds_fsmoe.routes.recorded import Recording, read_routing
 from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.untrusted import read_json
 
-PAYS_WITHIN = 1000
+BREAK_EVEN_WITHIN = 1000
 """The steps within which a move has to pay here, as many as in training by default."""
 
 
@@ -81,7 +81,7 @@ def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
         f"({now_ms / placed_ms:.2f}x), {balanced_ms:.2f} ms if all experts got as much"
     )
     size = f"{prices.moved_bytes / 1e6:.1f} MB, its weights and Adam's states"
-    print(f"  moving an expert sends {size}; it has to break even within {PAYS_WITHIN} steps")
+    print(f"  moving an expert sends {size}; it has to break even within {BREAK_EVEN_WITHIN} steps")
     if any(len(each) % groups.ep for each in loads.values()):
         print(f"  the file is for another number of ranks than {groups.ep}: its rows are distributed evenly over these")
     steps_ms = {"balanced": balanced_ms, "now": now_ms, "placed": placed_ms}
@@ -93,8 +93,8 @@ def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
     data."""
     groups = prices.groups
     now = ExpertPlacement.at_start(rows_GE.shape[1], groups.ep)
-    seen = Seen(rows_GE, tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep)))
-    decision = decide(now, seen, balanced, prices, PAYS_WITHIN, layer)
+    seen = ObservedRouting(rows_GE, tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep)))
+    decision = decide(now, seen, balanced, prices, BREAK_EVEN_WITHIN, layer)
     return {
         "layer": layer,
         "fullest_now": decision.before,
@@ -103,7 +103,7 @@ def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
         "now_ms": prices.step_ms(now, seen),
         "placed_ms": prices.step_ms(decision.placement, seen),
         "moves_ms": decision.moves_ms,
-        "pays_after_steps": decision.pays_after_steps,
+        "pays_after_steps": decision.breaks_even_after,
         "why": decision.why,
         "placement": decision.placement.as_dict(),
     }
@@ -143,7 +143,7 @@ def _prices(result: Report) -> Prices:
     forward, backward = result.plan.blocks(len(result.layers) // 2)
     products, num_local = GEMMS[shape.ffn], shape.E // job.groups.ep
     weights = products * shape.M * shape.H // job.groups.esp
-    tokens_S, crossings = shape.B * shape.L / job.groups.mp, job.crossings
+    tokens_S, fanout = shape.B * shape.L / job.groups.mp, job.fanout
     call = CallShape(
         num_experts=shape.E,
         capacity=max(1, round(shape.K * tokens_S / shape.E)),
@@ -152,7 +152,7 @@ def _prices(result: Report) -> Prices:
         num_products=products * num_local,
         num_weights=weights * num_local,
         num_tokens=max(1, round(tokens_S)),
-        crossings=crossings and Crossings(crossings.nodes / shape.K, crossings.ranks / shape.K),
+        crossings=fanout and Fanout(fanout.nodes / shape.K, fanout.ranks / shape.K),
     )
     return Prices(
         call,

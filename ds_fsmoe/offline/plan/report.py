@@ -19,9 +19,9 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, mode_of
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
-from ds_fsmoe.planning.decide.ways import PlanRequest
-from ds_fsmoe.planning.groups import Crossings, Groups
+from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, kind_costs, layer_work
 
@@ -48,24 +48,24 @@ class PlannedJob:
     alltoall: AllToAll = "flat"
     recompute: bool = False
     """Whether layers run their forward again in the backward."""
-    crossings: Crossings | None = None
+    fanout: Fanout | None = None
     """How often a token crosses where it does so once per node; ``None``: as with balanced routing."""
     zero: Zero = NO_ZERO
     memory_gb: float | None = None
     """The memory of a GPU in 10^9 bytes; ``None``: it is not known."""
 
     @property
-    def tells_memory(self) -> bool:
+    def predicts_memory(self) -> bool:
         """Whether what a rank needs of memory can be predicted."""
         return self.model.architecture is not None and self.groups.mp == 1
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers of the pipeline stage that computes the most."""
         model, shape, groups = self.model, self.model.shape, self.groups
-        how = self.alltoall, self.recompute, self.crossings
+        how = self.alltoall, self.recompute, self.fanout
         if model.architecture is None:
             # Chunks are whole slots, as they are in training.
-            layer = layer_work(shape, groups, self.alltoall, self.recompute, True, self.crossings)
+            layer = layer_work(shape, groups, self.alltoall, self.recompute, True, self.fanout)
             return (layer,) * (model.num_layers // groups.pp)
         step = shape.B, shape.L, shape.dtype_bytes
         return model_layers(model.architecture, groups, *step, *how, imbalance=shape.imbalance)
@@ -112,7 +112,7 @@ class Report:
         if s.imbalance > 1:
             drop += f", the fullest rank {s.imbalance:g} times the mean"
         sizes = ((_GROUPS.get(name, name), place) for name, place in g.placements.items() if place.size > 1)
-        lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in sizes)
+        lies = ", ".join(f"{name} = {place.size}{_describe_lanes(place.lanes)}" for name, place in sizes)
         model = [
             (
                 "model",
@@ -164,12 +164,12 @@ class Report:
         schedule = block_schedule(work, block.without_ages())
         return simulate(schedule, self.planner.costs, self.planner.settings.contention, self.planner.settings.host_ms)
 
-    def in_halves(self) -> ModelPlan | None:
+    def best_two_batch(self) -> ModelPlan | None:
         """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
         zero, space = self.job.zero, self.planner.settings.space(BEST)
         options = [{"": each} for each in zero.layers(BEST, self.layers)]
         mode = mode_of(BEST) if zero.has_windows_of(BEST) else "off"
-        return Search(self.planner, PlanRequest(options, space, mode, can_split=True)).in_halves()
+        return Search(self.planner, PlanRequest(options, space, mode, can_split=True)).best_two_batch()
 
     def pair_timelines(self, plan: ModelPlan) -> dict[str, Timeline]:
         """Return phase -> the timeline of two layers like the middle one of a plan, one after the other."""
@@ -178,14 +178,14 @@ class Report:
         few = (self.layers[middle],) * 2
         return self.timelines(replace(plan, layers=few, forward=(forward,) * 2, backward=(backward,) * 2, tail=()))
 
-    def step_timelines(self, *, in_halves: ModelPlan | None = None) -> list[tuple[str, Timeline]]:
+    def step_timelines(self, *, is_two_batch: ModelPlan | None = None) -> list[tuple[str, Timeline]]:
         """The whole step of every preset, forward and backward one after the other, the slowest first. All of them do
         the same work and send the same gradients, so their lengths can be compared.
 
         Args:
             in_halves: a plan in halves that is drawn with them.
         """
-        plans = {**self.plans, **({} if in_halves is None else {f"{BEST}, in halves": in_halves})}
+        plans = {**self.plans, **({} if is_two_batch is None else {f"{BEST}, in halves": is_two_batch})}
         times_ms = {name: sum(self.times_ms.get(name) or self.planner.phases_ms(each)) for name, each in plans.items()}
         drawn = []
         for name in sorted(plans, key=lambda each: -times_ms[each]):
@@ -310,5 +310,5 @@ def report(job: PlannedJob, preset_name: str, names: Sequence[str] = NAMES, max_
     return Report(job, planner, layers, plans, times_ms, bounds_ms, preset_name, stage)
 
 
-def _lies(lanes: tuple) -> str:
+def _describe_lanes(lanes: tuple) -> str:
     return {0: "", 1: f" ({'/'.join(lanes)})", 2: " (both links)"}[len(lanes)]

@@ -134,7 +134,7 @@ def batch_of(alone: Report) -> BatchReport:
         size = len(alone.layers)
         places = tuple(range(size * each, size * (each + 1)) for each in range(job.groups.pp))
     else:
-        parts, how = stages(model.architecture, job.groups.pp), (job.alltoall, job.recompute, job.crossings)
+        parts, how = stages(model.architecture, job.groups.pp), (job.alltoall, job.recompute, job.fanout)
         pipeline = pipeline_of_model(job.cluster, model.architecture, job.groups, parts, model.shape, *how)
         places = tuple(each.places for each in parts)
     pipeline = replace(pipeline, zero=job.zero)

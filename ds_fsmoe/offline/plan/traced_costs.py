@@ -27,7 +27,7 @@ from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LayerCosts, LinearCost, fit
 from ds_fsmoe.planning.job.measured import Slowdowns
-from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedJob, RecordedKind
 from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     DEQUANTISING,
@@ -39,7 +39,7 @@ from ds_fsmoe.planning.schedule import (
     SPREAD,
 )
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll, kind_costs
 
 _PHASES = {"fwd": False, "bwd": True}
 """Phase -> whether it is the backward."""
@@ -60,7 +60,7 @@ class TracedChunk(NamedTuple):
 class TracedJob:
     """Holds what the trace of a rank tells of a job, in milliseconds."""
 
-    pieces_ms: Mapping[TracedChunk, float]
+    slices_ms: Mapping[TracedChunk, float]
     """Piece -> its time, the median over runs."""
     runs_ms: Mapping[int, tuple[float, float]]
     """Step -> the time of all runs of layers in its forwards, and in its backwards."""
@@ -107,7 +107,7 @@ def read_tasks(tasks: Iterable[MeasuredTask], contention: Contention = IDEAL, se
             if backward:
                 backwards[step, turn].append((begin_ms, end_ms))
         kinds = {each.kind for each in of_run}
-        alltoall: AllToAll = ONCE_PER_NODE if SPREAD in kinds else "2dh" if A2A_IN_NODE in kinds else "flat"
+        alltoall: AllToAll = NODE_DEDUPLICATED if SPREAD in kinds else "2dh" if A2A_IN_NODE in kinds else "flat"
         degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
         for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
             pieces[TracedChunk(label, backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
@@ -170,7 +170,7 @@ def fit_costs(
     one_size: dict[str, None] = {}
     costs: dict[str, LayerCosts] = {}
     for kind in job.kinds:
-        way = next(iter(kind.ways.values()))
+        way = next(iter(kind.alltoalls.values()))
         written = {} if cluster is None else kind_costs(cluster, kind.groups, way.planned)
         points = _points(kind, way.planned, traced)
         if not points:
@@ -196,16 +196,16 @@ def corrected(job: RecordedJob, traced: TracedJob) -> RecordedJob:
     """
     kinds = []
     for kind in job.kinds:
-        ways: dict[str, RecordedWay] = {}
+        ways: dict[str, RecordedAllToAll] = {}
         seen: set[AllToAll] = set()
         on_links: list[float] = []
-        for name, way in kind.ways.items():
+        for name, way in kind.alltoalls.items():
             # Of two that have the same tasks the first one is taken for what was traced.
             points = {} if way.planned in seen else _points(kind, way.planned, traced)
             seen.add(way.planned)
             fitted = _corrected(job.costs_of(kind, name), points, on_links)
             ways[name] = replace(way, profile=None, fitted=fitted)
-        kinds.append(replace(kind, ways=ways))
+        kinds.append(replace(kind, alltoalls=ways))
     return replace(job, kinds=tuple(kinds), _costs={})
 
 
@@ -236,7 +236,7 @@ def _off_lines(job: RecordedJob, traced: TracedJob) -> float:
     """Return how far what was traced lies off the lines through it, as a mean of shares; 0 where there are none."""
     off = []
     for kind in job.kinds:
-        for alltoall in dict.fromkeys(way.planned for way in kind.ways.values()):
+        for alltoall in dict.fromkeys(way.planned for way in kind.alltoalls.values()):
             for points in _points(kind, alltoall, traced).values():
                 line = _line(points)
                 off += [abs(math.log(time_ms / line.ms(size))) for size, time_ms in points] if line else []
@@ -252,7 +252,7 @@ def _points(kind: RecordedKind, alltoall: AllToAll, traced: TracedJob) -> Points
     found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]
     works = [{each.kind: each for each in moe.stages} for moe in moes]
-    for piece, time_ms in traced.pieces_ms.items():
+    for piece, time_ms in traced.slices_ms.items():
         if piece.label not in kind.labels or piece.alltoall != alltoall or piece.kind not in works[piece.backward]:
             continue
         share = chunk_shares(moes[piece.backward].capacity, piece.degree)[piece.chunk]

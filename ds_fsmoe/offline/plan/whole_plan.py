@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_fsmoe.files.whole_files import check_folders
 from ds_fsmoe.offline.models.zero import Zero
-from ds_fsmoe.offline.plan.alternatives import exchange_of, print_exchanges, print_halves
+from ds_fsmoe.offline.plan.alternatives import exchange_of, print_exchanges, print_two_batch
 from ds_fsmoe.offline.plan.baselines import (
     Baselines,
     baselines_of,
@@ -75,7 +75,7 @@ def print_plan(args: argparse.Namespace) -> int:
         print_batch(batch, bases, is_default=args.micro_batches is None)
     result = alone if batch is None else batch.of_stage()
     _print_presets(args, result, bases)
-    halves = print_halves(args, alone) if args.halves else {}
+    halves = print_two_batch(args, alone) if args.halves else {}
     memory = print_memory(args, job)
     _print_plan(result)
     placed = {} if loads is None else print_placement(args.loads, loads, result)
@@ -93,8 +93,8 @@ def print_plan(args: argparse.Namespace) -> int:
         print(f"\ntrace of the step: {args.trace}")
     if args.png is not None:
         drawn = report(job, args.preset, max_layers=DRAWN_LAYERS)
-        in_halves = drawn.in_halves() if args.halves and job.model.shape.B > 1 else None
-        save_png(drawn.step_timelines(in_halves=in_halves), args.png)
+        is_two_batch = drawn.best_two_batch() if args.halves and job.model.shape.B > 1 else None
+        save_png(drawn.step_timelines(is_two_batch=is_two_batch), args.png)
         print(f"\npicture of a step of {len(drawn.layers)} layer(s) by every preset: {args.png}")
     if args.json is not None:
         data = result.as_dict() | placed | memory | halves | batched | summary

@@ -126,7 +126,7 @@ def draw_lines(
     y_title: str,
     *,
     from_zero: bool,
-    cut_at: float | None = None,
+    axis_end: float | None = None,
     shaded: Iterable[tuple[float, float, str]] = (),
     is_zoomable: bool = True,
 ) -> Chart:
@@ -144,12 +144,12 @@ def draw_lines(
     alt = library()
     names = list(lines)
     rows = [
-        {"x": x, "y": y, "name": name, "is_cut": cut_at is not None and y > cut_at}
+        {"x": x, "y": y, "name": name, "is_cut": axis_end is not None and y > axis_end}
         for name, points in lines.items()
         for x, y in thinned(points)
         if is_drawable(x) and is_drawable(y)
     ]
-    y_scale = alt.Scale(zero=from_zero) if cut_at is None else alt.Scale(domain=[0.0, cut_at], nice=False)
+    y_scale = alt.Scale(zero=from_zero) if axis_end is None else alt.Scale(domain=[0.0, axis_end], nice=False)
     x_axis = alt.Axis(grid=False, tickMinStep=1, format="d")
     x = alt.X("x:Q", title="optimizer step", scale=alt.Scale(zero=False, nice=False), axis=x_axis)
     y = alt.Y("y:Q", title=y_title, scale=y_scale)

@@ -199,7 +199,7 @@ def reasons(stock: Run, ours: Run, times: RunTimes) -> list[str]:
     found = []
     if not ours.plans.get("choices"):  # nothing was measured
         asked = block.get("pipeline_degree", {})
-        cut = {phase: asked[phase] for phase in ("forward", "backward") if _is_cut(asked.get(phase))}
+        cut = {phase: asked[phase] for phase in ("forward", "backward") if _is_chunked(asked.get(phase))}
         if cut:
             chunks = " and ".join(f"{count} {phase}" for phase, count in cut.items())
             found.append(
@@ -218,7 +218,7 @@ def reasons(stock: Run, ours: Run, times: RunTimes) -> list[str]:
     return found
 
 
-def _is_cut(degree: object) -> bool:
+def _is_chunked(degree: object) -> bool:
     return isinstance(degree, int) and degree > 1
 
 
@@ -262,12 +262,12 @@ class Turn:
     num_steps: int
     """The steps of each that count."""
     stock_ms: float
-    ours_ms: float
+    fsmoe_ms: float
 
     @property
     def ratio(self) -> float:
         """How many times as fast ours was."""
-        return self.stock_ms / self.ours_ms
+        return self.stock_ms / self.fsmoe_ms
 
 
 def order_of(turn: int) -> tuple[bool, bool]:

@@ -30,7 +30,7 @@ from ds_fsmoe.offline.report.critical_path import BETWEEN
 from ds_fsmoe.offline.report.decisions import keeps_stock
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
 from ds_fsmoe.offline.report.palette import task_name
-from ds_fsmoe.offline.report.steps_told import ShownStep, counted_after
+from ds_fsmoe.offline.report.steps_section import ShownStep, counted_after
 from ds_fsmoe.planning.schedule import DEQUANTISING, EXPERT, ORDER, QUANTISING, RESTORE, ROUTE
 
 _COMPUTED = (EXPERT, ROUTE, ORDER, RESTORE, *QUANTISING, *DEQUANTISING)
@@ -114,7 +114,7 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
     unequal = None
     if both is not None and len(timed) == 2 and not turns:
         unequal = disturbance(timed[0][1], timed[1][1])
-    tiles, words = ([], "") if gain is None else _told(gain, both is not None, unequal is not None)
+    tiles, words = ([], "") if gain is None else _describe_gain(gain, both is not None, unequal is not None)
     tiles += [
         (f"{times.step_ms:.4g} ms", f"per step, {run.name} (median of {times.num_steps})") for run, times in timed
     ]
@@ -156,7 +156,7 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
         page.points(_sentence(each) for each in tries)
 
 
-def _told(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> tuple[list[tuple[str, str]], str]:
+def _describe_gain(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> tuple[list[tuple[str, str]], str]:
     """Return the large figures about a gain, none that a sentence takes back, and the sentences."""
     how, interval = f"That is {gain.how}.", gain.interval
     ends = "" if interval is None else f"{interval.low:.2f} to {interval.high:.2f}"
@@ -287,7 +287,7 @@ def gains(page: Page, turns: Sequence[Turn]) -> None:
             "name": f"turn {each.number + 1}",
             "x": each.ratio,
             "is_kept": each.ratio > 1,
-            "note": f"{each.stock_ms:.4g} ms and {each.ours_ms:.4g} ms",
+            "note": f"{each.stock_ms:.4g} ms and {each.fsmoe_ms:.4g} ms",
         }
         for each in turns
     ]

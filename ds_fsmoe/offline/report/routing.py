@@ -66,7 +66,7 @@ class RoutedLoad:
         return int((self.load_NE.sum(axis=0) == 0).sum())
 
 
-def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda done, of: None) -> list[RoutedLoad]:
+def loads_of(recording: Recording, report: Callable[[int, int], None] = lambda done, of: None) -> list[RoutedLoad]:
     """Return the loads of all layers, each file read once and never held whole.
 
     Args:
@@ -97,7 +97,7 @@ def loads_of(recording: Recording, tell: Callable[[int, int], None] = lambda don
         num_ranks = len(layer.ep_ranks) if layer.num_experts % len(layer.ep_ranks) == 0 else 1
         of_group = groups.setdefault((at, layer.ep_ranks), np.zeros((len(steps), num_ranks), dtype=np.int64))
         of_group[steps[step]] += counts_E.reshape(num_ranks, -1).sum(axis=1)
-        tell(done + 1, len(recording))
+        report(done + 1, len(recording))
     fullest = [np.full(len(steps), np.nan) for _ in layers]
     for (at, _), load_NR in groups.items():
         fullest[at] = np.fmax(fullest[at], _over_mean(load_NR))
@@ -158,7 +158,7 @@ def add_routing(page: Page, path: Path) -> list[str | Table]:
     """
     recording = read_routing(path)
     with Progress(f"reading {path.name}", len(recording), "choices") as progress:
-        loads = loads_of(recording, progress.tell)
+        loads = loads_of(recording, progress.update)
     steps = recording.steps
     which = f"{len(steps)} step(s), {steps[0]} to {steps[-1]}" if steps else "no step"
     about = f"Routing of {len(recording.layers)} MoE layer(s) on {len(recording.ranks)} rank(s): {which}."

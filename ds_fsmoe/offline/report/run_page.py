@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ds_fsmoe.files.runs import Run
-from ds_fsmoe.offline.report import conclusion, decisions, steps_told
+from ds_fsmoe.offline.report import conclusion, decisions, steps_section
 from ds_fsmoe.offline.report.comparison import Turn, pair
 from ds_fsmoe.offline.report.page import CONCLUSION, Page
 
@@ -27,11 +27,11 @@ def make_page(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Page:
     for run in runs:
         for problem in run.problems:
             page.warn(f"{run.name}: {problem}")
-    shown = [step for run in runs if (step := page.section(steps_told.trace, run)) is not None]
+    shown = [step for run in runs if (step := page.section(steps_section.trace, run)) is not None]
     page.section(conclusion.conclusion, runs, turns, shown)
     page.section(conclusion.gains, turns)
-    page.section(steps_told.timelines, shown)
-    for of_steps in (steps_told.step_times, steps_told.losses, steps_told.throughput, steps_told.memory):
+    page.section(steps_section.timelines, shown)
+    for of_steps in (steps_section.step_times, steps_section.losses, steps_section.throughput, steps_section.memory):
         page.section(of_steps, runs)
     for run in runs:
         for of_run in (

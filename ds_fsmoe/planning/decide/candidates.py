@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner
-from ds_fsmoe.planning.decide.plan_halves import plan_in_halves
-from ds_fsmoe.planning.decide.ways import MIN_GAIN, Kind, Near, PlanRequest, ways_to_run
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, Kind, Near, PlanRequest, requests_to_plan
+from ds_fsmoe.planning.decide.plan_two_batch import plan_two_batch
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Search:
 
     def fastest(self) -> ModelPlan:
         """Return the plan with the shortest predicted time; one in halves where it gains more than
-        :data:`~ds_fsmoe.planning.decide.ways.MIN_GAIN`."""
+        :data:`~ds_fsmoe.planning.decide.plan_requests.MIN_GAIN`."""
         return self._fastest(self._plans("whole", "halves"))
 
     def _fastest(self, plans: Sequence[ModelPlan]) -> ModelPlan:
         """Return the first plan, which has whole micro-batches, or the first one in halves."""
-        whole, halves = plans[0], next((each for each in plans if each.in_halves), None)
+        whole, halves = plans[0], next((each for each in plans if each.is_two_batch), None)
         if halves is None or self.planner.step_ms(halves) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
             return whole
         return halves
@@ -38,7 +38,7 @@ class Search:
         """Return the fastest plan of those that run a micro-batch as a whole."""
         return self._plans("whole")[0]
 
-    def in_halves(self) -> ModelPlan | None:
+    def best_two_batch(self) -> ModelPlan | None:
         """Return the fastest plan in halves, or ``None`` where there can be none."""
         return next(iter(self._plans("halves")), None)
 
@@ -82,13 +82,13 @@ class Search:
     def _plans(self, *kinds: Kind, near: Near | None = None) -> list[ModelPlan]:
         """Return the plans of the ways of these kinds, but for those that cannot be."""
         found: list[ModelPlan] = []
-        for way in ways_to_run(self.request, *kinds, near=near):
+        for way in requests_to_plan(self.request, *kinds, near=near):
             if way.sending == "at_once":
                 plan = found[0].sending_at_once()
             elif way.sending == "at_the_end":
                 plan = found[0].sending_at_the_end()
             else:
-                plan = plan_in_halves(self.planner, way) if way.in_halves else self.planner.plan(way)
+                plan = plan_two_batch(self.planner, way) if way.is_two_batch else self.planner.plan(way)
             if plan is not None:
                 found.append(plan)
         return found
@@ -98,5 +98,5 @@ def _distinct(plans: Sequence[ModelPlan]) -> list[ModelPlan]:
     """Return each distinct way to run the layers once; where gradients are placed follows from it."""
     found: dict[tuple, ModelPlan] = {}
     for plan in plans:
-        found.setdefault((plan.in_halves, plan.alltoalls, plan.orders, plan.sending), plan)
+        found.setdefault((plan.is_two_batch, plan.alltoalls, plan.orders, plan.sending), plan)
     return list(found.values())

@@ -91,8 +91,8 @@ class GradientPlan:
 
     def __post_init__(self) -> None:
         sent = [0] * len(self.sizes)
-        for parcels in self.parts:
-            for each in parcels:
+        for grad_slices in self.parts:
+            for each in grad_slices:
                 if each.first != sent[each.flat] or not each.first < each.stop <= self.sizes[each.flat]:
                     raise ValueError(f"{each} does not continue at element {sent[each.flat]} of its buffer")
                 sent[each.flat] = each.stop
@@ -100,7 +100,7 @@ class GradientPlan:
     @property
     def parts(self) -> tuple[tuple[GradientSlice, ...], ...]:
         """The slices in sending order: inside the first layer, beside what follows it, inside the second, ..."""
-        return tuple(parcels for window in zip(self.moe, self.dense, strict=True) for parcels in window)
+        return tuple(grad_slices for window in zip(self.moe, self.dense, strict=True) for grad_slices in window)
 
     def is_in_levels(self, flat: int) -> bool:
         """Return whether a buffer is added up inside nodes first, and then between them."""
@@ -113,10 +113,10 @@ class GradientPlan:
 
     def hidden(self) -> int:
         """The number of elements that are sent in windows."""
-        return sum(each.stop - each.first for parcels in self.parts for each in parcels)
+        return sum(each.stop - each.first for grad_slices in self.parts for each in grad_slices)
 
 
-def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: int) -> GradientPlan:
+def plan_by_rule(readiness: Sequence[BufferReadiness], mode: Mode, chunk_bytes: int) -> GradientPlan:
     """Return a plan for the case that no measurement says how much a window can hold.
 
     ``adaptive`` gives each remaining window the same share of what exists; ``fixed_chunk`` one slice of
@@ -133,17 +133,17 @@ def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: i
     Raises:
         ValueError: another mode.
     """
-    num_windows = max((len(each.ready) for each in supplies), default=0)
+    num_windows = max((len(each.ready) for each in readiness), default=0)
     if mode == "micro_ops":
-        return plan_micro_ops(supplies, [(0.0, 1.0)] * num_windows, lambda each: 1.0, chunk_bytes)
+        return plan_micro_ops(readiness, [(0.0, 1.0)] * num_windows, lambda each: 1.0, chunk_bytes)
     if mode not in ("adaptive", "fixed_chunk", "dense_only"):
         raise ValueError(f"mode = {mode!r}: the choices are adaptive, fixed_chunk, dense_only, micro_ops")
-    sent = [0] * len(supplies)
+    sent = [0] * len(readiness)
     moe: list[tuple[GradientSlice, ...]] = []
     dense: list[tuple[GradientSlice, ...]] = []
     for window in range(num_windows):
-        parcels: list[GradientSlice] = []
-        for index, supply in enumerate(supplies):
+        grad_slices: list[GradientSlice] = []
+        for index, supply in enumerate(readiness):
             there = supply.ready[window] - sent[index]
             if mode == "adaptive":
                 count = -(-there // (num_windows - window))
@@ -153,12 +153,12 @@ def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: i
                 count = there
             stop = supply.end(sent[index] + count)
             if stop > sent[index]:
-                parcels.append(GradientSlice(supply.kind, index, sent[index], stop))
+                grad_slices.append(GradientSlice(supply.kind, index, sent[index], stop))
                 sent[index] = stop
         beside = mode == "dense_only"
-        moe.append(() if beside else tuple(parcels))
-        dense.append(tuple(parcels) if beside else ())
-    return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in supplies))
+        moe.append(() if beside else tuple(grad_slices))
+        dense.append(tuple(grad_slices) if beside else ())
+    return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in readiness))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,40 +169,40 @@ class WindowBytes:
     dense: tuple[tuple[str, float], ...] = ()
 
 
-def plan_by_bytes(supplies: Sequence[BufferReadiness], windows: Sequence[WindowBytes]) -> GradientPlan:
+def plan_by_bytes(readiness: Sequence[BufferReadiness], windows: Sequence[WindowBytes]) -> GradientPlan:
     """Return a plan with the sizes that a planner has chosen, as far as enough gradients exist by then.
 
     Args:
         supplies: the supplies of the buffers.
         windows: the windows in the order of the backward; missing ones send nothing.
     """
-    num_windows = max((len(each.ready) for each in supplies), default=0)
-    sent = [0] * len(supplies)
+    num_windows = max((len(each.ready) for each in readiness), default=0)
+    sent = [0] * len(readiness)
 
     def take(slices: Sequence[tuple[str, float]], window: int) -> tuple[GradientSlice, ...]:
-        parcels = []
+        grad_slices = []
         for kind, size_bytes in slices:
-            for index, supply in enumerate(supplies):
+            for index, supply in enumerate(readiness):
                 if supply.kind != kind or size_bytes < supply.element_bytes:
                     continue
                 first = sent[index]
                 count = min(int(size_bytes) // supply.element_bytes, supply.ready[window] - first)
                 stop = supply.end(first + count)
                 if stop > first:
-                    parcels.append(GradientSlice(supply.kind, index, first, stop))
+                    grad_slices.append(GradientSlice(supply.kind, index, first, stop))
                     sent[index] = stop
                     size_bytes -= (stop - first) * supply.element_bytes
-        return tuple(parcels)
+        return tuple(grad_slices)
 
     moe, dense = [], []
     for window in range(num_windows):
         wanted = windows[window] if window < len(windows) else WindowBytes()
         moe.append(take(wanted.moe, window))
         dense.append(take(wanted.dense, window))
-    return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in supplies))
+    return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in readiness))
 
 
-def never_above(plan: GradientPlan, supplies: Sequence[BufferReadiness], most: int) -> GradientPlan:
+def never_above(plan: GradientPlan, readiness: Sequence[BufferReadiness], most: int) -> GradientPlan:
     """Return a plan that sends, beside what follows each layer, all that exists of a buffer where more than ``most``
     elements of it would wait: a rank need not hold what others update for longer.
 
@@ -211,11 +211,11 @@ def never_above(plan: GradientPlan, supplies: Sequence[BufferReadiness], most: i
         supplies: the supplies of the buffers.
         most: the elements of a buffer.
     """
-    sent = [0] * len(supplies)
+    sent = [0] * len(readiness)
 
-    def left(parcels: Sequence[GradientSlice]) -> list[GradientSlice]:
+    def left(grad_slices: Sequence[GradientSlice]) -> list[GradientSlice]:
         found = []
-        for each in parcels:
+        for each in grad_slices:
             if each.stop > sent[each.flat]:
                 found.append(replace(each, first=sent[each.flat]))
                 sent[each.flat] = each.stop
@@ -225,7 +225,7 @@ def never_above(plan: GradientPlan, supplies: Sequence[BufferReadiness], most: i
     for window in range(plan.num_windows):
         moe.append(tuple(left(plan.moe[window])))
         beside = left(plan.dense[window])
-        for index, supply in enumerate(supplies):
+        for index, supply in enumerate(readiness):
             stop = supply.end(supply.ready[window])
             if stop - sent[index] > most:
                 beside += left([GradientSlice(supply.kind, index, sent[index], stop)])
@@ -234,8 +234,8 @@ def never_above(plan: GradientPlan, supplies: Sequence[BufferReadiness], most: i
 
 
 def plan_micro_ops(
-    supplies: Sequence[BufferReadiness],
-    room: Sequence[tuple[float, float]],
+    readiness: Sequence[BufferReadiness],
+    window_bytes: Sequence[tuple[float, float]],
     cost_of: Callable[[GradientSlice], float],
     chunk_bytes: int,
 ) -> GradientPlan:
@@ -248,12 +248,12 @@ def plan_micro_ops(
         cost_of: what a slice takes of it.
         chunk_bytes: the bytes of a slice.
     """
-    num_windows = max((len(each.ready) for each in supplies), default=0)
-    ends = [each.micro_ops(chunk_bytes) for each in supplies]
+    num_windows = max((len(each.ready) for each in readiness), default=0)
+    ends = [each.micro_ops(chunk_bytes) for each in readiness]
     # A slice exists from the first window on that finds its end there; in no window it is left for the end.
     oldest = sorted(
         (bisect_left(supply.ready, end), index, place)
-        for index, supply in enumerate(supplies)
+        for index, supply in enumerate(readiness)
         for place, end in enumerate(ends[index])
     )
     parts: list[tuple[tuple[GradientSlice, ...], ...]] = []
@@ -261,15 +261,15 @@ def plan_micro_ops(
     for window in range(num_windows):
         num_there = bisect_right(oldest, window, key=lambda each: each[0])
         of_window = []
-        for left in room[window] if window < len(room) else (0.0, 0.0):
-            parcels: list[GradientSlice] = []
+        for left in window_bytes[window] if window < len(window_bytes) else (0.0, 0.0):
+            grad_slices: list[GradientSlice] = []
             while at < num_there and left > 0:
                 _, index, place = oldest[at]
                 first = ends[index][place - 1] if place else 0
-                parcels.append(GradientSlice(supplies[index].kind, index, first, ends[index][place]))
-                left -= cost_of(parcels[-1])
+                grad_slices.append(GradientSlice(readiness[index].kind, index, first, ends[index][place]))
+                left -= cost_of(grad_slices[-1])
                 at += 1
-            of_window.append(tuple(parcels))
+            of_window.append(tuple(grad_slices))
         parts.append(tuple(of_window))
     moe, dense = (tuple(each[part] for each in parts) for part in (0, 1))
-    return GradientPlan(moe, dense, tuple(each.numel for each in supplies))
+    return GradientPlan(moe, dense, tuple(each.numel for each in readiness))

@@ -53,11 +53,11 @@ class SendWindow:
 
     layer: int
     kind: Literal["moe", "dense"]
-    num_pieces: int
+    num_slices: int
     """How many pieces of the queue exist when the window opens."""
     extra_ms: Callable[[np.ndarray], np.ndarray]
     """Time of gradients sent in it -> how much longer the layer gets. The function never falls and is 0 for nothing."""
-    room_ms: float = 0.0
+    idle_ms: float = 0.0
     """The time in which no all-to-all waits, or is about to wait, for the link of the gradients."""
 
 
@@ -77,32 +77,32 @@ class _Queue:
     """The pieces end to end, measured by the time to send them and cut into equal steps."""
 
     def __init__(self, pieces: Sequence[QueuedGradient], num_steps: int) -> None:
-        self.pieces = [each for each in pieces if each.size_bytes > 0]
-        lengths = [each.size_bytes * each.cost.beta_ms for each in self.pieces]
+        self.parts = [each for each in pieces if each.size_bytes > 0]
+        lengths = [each.size_bytes * each.cost.beta_ms for each in self.parts]
         # A gradient that costs nothing per byte still has a length, or it could not be told from none.
         shortest = 1e-4 * sum(lengths) or 1e-6
         lengths = [each or shortest for each in lengths]
         self.ends = np.concatenate([[0.0], np.cumsum(lengths)])
-        self.num_steps = num_steps if self.pieces else 0
+        self.num_steps = num_steps if self.parts else 0
         self.step_ms = float(self.ends[-1]) / self.num_steps if self.num_steps else 0.0
         self._counts = np.cumsum([0, *(each.size_bytes > 0 for each in pieces)])
         at_ms = np.arange(self.num_steps + 1) * self.step_ms
-        is_expert = [each.kind == EXPERT_GRAD for each in self.pieces]
+        is_expert = [each.kind == EXPERT_GRAD for each in self.parts]
         self.expert_ms = np.interp(at_ms, self.ends, np.concatenate([[0.0], np.cumsum(lengths * np.array(is_expert))]))
         self.alphas_ms = [
             max(
-                (each.cost.alpha_ms for each, that in zip(self.pieces, is_expert, strict=True) if that is kind),
+                (each.cost.alpha_ms for each, that in zip(self.parts, is_expert, strict=True) if that is kind),
                 default=0.0,
             )
             for kind in (False, True)
         ]
         self.has = [False in is_expert, True in is_expert]
 
-    def exists(self, num_pieces: int) -> int:
+    def exists(self, num_slices: int) -> int:
         """Return how many steps of the queue exist when this many pieces do."""
         if not self.num_steps:
             return 0
-        return int(self.ends[self._counts[num_pieces]] / self.step_ms * (1 + 1e-12) + 1e-9)
+        return int(self.ends[self._counts[num_slices]] / self.step_ms * (1 + 1e-12) + 1e-9)
 
     def start_up_ms(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Return the time to launch the slices between two steps: one launch per kind of gradient in that range."""
@@ -128,8 +128,8 @@ class _Queue:
         found: dict[str, Slice] = {}
         # One piece more at either end, as steps and ends of pieces are rounded apart.
         begin, stop = np.searchsorted(self.ends, (first * self.step_ms, last * self.step_ms)).tolist()
-        for place in range(max(0, begin - 2), min(stop + 1, len(self.pieces))):
-            piece, start, end = self.pieces[place], self.ends[place], self.ends[place + 1]
+        for place in range(max(0, begin - 2), min(stop + 1, len(self.parts))):
+            piece, start, end = self.parts[place], self.ends[place], self.ends[place + 1]
             cuts = []
             for step in (first, last):
                 share = (step * self.step_ms - start) / (end - start)
@@ -189,7 +189,7 @@ def partition(
         # Many layers have a step or a few each: time grows with steps times windows.
         num_steps = max(len(pieces), min(4096, max(1, len(pieces)) * max(16, min(256, 2048 // max(1, len(pieces))))))
     queue = _Queue(pieces, num_steps)
-    if not queue.pieces:
+    if not queue.parts:
         return Partition(((),) * len(windows), (), 0.0)
     if mode == "off":
         return queue.partition([0] * len(windows), queue.tail_ms(0))
@@ -231,7 +231,7 @@ def _evaluated(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]
 def _dense_only(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     cuts, sent = [], 0
     for window in windows:
-        sent = queue.exists(window.num_pieces) if window.kind == "dense" else sent
+        sent = queue.exists(window.num_slices) if window.kind == "dense" else sent
         cuts.append(sent)
     return cuts
 
@@ -253,7 +253,7 @@ def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     kinds, num_mixed = np.zeros((steps + 1, 0), dtype=np.int8), 0
 
     for window in windows:
-        exists = queue.exists(window.num_pieces)
+        exists = queue.exists(window.num_slices)
         size = np.arange(exists + 1)
         # Equal layers share their function, so a window's prices are asked for once.
         key = id(window.extra_ms)
@@ -332,7 +332,7 @@ def _de(queue: _Queue, windows: Sequence[SendWindow], seed: int) -> list[int]:
         share_of = dict(zip(moe, shares, strict=True))
         result, sent = [], 0
         for index, window in enumerate(windows):
-            exists = max(sent, queue.exists(window.num_pieces))
+            exists = max(sent, queue.exists(window.num_slices))
             sent += _free_steps(queue, window, sent, exists)
             sent += round(share_of.get(index, 0.0) * (exists - sent))
             result.append(sent)
@@ -395,7 +395,7 @@ def _by_priority(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow]
         ends = [(0, *micro_op_ends(each, num_micro_ops(each, chunk_bytes))) for each in tensors]
         return [stop - first for each in ends for first, stop in itertools.pairwise(each) if stop > first]
 
-    return _one_by_one(pieces, windows, cut, lambda window, before_ms: before_ms < window.room_ms)
+    return _one_by_one(pieces, windows, cut, lambda window, before_ms: before_ms < window.idle_ms)
 
 
 def _check_number(size_bytes: float, chunk_bytes: int) -> None:
@@ -433,8 +433,8 @@ def _one_by_one(
 
     sent, total_ms, arrived = [], 0.0, 0
     for window in windows:
-        arrive(arrived, window.num_pieces)
-        arrived = max(arrived, window.num_pieces)
+        arrive(arrived, window.num_slices)
+        arrived = max(arrived, window.num_slices)
         here: list[Slice] = []
         here_ms = 0.0
         while waiting and may_begin(window, here_ms):

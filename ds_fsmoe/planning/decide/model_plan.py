@@ -12,9 +12,9 @@ from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.cost import Cost, LayerCosts
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.search import Choice
-from ds_fsmoe.planning.halves import halves_schedule
 from ds_fsmoe.planning.schedule import EXPERT_PARAMETERS, GRADIENT_TASKS, PARAMETERS, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, play
+from ds_fsmoe.planning.two_batch import two_batch_schedule
 from ds_fsmoe.planning.workload import Layer
 
 Sending = Literal["placed", "at_once", "at_the_end"]
@@ -36,7 +36,7 @@ class ModelPlan:
     """The names of the all-to-alls in the order of the forward; empty if there was no choice."""
     alltoalls_ms: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
     """All-to-all -> the time of both phases of the layer with it."""
-    in_halves: bool = False
+    is_two_batch: bool = False
     """Whether the two halves of a micro-batch take turns; the plans of layers are then those of one half."""
     sending: Sending = "placed"
     """How gradients got into windows: placed where they cost least; all that there are when one opens; or none, so that
@@ -119,10 +119,10 @@ class ModelPlan:
     def schedules(self) -> tuple[Schedule, Schedule]:
         """Return the schedules of the forward and of the backward."""
         backward, recomputed = (self.layers[::-1], self.backward), self.forward[::-1]
-        if self.in_halves:
+        if self.is_two_batch:
             return (
-                halves_schedule(self.layers, self.forward, "forward"),
-                halves_schedule(*backward, "backward", self.tail, recomputed),
+                two_batch_schedule(self.layers, self.forward, "forward"),
+                two_batch_schedule(*backward, "backward", self.tail, recomputed),
             )
         return (
             model_schedule(self.layers, self.forward, "forward"),

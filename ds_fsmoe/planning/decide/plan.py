@@ -30,9 +30,9 @@ from ds_fsmoe.planning.decide.gradients import (
     window_prices,
 )
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, PlanRequest, SearchSpace, requests_to_plan
 from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.decide.search import Choice, choose
-from ds_fsmoe.planning.decide.ways import MIN_GAIN, PlanRequest, SearchSpace, ways_to_run
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
@@ -118,14 +118,14 @@ class Planner:
     def __post_init__(self) -> None:
         self.written = LayerCosts.written(self.costs, self.settings.host_ms)
 
-    def plan(self, way: PlanRequest) -> ModelPlan:
+    def plan(self, request: PlanRequest) -> ModelPlan:
         """Plan a step of whole micro-batches, and choose what its way leaves open."""
-        if way.kind == "isolated":
-            ideal = Planner(self.costs, replace(self.settings, contention=IDEAL)).plan(replace(way, kind="whole"))
-            return self.plan(replace(way, kind="given", alltoalls=ideal.alltoalls, orders=ideal.orders))
-        options, spaces = way.options, way.spaces
-        if way.orders is not None:
-            spaces = [space.with_orders(*given) for space, given in zip(spaces, way.orders, strict=True)]
+        if request.kind == "isolated":
+            ideal = Planner(self.costs, replace(self.settings, contention=IDEAL)).plan(replace(request, kind="whole"))
+            return self.plan(replace(request, kind="given", alltoalls=ideal.alltoalls, orders=ideal.orders))
+        options, spaces = request.options, request.spaces
+        if request.orders is not None:
+            spaces = [space.with_orders(*given) for space, given in zip(spaces, request.orders, strict=True)]
         self._learn((layer, space, ()) for each, space in zip(options, spaces, strict=True) for layer in each.values())
         fastest, times = [], []
         for of_layer, space in zip(options, spaces, strict=True):
@@ -133,20 +133,20 @@ class Planner:
             first, best = next(iter(of_names)), min(of_names, key=of_names.__getitem__)
             fastest.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
             times.append(of_names)
-        names = fastest if way.alltoalls is None else way.alltoalls
+        names = fastest if request.alltoalls is None else request.alltoalls
         layers = [each[name] for each, name in zip(options, names, strict=True)]
         # Layers that are equal are planned once, and told apart by a number from here on.
         numbers: dict[tuple[Layer, SearchSpace], int] = {}
         kinds = [numbers.setdefault(each, len(numbers)) for each in zip(layers, spaces, strict=True)]
         alone = [self.choose(*each) for each in numbers]
         # A system of one degree chooses it without its gradients.
-        is_alone = [way.kind == "windows" or space.common_degree for _, space in numbers]
+        is_alone = [request.kind == "windows" or space.common_degree for _, space in numbers]
         final = [
             space.with_orders(*(each.order for each in pair)) if stays else space
             for (_, space), pair, stays in zip(numbers, alone, is_alone, strict=True)
         ]
         distinct = [layer for layer, _ in numbers]
-        split = self._partition(distinct, kinds[::-1], alone, final, way.mode, way.carried)
+        split = self._partition(distinct, kinds[::-1], alone, final, request.mode, request.carried)
         sending = ((kinds[-1 - index], split.slices[2 * index]) for index in range(len(kinds)))
         self._learn((distinct[kind], final[kind], moe) for kind, moe in sending)
         pairs, plans = [], []
@@ -287,7 +287,7 @@ class Planner:
             ]
         rooms_ms = [(0.0, 0.0)] * len(layers)
         if mode == "micro_ops":
-            rooms_ms = [self._rooms_ms(*each, _lanes(grads)) for each in zip(layers, alone, strict=True)]
+            rooms_ms = [self._idle_link_ms(*each, _lanes(grads)) for each in zip(layers, alone, strict=True)]
         pieces = [piece(each, layers[kinds[0]], -1) for each in carried]
         windows = []
         for index, kind in enumerate(kinds):
@@ -307,7 +307,7 @@ class Planner:
             seed=settings.seed,
         )
 
-    def _rooms_ms(self, layer: Layer, alone: tuple[Choice, Choice], lanes: tuple[Lane, ...]) -> tuple[float, float]:
+    def _idle_link_ms(self, layer: Layer, alone: tuple[Choice, Choice], lanes: tuple[Lane, ...]) -> tuple[float, float]:
         """Return how long gradients may begin inside a layer and beside what follows it, with no all-to-all that waits
         for their link: inside it only where tokens stay on their rank."""
         if self.settings.is_serial:
@@ -353,7 +353,7 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     request = PlanRequest(options, space, mode_of(name), carried=carried)
     if name != BEST:
         return planner.plan(request)
-    plans = [planner.plan(each) for each in ways_to_run(request, "whole", "windows")]
+    plans = [planner.plan(each) for each in requests_to_plan(request, "whole", "windows")]
     return plans[smallest_of_best([planner.batch_ms(each) for each in plans])]
 
 

@@ -14,7 +14,7 @@ from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.workload import MoEWork
 
-MOST_IN_HALVES = 4
+MOST_IN_TWO_BATCH = 4
 """The most chunks of a half, where no number is asked for."""
 
 
@@ -26,7 +26,7 @@ class Proposal:
     moe: MoEWork
     """The layer's stages, which say how its tokens are exchanged; of a half, what the half has of them."""
     backward: bool
-    in_halves: bool = False
+    is_two_batch: bool = False
     """Whether the two halves of a micro-batch take turns."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """Kind of task -> its cost in this phase; empty where nothing is measured, as for ``lina`` by rule."""
@@ -34,7 +34,7 @@ class Proposal:
     @property
     def is_stock(self) -> bool:
         """Whether it is DeepSpeed's: the whole micro-batch, in one chunk."""
-        return self.order.degree == 1 and not self.in_halves
+        return self.order.degree == 1 and not self.is_two_batch
 
 
 Rule = Callable[[Proposal], bool]
@@ -46,12 +46,12 @@ def has_slots(proposal: Proposal) -> bool:
     return proposal.moe.capacity is None or proposal.order.degree <= max(1, proposal.moe.capacity)
 
 
-def has_few_chunks_in_halves(proposal: Proposal) -> bool:
+def has_few_chunks_in_two_batch(proposal: Proposal) -> bool:
     """Allow few chunks where the other half computes meanwhile: there is little left for more to hide."""
-    return not proposal.in_halves or proposal.order.degree <= MOST_IN_HALVES
+    return not proposal.is_two_batch or proposal.order.degree <= MOST_IN_TWO_BATCH
 
 
-RULES: list[Rule] = [has_slots, has_few_chunks_in_halves]
+RULES: list[Rule] = [has_slots, has_few_chunks_in_two_batch]
 """All of which a way has to pass. A further rule is a function, written here."""
 
 
@@ -64,7 +64,7 @@ def allowed(
     orders: Iterable[Order],
     moe: MoEWork,
     backward: bool,
-    in_halves: bool = False,
+    is_two_batch: bool = False,
     costs: Mapping[str, Cost] | None = None,
 ) -> list[Order]:
     """Return which of these orders may be chosen for a layer in a phase.
@@ -76,7 +76,7 @@ def allowed(
         in_halves: whether it is run in halves.
         costs: kind of task -> its cost in the phase.
     """
-    proposals = [Proposal(each, moe, backward, in_halves, costs or {}) for each in dict.fromkeys(orders)]
+    proposals = [Proposal(each, moe, backward, is_two_batch, costs or {}) for each in dict.fromkeys(orders)]
     return [each.order for each in proposals if may_be_chosen(each)]
 
 

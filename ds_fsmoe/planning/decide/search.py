@@ -16,7 +16,7 @@ from ds_fsmoe.planning.block import Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.decide.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
-from ds_fsmoe.planning.decide.ways import Degree, SearchSpace
+from ds_fsmoe.planning.decide.plan_requests import Degree, SearchSpace
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
 
@@ -33,7 +33,7 @@ class Choice:
     """The predicted time, with the gradients that are sent in it; of several micro-batches the mean."""
     isolated_ms: float
     """The predicted time if lanes did not slow each other down."""
-    uncut_ms: float
+    unchunked_ms: float
     """The time of the first way with one chunk, which is stock's schedule if that may be chosen."""
     runner_up: Degree
     """The best other degree, the other phase being what it is or, where both have to be alike, as this one; ``None`` if
@@ -76,7 +76,7 @@ class _Phase:
         self._differs = times.other is not None
         self._best: dict[tuple[int, bool], tuple[float, Order]] = {}
         base = orders[0] if orders[0].degree == 1 else Order(1, orders[0].links)
-        self.uncut_ms = float(times.mean_ms([base])[0])
+        self.unchunked_ms = float(times.mean_ms([base])[0])
         """The time of the first way with one chunk, over which others have to gain."""
         places: dict[int, list[int]] = {}
         for place, order in enumerate(orders):
@@ -86,7 +86,7 @@ class _Phase:
             times_ms = times.mean_ms(orders, same_chunks).tolist()
             for degree, at in places.items():
                 best = at[smallest_of_best([times_ms[place] for place in at])]
-                if degree == 1 and times_ms[best] >= (1 - min_gain) * self.uncut_ms:
+                if degree == 1 and times_ms[best] >= (1 - min_gain) * self.unchunked_ms:
                     best = at[0]
                 self._best[degree, same_chunks] = times_ms[best], orders[best]
 
@@ -142,7 +142,7 @@ def choose(
                 order,
                 found_ms,
                 alone_ms,
-                open_phase.uncut_ms,
+                open_phase.unchunked_ms,
                 runner_up,
                 None if runner_up is None else others[runner_up][0],
                 auto[number],
@@ -211,11 +211,11 @@ def _best_pair(forward: _Phase, backward: _Phase, min_gain: float, must_match: b
         # Two different ones that are both asked for stay what they are.
         is_open = same if same.any() else np.ones_like(same)
         uncut = is_open & (f_degrees == 1) & (b_degrees == 1)
-        uncut_ms = forward.uncut_ms + backward.uncut_ms
+        uncut_ms = forward.unchunked_ms + backward.unchunked_ms
         is_open = is_open & (uncut | (not uncut.any()) | (times_ms < (1 - min_gain) * uncut_ms))
     else:
         f_gains, b_gains = (
-            (degrees == 1) | (1 not in phase.degrees) | (phase_ms < (1 - min_gain) * phase.uncut_ms)
+            (degrees == 1) | (1 not in phase.degrees) | (phase_ms < (1 - min_gain) * phase.unchunked_ms)
             for phase, degrees, phase_ms in ((forward, f_degrees, f_ms), (backward, b_degrees, b_ms))
         )
         is_open = f_gains & b_gains

@@ -12,7 +12,7 @@ from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner
-from ds_fsmoe.planning.decide.ways import SearchSpace, stock_way
+from ds_fsmoe.planning.decide.plan_requests import SearchSpace, stock_request
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer, kind_costs
@@ -95,13 +95,13 @@ def predict_step(
         whole_ms = rest_ms + gradients_ms
         return StepTimes(whole_ms, whole_ms, whole_ms, dense_ms, gradients_ms, gradients_ms, whole_ms)
     how = {"contention": settings.contention, "is_serial": settings.is_serial}
-    stock = planner.plan(stock_way(options)).without_gradients()
+    stock = planner.plan(stock_request(options)).without_gradients()
 
     def least(each: Mapping[str, Layer]) -> Layer:
         return min(map(_at_its_fastest, each.values()), key=lambda layer: _least_ms(layer, settings.max_degree))
 
     def bound_ms(layers: Sequence[Layer]) -> float:
-        return sum(busiest_ms(layers, {}) if plan.in_halves else step_bounds_ms(layers, {}, settings.max_degree))
+        return sum(busiest_ms(layers, {}) if plan.is_two_batch else step_bounds_ms(layers, {}, settings.max_degree))
 
     without, fastest = plan.without_gradients(), [least(each) for each in options]
     earlier_ms, last_ms = without.step_ms({}, **how), plan.step_ms({}, **how)

@@ -199,7 +199,7 @@ class Slowdowns:
             traffic=more([(inter, compute), (intra, compute)]),
         )
 
-    def pays(self) -> dict[tuple[Lane, Lane], float]:
+    def overlap_gains(self) -> dict[tuple[Lane, Lane], float]:
         """Return pair of lanes -> how much work both do at once, in units of one lane alone: 2 is ideal, 1 no gain."""
         pairs = itertools.combinations(Lane, 2)
         return {(a, b): 1 / self.factors[a, b] + 1 / self.factors[b, a] for a, b in pairs if (a, b) in self.factors}

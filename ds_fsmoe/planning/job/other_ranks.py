@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.groups import Crossings, Groups, crosses_once, expected_crossings
-from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, RecordedWay
+from ds_fsmoe.planning.groups import Fanout, Groups, can_deduplicate, expected_fanout
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedJob, RecordedKind
 from ds_fsmoe.planning.schedule import EXPERT_GRAD
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll, kind_costs
 
 _GRADIENT_BYTES = 1 << 20
 """The size at which collectives of gradients are compared."""
@@ -83,17 +83,17 @@ def on_other_ranks(job: RecordedJob, cluster: Cluster, other: OtherRanks) -> Rec
 
 def _kind(job: RecordedJob, kind: RecordedKind, cluster: Cluster, other: OtherRanks) -> RecordedKind:
     groups = other.groups(kind.groups, kind.shape.num_experts)
-    name, way = next(iter(kind.ways.items()))
+    name, way = next(iter(kind.alltoalls.items()))
     alltoall = other.alltoall or way.planned
-    if alltoall == ONCE_PER_NODE and not crosses_once(groups):
-        raise ValueError(f"{ONCE_PER_NODE}: needs whole experts on several ranks of several nodes")
+    if alltoall == NODE_DEDUPLICATED and not can_deduplicate(groups):
+        raise ValueError(f"{NODE_DEDUPLICATED}: needs whole experts on several ranks of several nodes")
     # The nearest of those that were timed is what others are held against.
-    name, way = next(((key, each) for key, each in kind.ways.items() if each.planned == alltoall), (name, way))
+    name, way = next(((key, each) for key, each in kind.alltoalls.items() if each.planned == alltoall), (name, way))
     was_local, is_local = kind.groups.ep * kind.groups.esp, groups.ep * groups.esp
     shape = replace(
         kind.shape,
         num_weights=max(1, kind.shape.num_weights * was_local // is_local),
-        crossings=_crossings(kind, groups) if alltoall == ONCE_PER_NODE else kind.shape.crossings,
+        crossings=_fanout(kind, groups) if alltoall == NODE_DEDUPLICATED else kind.shape.crossings,
     )
     was, now = kind_costs(cluster, kind.groups, way.planned), kind_costs(cluster, groups, alltoall)
     sizes = _sizes(groups, shape, alltoall)
@@ -105,17 +105,17 @@ def _kind(job: RecordedJob, kind: RecordedKind, cluster: Cluster, other: OtherRa
         return own[each].times(now[each].ms(size) / before_ms) if before_ms else now[each]
 
     fitted = costs.among_others(now, cost_of)
-    return replace(kind, groups=groups, shape=shape, ways={alltoall: RecordedWay(alltoall, None, fitted)})
+    return replace(kind, groups=groups, shape=shape, alltoalls={alltoall: RecordedAllToAll(alltoall, None, fitted)})
 
 
-def _crossings(kind: RecordedKind, groups: Groups) -> Crossings:
+def _fanout(kind: RecordedKind, groups: Groups) -> Fanout:
     """Return how often a token crosses, for each of its choices: as counted in the job where the places are its own."""
     at, counted = groups.placements["ep"], kind.shape.crossings
     if counted is not None and at == kind.groups.placements["ep"]:
         return counted
     k = kind.num_choices or 1
-    found = expected_crossings(kind.shape.num_experts, k, at.nodes, at.per_node)
-    return Crossings(found.nodes / k, found.ranks / k)
+    found = expected_fanout(kind.shape.num_experts, k, at.nodes, at.per_node)
+    return Fanout(found.nodes / k, found.ranks / k)
 
 
 def _sizes(groups: Groups, shape: CallShape, alltoall: AllToAll) -> dict[str, float]:

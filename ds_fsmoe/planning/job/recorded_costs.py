@@ -17,7 +17,7 @@ from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
 from ds_fsmoe.planning.cost import Cost, LayerCosts
 from ds_fsmoe.planning.decide.gradients import Mode
 from ds_fsmoe.planning.decide.plan import Settings
-from ds_fsmoe.planning.groups import Crossings, Groups, PlacedGroups, Placement
+from ds_fsmoe.planning.groups import Fanout, Groups, PlacedGroups, Placement
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.phase_plan import gradient_lanes
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, Lane
@@ -27,7 +27,7 @@ from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS
 
 
 @dataclass(frozen=True)
-class RecordedWay:
+class RecordedAllToAll:
     """One all-to-all of a kind of layers, and what its tasks cost with it."""
 
     planned: AllToAll
@@ -46,9 +46,9 @@ class RecordedKind:
     groups: Groups
     shape: CallShape
     """The sizes of a call, experts as one product of all their weights."""
-    ways: Mapping[str, RecordedWay]
+    alltoalls: Mapping[str, RecordedAllToAll]
     """Name of an all-to-all -> what it costs; the one that was run at first comes first."""
-    is_uncut: bool = False
+    is_unchunked: bool = False
     """Whether the layers may not be cut."""
     num_choices: int | None = None
     """The experts of a token, k; ``None``: not known."""
@@ -90,7 +90,9 @@ class RecordedJob:
     @property
     def is_measured(self) -> bool:
         """Whether the costs of tasks were measured, and not only what the layers are."""
-        return bool(self.kinds) and all(way.profile is not None for kind in self.kinds for way in kind.ways.values())
+        return bool(self.kinds) and all(
+            way.profile is not None for kind in self.kinds for way in kind.alltoalls.values()
+        )
 
     @property
     def contention(self) -> Contention:
@@ -110,9 +112,9 @@ class RecordedJob:
         )
 
     @property
-    def uncut(self) -> list[bool]:
+    def unchunked(self) -> list[bool]:
         """Return for each layer, in the order of the forward, whether it may not be cut."""
-        return [self.kind_of(label).is_uncut for label in self.labels]
+        return [self.kind_of(label).is_unchunked for label in self.labels]
 
     def kind_of(self, label: str) -> RecordedKind:
         """Return the kind of a layer."""
@@ -126,7 +128,7 @@ class RecordedJob:
         """
         key = self.kinds.index(kind), name
         if key not in self._costs:
-            way = kind.ways[name]
+            way = kind.alltoalls[name]
             found = way.fitted if way.profile is None else way.profile.costs(self.issues_ahead)
             if found is None:
                 raise ValueError(f"{', '.join(kind.labels)}: no costs are known for the tasks of these layers")
@@ -149,7 +151,7 @@ class RecordedJob:
                 name: layer_of_call(
                     kind.groups, kind.shape, self._sending(kind, name, mode), way.planned, shares_ms, gradients
                 )
-                for name, way in kind.ways.items()
+                for name, way in kind.alltoalls.items()
             }
         return [found[self.kinds.index(self.kind_of(label))] for label in self.labels]
 
@@ -189,7 +191,10 @@ class RecordedJob:
             contention: how lanes slow each other down.
         """
         kinds = tuple(
-            replace(kind, ways={name: replace(way, fitted=fitted[kind.labels[0]]) for name, way in kind.ways.items()})
+            replace(
+                kind,
+                alltoalls={name: replace(way, fitted=fitted[kind.labels[0]]) for name, way in kind.alltoalls.items()},
+            )
             for kind in self.kinds
         )
         compute, *links = Lane
@@ -248,9 +253,9 @@ def _kind_as_data(kind: RecordedKind) -> dict[str, Any]:
         "ways": {
             name: {"planned": way.planned}
             | ({} if way.profile is None else {"measured": _profile_as_data(way.profile)})
-            for name, way in kind.ways.items()
+            for name, way in kind.alltoalls.items()
         },
-        "is_uncut": kind.is_uncut,
+        "is_uncut": kind.is_unchunked,
         "num_choices": kind.num_choices,
     }
 
@@ -319,9 +324,9 @@ def _one_of(value: Any, choices: tuple[str, ...]) -> Any:
 def _kind(data: Any) -> RecordedKind:
     shape = data["shape"] | {"slices_bytes": (), "wires": tuple(map(float, data["shape"]["wires"]))}
     if shape["crossings"] is not None:
-        shape["crossings"] = Crossings(**shape["crossings"])
+        shape["crossings"] = Fanout(**shape["crossings"])
     ways = {
-        name: RecordedWay(
+        name: RecordedAllToAll(
             cast(AllToAll, _one_of(way["planned"], ALLTOALLS)),
             _profile(way["measured"]) if "measured" in way else None,
         )

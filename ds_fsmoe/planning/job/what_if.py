@@ -19,12 +19,12 @@ from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, mode_of
+from ds_fsmoe.planning.decide.plan_requests import Degree, PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, preset
-from ds_fsmoe.planning.decide.ways import Degree, PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
-from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
 _TURNS = 22
 """The halvings by which a number is found that explains a measured time."""
@@ -96,7 +96,7 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
             Order(row["degree"], row["order"], row.get("conversions", "links")) for row in found if row is not None
         )
         orders.append((forward, backward))
-        ways, planned = job.kind_of(label).ways, (found[0] or {}).get("alltoall")
+        ways, planned = job.kind_of(label).alltoalls, (found[0] or {}).get("alltoall")
         alltoalls.append(next((name for name, way in ways.items() if way.planned == planned), next(iter(ways))))
     return Ran(tuple(orders), tuple(alltoalls))
 
@@ -115,12 +115,12 @@ class WhatIf:
         self.rest_ms = rest_ms or job.rest_ms or (0.0, 0.0)
         options, space = job.options(job.mode, self.rest_ms), job.settings.space(job.schedule)
         self._planner = Planner({}, job.settings)
-        self._request = PlanRequest(options, space, job.mode, job.links, job.uncut)
+        self._request = PlanRequest(options, space, job.mode, job.links, job.unchunked)
 
     @property
     def must_match(self) -> bool:
         """Whether both phases must have the same degree, by the job's schedule or because experts draw numbers."""
-        uses_rng = any(self.job.costs_of(kind, next(iter(kind.ways))).uses_rng for kind in self.job.kinds)
+        uses_rng = any(self.job.costs_of(kind, next(iter(kind.alltoalls))).uses_rng for kind in self.job.kinds)
         return uses_rng or self._request.space.common_degree
 
     def by_schedule(self, schedule: str) -> Prediction:
@@ -244,7 +244,7 @@ def larger_ep_sizes(job: RecordedJob, cluster: Cluster) -> dict[int, float]:
         return {}
     # Slots that nobody fills travel as well: they do not cross to a node once.
     has_rows = all(kind.shape.num_tokens is not None for kind in job.kinds)
-    alltoalls: tuple[AllToAll | None, ...] = (None, ONCE_PER_NODE) if has_rows else (None,)
+    alltoalls: tuple[AllToAll | None, ...] = (None, NODE_DEDUPLICATED) if has_rows else (None,)
 
     def step_ms(ep: int, alltoall: AllToAll | None) -> float:
         try:

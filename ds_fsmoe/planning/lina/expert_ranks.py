@@ -13,7 +13,7 @@ import numpy as np
 
 _FIRST_LOAD, _NEXT_LOAD = 1.02, 1.03
 """The highest load that a rank may have at first, as a multiple of the mean, and the factor to the next one tried."""
-_WAYS = ((1, True), (1, False), (2, True), (2, False))
+_VARIANTS = ((1, True), (1, False), (2, True), (2, False))
 """The ways to pack, in order: how many times the fewest parts, and whether by first fit or on the least loaded rank."""
 
 
@@ -21,7 +21,7 @@ def ranks_of_experts(
     popularity_E: np.ndarray,
     num_ranks: int,
     most_per_rank: int = 4,
-    held: Sequence[Sequence[int]] | None = None,
+    now: Sequence[Sequence[int]] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Return the experts of each of G ranks, ascending: popular ones on several, unpopular ones packed on few.
 
@@ -52,11 +52,11 @@ def ranks_of_experts(
     if not np.isfinite(popularity_E).all() or (popularity_E < 0).any():
         raise ValueError("popularity must be a finite number of at least 0")
     num_experts = len(popularity_E)
-    if held is None:
-        held = [each.tolist() for each in np.array_split(np.arange(num_experts), num_ranks)]
+    if now is None:
+        now = [each.tolist() for each in np.array_split(np.arange(num_experts), num_ranks)]
     largest = popularity_E.max()
     if not largest:
-        return tuple(tuple(sorted(each)) for each in held)
+        return tuple(tuple(sorted(each)) for each in now)
     relative = (popularity_E / largest).tolist()
     # Added up exactly, so that all ranks get the same.
     total = math.fsum(relative)
@@ -64,11 +64,11 @@ def ranks_of_experts(
     most = max(most_per_rank, 2 * -(-num_experts // num_ranks))
     highest = _FIRST_LOAD
     while True:
-        for more, first_fits in _WAYS:
+        for more, first_fits in _VARIANTS:
             copies = [min(num_ranks, max(1, math.ceil(more * each / highest))) for each in loads]
             packed = _packed(loads, copies, num_ranks, most, highest, first_fits)
             if packed is not None:
-                return _as_held(packed, held)
+                return _on_nearest_ranks(packed, now)
         highest *= _NEXT_LOAD
 
 
@@ -98,9 +98,9 @@ def _packed(
     return ranks
 
 
-def _as_held(packed: list[list[int]], held: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def _on_nearest_ranks(packed: list[list[int]], now: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Assign sets of experts to the ranks that have most of them already."""
-    have = [set(each) for each in held]
+    have = [set(each) for each in now]
     pairs = ((at, rank) for at in range(len(packed)) for rank in range(len(have)))
     common = [(-len(have[rank].intersection(packed[at])), at, rank) for at, rank in pairs]
     taken: dict[int, int] = {}

@@ -41,7 +41,7 @@ from ds_fsmoe.ops import Ops
 
 
 @dataclass(frozen=True)
-class HeldTable:
+class ExpertCacheTable:
     """Says which experts each rank holds in a call, the same on every rank.
 
     Every rank has as many places as the one with most experts; those behind a rank's experts are empty. Place p is on
@@ -99,12 +99,12 @@ class HeldTable:
         rows = rows_E / self.copies_E
         return np.array([rows[list(experts)].sum() for experts in self.experts_of_rank])
 
-    def staying(self, before: HeldTable) -> HeldTable:
+    def in_same_places(self, before: ExpertCacheTable) -> ExpertCacheTable:
         """Return the same table with experts in the places that they had before, where they may stay there."""
-        return replace(self, experts_of_rank=tuple(map(_staying, self.experts_of_rank, before.experts_of_rank)))
+        return replace(self, experts_of_rank=tuple(map(_in_same_places, self.experts_of_rank, before.experts_of_rank)))
 
 
-def _staying(experts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+def _in_same_places(experts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
     stays = [each if each in experts else None for each in before[: len(experts)]]
     stays += [None] * (len(experts) - len(stays))
     come = iter(sorted(set(experts).difference(each for each in stays if each is not None)))
@@ -118,7 +118,7 @@ def rows_of_experts(routing: Routing) -> torch.Tensor:
     return counts.scatter_add_(0, expert_KS, torch.ones_like(expert_KS))[:-1]
 
 
-def dealt(routing: Routing, rows_E: torch.Tensor, table: HeldTable, rank: int, ops: Ops) -> Routing:
+def route_to_copies(routing: Routing, rows_E: torch.Tensor, table: ExpertCacheTable, rank: int, ops: Ops) -> Routing:
     """Return a decision about E experts as one about places, with one slot of each.
 
     The rows of an expert that is on several ranks go to them in turn, token by token; each rank begins with another
@@ -170,7 +170,7 @@ Where = Literal["host", "home"]
 
 
 @dataclass(frozen=True)
-class Room:
+class ExpertCacheMemory:
     """The memory for the weights of one layer's experts, before any is there."""
 
     stacks: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class Room:
     """Name -> [experts that a rank holds at the most, ...], where they are computed; empty: in the stacks."""
 
     @classmethod
-    def made(cls, form: ExpertForm, num_experts: int, most: int, where: Where) -> Room:
+    def made(cls, form: ExpertForm, num_experts: int, most: int, where: Where) -> ExpertCacheMemory:
         """Return new memory.
 
         Args:
@@ -225,11 +225,11 @@ class AllOnHost:
         self._called, self._rank = form.called(stacks), rank
         self._experts: tuple[int, ...] = ()
 
-    def arranged(self, table: HeldTable) -> HeldTable:
+    def arranged(self, table: ExpertCacheTable) -> ExpertCacheTable:
         """Return the table with the experts of each rank ascending, as their weights lie."""
-        return HeldTable(tuple(tuple(sorted(each)) for each in table.experts_of_rank), table.num_experts)
+        return ExpertCacheTable(tuple(tuple(sorted(each)) for each in table.experts_of_rank), table.num_experts)
 
-    def prepare(self, table: HeldTable) -> None:
+    def prepare(self, table: ExpertCacheTable) -> None:
         """Make the experts of this table available."""
         self._experts = table.experts_of_rank[self._rank]
 
@@ -248,34 +248,36 @@ class Buffered:
         room: the memory for them, its stacks filled, if there are any.
     """
 
-    def __init__(self, form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> None:
-        stacks = room.stacks or None
-        self._form, self._homes, self._block, self._stacks = form, homes, block, stacks
+    def __init__(
+        self, form: ExpertForm, primary_experts: Sequence[Sequence[int]], block: RowBlock, memory: ExpertCacheMemory
+    ) -> None:
+        stacks = memory.stacks or None
+        self._form, self._primary_experts, self._block, self._stacks = form, primary_experts, block, stacks
         self._rank = block.ep_index
-        self._table = HeldTable(tuple(map(tuple, homes)), sum(map(len, homes)))
-        self._row_of_own = {expert: index for index, expert in enumerate(homes[self._rank])}
+        self._table = ExpertCacheTable(tuple(map(tuple, primary_experts)), sum(map(len, primary_experts)))
+        self._row_of_own = {expert: index for index, expert in enumerate(primary_experts[self._rank])}
         is_whole = not any(map(is_shared_out, form.parameters))
         self.may_be_early = stacks is not None or is_whole
         # What ZeRO 3 has shared out is whole within the layer's forward only.
         self._reads_own = stacks is None or is_whole
-        self._buffers = dict(room.buffers)
-        self._held: list[int] = []
+        self._buffers = dict(memory.buffers)
+        self._cached: list[int] = []
         self._fetching: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {}
-        self._coming: list[int] = []
+        self._prefetched: list[int] = []
         self._called: CalledExperts | None = None
         device = form.device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def arranged(self, table: HeldTable) -> HeldTable:
+    def arranged(self, table: ExpertCacheTable) -> ExpertCacheTable:
         """Return the table with experts that stay in the places that they have."""
-        return table.staying(self._table)
+        return table.in_same_places(self._table)
 
-    def prepare(self, table: HeldTable) -> None:
+    def prepare(self, table: ExpertCacheTable) -> None:
         """Begin to have the experts of this table. Collective over the block where weights are fetched."""
         self._finish()
         before, self._table = self._table, table
         experts = table.experts_of_rank[self._rank]
-        self._make_room(len(experts))
+        self._grow_buffers(len(experts))
         if self._stacks is None:
             self._fetch(before)
         if self._side is not None:
@@ -283,31 +285,31 @@ class Buffered:
             self._side.wait_stream(torch.cuda.current_stream(self._form.device))
         with torch.cuda.stream(self._side):
             for row, expert in enumerate(experts):
-                if row < len(self._held) and self._held[row] == expert:
+                if row < len(self._cached) and self._cached[row] == expert:
                     continue
                 for name, buffer in self._buffers.items():
                     weight = self._at_hand(name, expert)
                     if weight is not None:
                         buffer[row].copy_(weight, non_blocking=True)
-        self._held = list(experts)
+        self._cached = list(experts)
 
     def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> ExpertCall:
         """Return one call of the experts of the last table."""
         self._finish()
         if self._called is None:
             self._called = self._form.called(self._buffers)
-        return self._called(tuple(range(len(self._held))), rows, x_RM)
+        return self._called(tuple(range(len(self._cached))), rows, x_RM)
 
     def _at_hand(self, name: str, expert: int) -> torch.Tensor | None:
         """Return a weight that need not be fetched."""
         if expert in self._row_of_own and self._reads_own:
             return self._form.own(name, self._row_of_own[expert])
-        if expert in self._held:
+        if expert in self._cached:
             # It was in a place behind those of this table, of which none is written to.
-            return self._buffers[name][self._held.index(expert)]
+            return self._buffers[name][self._cached.index(expert)]
         return None if self._stacks is None else self._stacks[name][expert]
 
-    def _make_room(self, num_held: int) -> None:
+    def _grow_buffers(self, num_held: int) -> None:
         """Make buffers of at least so many experts."""
         if self._buffers and num_held <= len(next(iter(self._buffers.values()))):
             return
@@ -319,23 +321,23 @@ class Buffered:
             self._buffers[name] = grown
         self._called = None
 
-    def _fetch(self, before: HeldTable) -> None:
+    def _fetch(self, before: ExpertCacheTable) -> None:
         """Begin to fetch what ranks neither have at home nor had before. Every rank knows all of that."""
-        tables = zip(self._table.experts_of_rank, before.experts_of_rank, self._homes, strict=True)
+        tables = zip(self._table.experts_of_rank, before.experts_of_rank, self._primary_experts, strict=True)
         wanted = [sorted(set(now).difference(then, at_home)) for now, then, at_home in tables]
         if not any(wanted):
             return
         # In the order of the group, which need not be that of EP ranks.
         eps = [ep for ep, _ in self._block.places]
         sent = [[each for each in wanted[ep] if each in self._row_of_own] for ep in eps]
-        received = [[each for each in wanted[self._rank] if each in self._homes[ep]] for ep in eps]
-        self._coming = [expert for experts in received for expert in experts]
+        received = [[each for each in wanted[self._rank] if each in self._primary_experts[ep]] for ep in eps]
+        self._prefetched = [expert for experts in received for expert in experts]
         rows = [self._row_of_own[expert] for experts in sent for expert in experts]
         for name, buffer in self._buffers.items():
             x = buffer.new_empty(len(rows), buffer[0].numel())
             for at, row in enumerate(rows):
                 x[at] = self._form.own(name, row).reshape(-1)
-            y = buffer.new_empty(len(self._coming), x.shape[1])
+            y = buffer.new_empty(len(self._prefetched), x.shape[1])
             sizes = list(map(len, received)), list(map(len, sent))
             work = dist.all_to_all_single(y, x, *sizes, group=self._block.group, async_op=True)
             self._fetching[name] = work, x, y
@@ -349,29 +351,29 @@ class Buffered:
             with waiting("the weights of experts"):
                 work.wait()
             buffer = self._buffers[name]
-            for expert, weight in zip(self._coming, y, strict=True):
-                buffer[self._held.index(expert)] = weight.view(buffer.shape[1:])
+            for expert, weight in zip(self._prefetched, y, strict=True):
+                buffer[self._cached.index(expert)] = weight.view(buffer.shape[1:])
 
 
 def gather_stacks(
-    stacks: Mapping[str, torch.Tensor], form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock
+    stacks: Mapping[str, torch.Tensor], form: ExpertForm, primary_experts: Sequence[Sequence[int]], block: RowBlock
 ) -> None:
     """Fill stacks with all experts' weights. Collective over the block. One expert of each rank travels at a time.
 
     Args:
-        stacks: see :attr:`Room.stacks`.
+        stacks: see :attr:`ExpertCacheMemory.stacks`.
         form: the experts at home here, with whole weights.
         homes: see :class:`Buffered`.
         block: the ranks that share the experts.
     """
     for name, stack in stacks.items():
-        for index in range(len(homes[0])):
+        for index in range(len(primary_experts[0])):
             own = form.own(name, index).contiguous()
             parts = [torch.empty_like(own) for _ in block.places]
             with waiting("the weights of experts"):
                 dist.all_gather(parts, own, group=block.group)
             for (ep, _), part in zip(block.places, parts, strict=True):
-                stack[homes[ep][index]] = part
+                stack[primary_experts[ep][index]] = part
 
 
 def computes_on_host(device: torch.device) -> bool:
@@ -379,21 +381,23 @@ def computes_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-HeldExperts = AllOnHost | Buffered
+ExpertCache = AllOnHost | Buffered
 """The experts of this rank in one layer, by a table that changes from call to call."""
 
 
-def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: RowBlock, room: Room) -> HeldExperts:
+def make_expert_cache(
+    form: ExpertForm, primary_experts: Sequence[Sequence[int]], block: RowBlock, memory: ExpertCacheMemory
+) -> ExpertCache:
     """Return the experts of a layer for inference. Collective over the block where there are stacks.
 
     Args:
         form, homes, block: see :class:`Buffered`.
         room: the memory for them.
     """
-    gather_stacks(room.stacks, form, homes, block)
-    if not room.buffers:
-        return AllOnHost(form, room.stacks, block.ep_index)
-    return Buffered(form, homes, block, room)
+    gather_stacks(memory.stacks, form, primary_experts, block)
+    if not memory.buffers:
+        return AllOnHost(form, memory.stacks, block.ep_index)
+    return Buffered(form, primary_experts, block, memory)
 
 
 def give_back_host_memory() -> None:

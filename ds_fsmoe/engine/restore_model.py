@@ -18,7 +18,7 @@ from ds_fsmoe.components.expert_compute.contract import OWN_NAMES
 from ds_fsmoe.config.reading import BLOCK
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.engine.convert_layers import check_left, restore_stock
-from ds_fsmoe.engine.cut_experts import wrappers_around
+from ds_fsmoe.engine.shard_experts import wrappers_around
 from ds_fsmoe.layer.expert_shard import Origin
 from ds_fsmoe.layer.experts_layer import (
     FSMoEExperts,
@@ -134,7 +134,7 @@ def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) 
     alive = _alive(runtimes)
     for engine in alive:
         if engine.fsmoe.placement is not None:
-            engine.fsmoe.placement.go_home()
+            engine.fsmoe.placement.restore_model_order()
     check_left(stock, is_enabled)
     for engine in alive:
         engine.destroy()
@@ -298,7 +298,7 @@ def take_up(
         return {}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     wrappers = list(wrappers)
-    for holder, name in list(_held(module, wrappers)):
+    for holder, name in list(_expert_parameters(module, wrappers)):
         left = getattr(holder, name)
         part = part_of(left)
         if part is None:
@@ -321,7 +321,7 @@ def take_up(
     return replaced
 
 
-def _held(module: nn.Module, wrappers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+def _expert_parameters(module: nn.Module, wrappers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     """Return (module, name) of each parameter that is one of experts."""
     yield from ((module, name) for name in OWN_NAMES if name in module._parameters)
     for wrapper in wrappers:
@@ -349,7 +349,7 @@ def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
 _RELEASED = "_PartitionedParameterCoordinator__params_to_release"
 
 
-def let_go_when_dropped(optimizer: Any) -> None:
+def free_when_dropped(optimizer: Any) -> None:
     """Release DeepSpeed's optimizer from outside references, and the engine with it.
 
     Args:

@@ -24,8 +24,8 @@ from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with, gathered, is_shared_out, run_compiled
 from ds_fsmoe.distributed.topology import layout, world_size_now
+from ds_fsmoe.layer.expert_cache import with_weights
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper, loaded_part
-from ds_fsmoe.layer.held_experts import with_weights
 from ds_fsmoe.layer.opaque import Handle
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -42,7 +42,7 @@ PLACEMENT = "autoep_expert"
 """The family of parameters that DeepSpeed's ZeRO 3 shards over the ranks that hold the same experts."""
 
 
-def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
+def shard_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
     """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts; the parameter itself, with all
     that hangs on it, where that is all of it.
 
@@ -55,7 +55,7 @@ def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.
         tag_as_experts(whole, part, group_name)
         return whole
     with gathered([whole]):
-        mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
+        mine = nn.Parameter(part.take(whole.data).clone(), requires_grad=whole.requires_grad)
     if not is_shared_out(whole):
         vars(mine).update(vars(whole))
     tag_as_experts(mine, part, group_name)
@@ -194,7 +194,7 @@ def computes_by_contract(module: nn.Module, contract: Contract, count: int = 1) 
         theirs = own(x_RM, index_R1, x_RM.new_ones(num_rows, 1)).float()
         for index in range(count):
             shards = shards_of(contract, count, index)
-            cut = {name: each if shards[name] is None else shards[name].cut(each) for name, each in few.items()}
+            cut = {name: each if shards[name] is None else shards[name].take(each) for name, each in few.items()}
             shard = StackedExperts(with_weights(module, cut), contract_of_shard(contract, index))
             ours += shard.on_few_rows(x_RM, [1] * num_rows).float()
     if not theirs.isfinite().all():  # memory without weights: these come later
@@ -418,13 +418,13 @@ def convert_wrappers(
             part = ExpertPart(kind, state.total_experts, state.ep_size, ep_rank)
             for linear in modules.values():
                 whole = linear.weight
-                mine = cut_parameter(whole, part, state.group_name)
+                mine = shard_parameter(whole, part, state.group_name)
                 if mine is not whole:
                     linear.weight = mine
                     linear.out_features, linear.in_features = shape_of(mine)
                     replaced[mine] = whole
         wrapper.num_experts = experts.num_local_experts
-        wrapper.__class__ = class_of_ours(FSMoEParamWrapper, type(wrapper))
+        wrapper.__class__ = converted_class(FSMoEParamWrapper, type(wrapper))
         wrapper.opaque = Handle(wrapper, path)
     state.outermost = tuple(wrappers.values())[:1]
     return replaced
@@ -457,7 +457,7 @@ def gather_as_they_run(model: nn.Module, layers: Sequence[FSMoEExperts]) -> None
 
 
 @functools.cache
-def class_of_ours(ours: type[nn.Module], own_class: type[nn.Module]) -> type[nn.Module]:
+def converted_class(ours: type[nn.Module], own_class: type[nn.Module]) -> type[nn.Module]:
     """Return the class of converted modules of a class: the same for all of them, under its name, which PEFT asks."""
     return type(own_class.__name__, (ours, own_class), {"__module__": own_class.__module__})
 

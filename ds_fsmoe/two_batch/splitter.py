@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.halves.run import (
+from ds_fsmoe.layer.replay import is_kept, runs_again
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.two_batch.run import (
     CannotSplitError,
-    HalvesRun,
     Pending,
     Rest,
+    TwoBatchRun,
     check_cache,
     check_output,
     halves_of,
     looked_at,
     wants_blocks,
 )
-from ds_fsmoe.layer.replay import is_kept, runs_again
-from ds_fsmoe.log import log_on_rank_0
 
 _AT_RANDOM = ("p", "attention_dropout", "jitter_noise", "router_jitter_noise")
 """Names of attributes that say how much is left to chance."""
@@ -79,9 +79,9 @@ class Splitter:
         self._watch = _Watch(self._next)
         self._is_agreed: bool | None = False
         """The ranks' decision about this forward; ``None`` ahead of its first block, and no outside of forwards."""
-        self._run: HalvesRun | None = None
+        self._run: TwoBatchRun | None = None
         self._pending: Pending | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.num_runs = 0
         """The number of times that blocks were begun to be run by halves."""
         for block in self.blocks:
@@ -101,7 +101,7 @@ class Splitter:
     def is_planned(self) -> bool:
         """Return whether layers' plans say so."""
         pipelines = (layer.pipeline for layer in self._layers.values())
-        return any(each is not None and each.forward.in_halves for each in pipelines)
+        return any(each is not None and each.forward.is_two_batch for each in pipelines)
 
     def begin_forward(self) -> None:
         """Start a forward of the model: the remains of an earlier one are dropped."""
@@ -133,7 +133,7 @@ class Splitter:
         if not can_split:
             self.why_not, self.is_worth_trying = why or "another rank cannot", False
             if self.is_planned:
-                self._say(f"two-batch overlap is off: {self.why_not}")
+                self._warn_first_time(f"two-batch overlap is off: {self.why_not}")
 
     def decline(self) -> None:
         """Take part in the ranks' decision about a forward, on a rank that has no batch for it. Collective if there is
@@ -163,7 +163,7 @@ class Splitter:
             self.why_whole = "" if self._is_agreed else why or "another rank cannot cut its batch"
         if not self._is_agreed:
             if why:
-                self._say(f"{block.path} runs with the whole batch: {why}")
+                self._warn_first_time(f"{block.path} runs with the whole batch: {why}")
             return _whole(block, args, kwargs)
         if why:
             raise RuntimeError(
@@ -177,10 +177,10 @@ class Splitter:
     def _begin(self, x_BLM: torch.Tensor) -> None:
         if self._run is not None:
             self._run.close()
-        self._run = HalvesRun(x_BLM)
+        self._run = TwoBatchRun(x_BLM)
         self.num_runs += 1
         if self.num_runs == 1 and _drop_out(self.blocks):
-            self._say("blocks have dropout, whose masks differ between two sub-batches and the whole batch")
+            self._warn_first_time("blocks have dropout, whose masks differ between two sub-batches and the whole batch")
 
     def _go_on(self, block: Block, rests: Sequence[Rest]) -> Any:
         run = self._run
@@ -188,7 +188,7 @@ class Splitter:
         if block.layers:
             run.advance()
         after = self._next.get(block)
-        if not block.has_next or after is None or block.is_looked_at() or after.is_looked_at() or wants_blocks():
+        if not block.has_next or after is None or block.is_observed() or after.is_observed() or wants_blocks():
             return self._complete()
         if block.num_returned is None:
             self._pending = Pending(self._complete)
@@ -200,9 +200,9 @@ class Splitter:
         run, self._run, self._pending = self._run, None, None
         return run.complete()
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
+    def _warn_first_time(self, sentence: str) -> None:
+        if sentence not in self._logged:
+            self._logged.add(sentence)
             log_on_rank_0(f"fsmoe.two_batch_overlap: {sentence}", logging.WARNING)
 
 
@@ -307,8 +307,8 @@ def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
     except CannotSplitError as error:
         return (), str(error)
 
-    def of(half: int) -> Rest:
-        return tuple(pair[half] for pair in by_place), {name: pair[half] for name, pair in by_name.items()}
+    def of(sub_batch: int) -> Rest:
+        return tuple(pair[sub_batch] for pair in by_place), {name: pair[sub_batch] for name, pair in by_name.items()}
 
     return (of(0), of(1)), ""
 
@@ -389,7 +389,7 @@ class Block:
             return ""
         return f", as blocks of transformers before 5.23 do ({version('transformers')} is installed)"
 
-    def is_looked_at(self) -> bool:
+    def is_observed(self) -> bool:
         """Return whether others than DeepSpeed read the block's result or arguments, so that they have to exist."""
         if not isinstance(vars(self.module).get("forward"), Before):
             return True

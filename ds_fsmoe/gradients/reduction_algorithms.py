@@ -45,7 +45,7 @@ Range = tuple[int, int]
 """Elements [first, stop)."""
 
 
-class Way(ABC):
+class ReductionAlgorithm(ABC):
     """A way to add up stretches of one buffer."""
 
     words: str
@@ -68,7 +68,7 @@ class Way(ABC):
 
 
 @dataclass(frozen=True, repr=False)
-class AllReduce(Way):
+class AllReduce(ReductionAlgorithm):
     """Adds up in one collective among all ranks."""
 
     group: dist.ProcessGroup
@@ -78,10 +78,10 @@ class AllReduce(Way):
     most_kinds = (GRAD,)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
 
         def reduce() -> None:
-            for piece in _cut(first, stop, self.most):
+            for piece in _messages(first, stop, self.most):
                 message = buffer.packed([piece])
                 dist.all_reduce(message, group=self.group)
                 buffer.put([piece], message)
@@ -89,12 +89,12 @@ class AllReduce(Way):
         return {GRAD: reduce}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
         return lambda: dist.all_reduce(scratch, group=self.group)
 
 
 @dataclass(frozen=True, repr=False)
-class AllReduceByNodes(Way):
+class AllReduceByNodes(ReductionAlgorithm):
     """Adds up equal parts inside the node, each part between nodes, and gathers the parts inside."""
 
     nodes: NodeLinks
@@ -102,7 +102,7 @@ class AllReduceByNodes(Way):
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
         nodes, per_node = self.nodes, self.nodes.per_node
         each = -(-(stop - first) // per_node)
         # A rank's part must be as long as each other's for the gather; what is missing at the end is filled up.
@@ -127,7 +127,7 @@ class AllReduceByNodes(Way):
         return {GRAD_SCATTER: scatter, GRAD: between, GRAD_GATHER: gather}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
         nodes = self.nodes
         part = scratch[: -(-len(scratch) // nodes.per_node)].clone()
         if kind == GRAD:
@@ -139,7 +139,7 @@ class AllReduceByNodes(Way):
 
 
 @dataclass(frozen=True, repr=False)
-class ReduceScatter(Way):
+class ReduceScatter(ReductionAlgorithm):
     """Sends every element to its owner, who adds up; in one collective among all ranks."""
 
     group: dist.ProcessGroup
@@ -151,10 +151,10 @@ class ReduceScatter(Way):
     most_kinds = (GRAD,)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
         group = self.group
         order = [(owner,) for owner in range(group.size())]
-        pieces = [_within(self.stretches, *piece) for piece in _cut(first, stop, self.most)]
+        pieces = [_within(self.stretches, *piece) for piece in _messages(first, stop, self.most)]
 
         def scatter() -> None:
             for stretches in pieces:
@@ -164,12 +164,12 @@ class ReduceScatter(Way):
         return {GRAD: scatter}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
         return _summing_equally(scratch, self.group.rank(), self.group)
 
 
 @dataclass(frozen=True, repr=False)
-class ReduceScatterByNodes(Way):
+class ReduceScatterByNodes(ReductionAlgorithm):
     """Adds up inside the node what ranks of one place own, and between nodes at its owner; or, where a stretch belongs
     to so few ranks that their links alone would carry it, adds up for all ranks in two levels."""
 
@@ -179,7 +179,7 @@ class ReduceScatterByNodes(Way):
     words = "reduce-scatter in two levels"
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
-    def pays(self, first: int, stop: int) -> bool:
+    def is_cheaper(self, first: int, stop: int) -> bool:
         """Return whether no rank sends or receives more between nodes than if the sum were for all ranks."""
         nodes = self.nodes
         counts = [0] * (nodes.num_nodes * nodes.per_node)
@@ -194,8 +194,8 @@ class ReduceScatterByNodes(Way):
         return most * nodes.num_nodes * nodes.per_node <= 2 * (nodes.num_nodes - 1) * (stop - first)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`Way`."""
-        if not self.pays(first, stop):
+        """See :class:`ReductionAlgorithm`."""
+        if not self.is_cheaper(first, stop):
             return AllReduceByNodes(self.nodes).steps(buffer, first, stop)
         nodes, stretches = self.nodes, _within(self.stretches, first, stop)
         of_place: list[torch.Tensor] = []
@@ -215,7 +215,7 @@ class ReduceScatterByNodes(Way):
         return {GRAD_SCATTER: scatter, GRAD: between}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`Way`."""
+        """See :class:`ReductionAlgorithm`."""
         if kind != GRAD:
             return AllReduceByNodes(self.nodes).alone(kind, scratch)
         nodes = self.nodes
@@ -223,7 +223,7 @@ class ReduceScatterByNodes(Way):
         return _summing_equally(part, nodes.node, nodes.between)
 
 
-def _cut(first: int, stop: int, most: int) -> list[Range]:
+def _messages(first: int, stop: int, most: int) -> list[Range]:
     """Return the ranges of the messages; the same on every rank. Nothing is one message of nothing."""
     return [(at, min(stop, at + most)) for at in range(first, stop, most)] or [(first, stop)]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one list of the ways to run a step, as data: what training, trials, what-if and ``ds_fsmoe plan`` choose from.
 
-A :class:`PlanRequest` says what may be chosen and what was asked for, and :func:`ways_to_run` lists the ways that
+A :class:`PlanRequest` says what may be chosen and what was asked for, and :func:`requests_to_plan` lists the ways that
 follow from it. A way gives some of a step (all-to-alls, chunks, halves, when gradients travel), and what it leaves open
 is chosen layer by layer from a :class:`SearchSpace`, which is where the rules are asked.
 """
@@ -28,7 +28,7 @@ MIN_GAIN = 0.03
 """``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
 TRIED_DEGREES = (1, 2, 3, 4)
 """The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
-HALVES_DEGREES = (1, 2)
+TWO_BATCH_DEGREES = (1, 2)
 """The numbers of chunks of a half to try besides."""
 IN_MOE = (1.0, 0.5, 0.0)
 """Shares of gradients to try inside the MoE part of the next layer."""
@@ -98,7 +98,7 @@ class SearchSpace:
         return cls((), asked=(forward, backward))
 
     def orders_of(
-        self, moe: MoEWork, backward: bool, in_halves: bool = False, costs: Mapping[str, Cost] | None = None
+        self, moe: MoEWork, backward: bool, is_two_batch: bool = False, costs: Mapping[str, Cost] | None = None
     ) -> Sequence[Order]:
         """Return the ways to run a layer in a phase that the rules, and its bytes where they count, leave open.
 
@@ -109,14 +109,16 @@ class SearchSpace:
             costs: kind of task -> its cost in this phase, where it is known.
         """
         asked, orders = self.asked[backward], self.orders
-        if asked is not None and (in_halves or not orders):
-            return _in_turns(asked, moe) if in_halves else (asked,)
-        if in_halves:
-            orders = tuple(sorted((e for each in orders for e in _in_turns(each, moe)), key=lambda each: each.degree))
+        if asked is not None and (is_two_batch or not orders):
+            return _two_batch_orders(asked, moe) if is_two_batch else (asked,)
+        if is_two_batch:
+            orders = tuple(
+                sorted((e for each in orders for e in _two_batch_orders(each, moe)), key=lambda each: each.degree)
+            )
         else:
             orders = _with_conversions(orders, moe)
-        found = allowed(orders, moe, backward, in_halves, costs)
-        if not found and not in_halves:
+        found = allowed(orders, moe, backward, is_two_batch, costs)
+        if not found and not is_two_batch:
             # DeepSpeed's own way passes every rule.
             return [Order(1, orders[0].links)]
         if self.micro_op_bytes is not None and found:
@@ -135,7 +137,7 @@ class SearchSpace:
         is_open = forward is None and backward is None
         return replace(self, asked=(forward, backward), named=self.named if is_open else None)
 
-    def uncut(self, links: Links) -> SearchSpace:
+    def unchunked(self, links: Links) -> SearchSpace:
         """Return the same space for layers that may not be cut.
 
         Args:
@@ -165,7 +167,7 @@ def _with_conversions(orders: tuple[Order, ...], moe: MoEWork) -> tuple[Order, .
     )
 
 
-def _in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
+def _two_batch_orders(order: Order, moe: MoEWork) -> tuple[Order, ...]:
     """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
     half's gathers, they need not."""
     behind = replace(order, links="paper")
@@ -189,10 +191,10 @@ class PlanRequest:
     space: SearchSpace
     """The choices of each layer that may be cut."""
     mode: Mode
-    """When gradients are sent; in halves see :func:`sendings_in_halves`."""
+    """When gradients are sent; in halves see :func:`sendings_in_two_batch`."""
     links: Links = "paper"
     """The task order of layers whose degrees are given."""
-    uncut: Sequence[bool] = ()
+    unchunked: Sequence[bool] = ()
     """True for each layer that may not be cut; empty: all may be."""
     can_split: bool = False
     """Micro-batches may be run in two halves that take turns."""
@@ -206,7 +208,7 @@ class PlanRequest:
     :data:`MIN_GAIN`, in halves for all layers that have it."""
     orders: Sequence[Orders] | None = None
     """The way to run each layer, in halves to the letter; ``None``: as the space has it."""
-    in_halves: bool = False
+    is_two_batch: bool = False
     degree: Degree = None
     """The chunks of each half, where a layer has a way with so many."""
     sending: Sending = "placed"
@@ -215,8 +217,8 @@ class PlanRequest:
     @property
     def spaces(self) -> list[SearchSpace]:
         """The choices of each layer."""
-        uncut = self.uncut or [False] * len(self.options)
-        return [self.space.uncut(self.links) if each else self.space for each in uncut]
+        uncut = self.unchunked or [False] * len(self.options)
+        return [self.space.unchunked(self.links) if each else self.space for each in uncut]
 
     def check_named(self, costs: LayerCosts | None = None) -> None:
         """Refuse a system that a user has named and rules leave no chunks, as it would run as another one.
@@ -239,7 +241,7 @@ Near = tuple["ModelPlan", "ModelPlan", "ModelPlan"]
 """The fastest plan tried, the one with the fastest forward and the one with the fastest backward."""
 
 
-def ways_to_run(request: PlanRequest, *kinds: Kind, near: Near | None = None) -> list[PlanRequest]:
+def requests_to_plan(request: PlanRequest, *kinds: Kind, near: Near | None = None) -> list[PlanRequest]:
     """Return the ways to run a step that are predicted, tried and chosen from, DeepSpeed's own last.
 
     Args:
@@ -257,20 +259,20 @@ def ways_to_run(request: PlanRequest, *kinds: Kind, near: Near | None = None) ->
     if "given" in kinds:
         found += [replace(request, kind="given", orders=each) for each in _given_orders(request)]
     if request.can_split:
-        halves = replace(request, kind="halves", in_halves=True)
-        found += [halves, *(replace(halves, kind="given", degree=each) for each in HALVES_DEGREES)]
+        halves = replace(request, kind="halves", is_two_batch=True)
+        found += [halves, *(replace(halves, kind="given", degree=each) for each in TWO_BATCH_DEGREES)]
     if near is not None:
         found += _neighbours(request, *near)
-    return [each for each in (*found, stock_way(request.options)) if each.kind in kinds]
+    return [each for each in (*found, stock_request(request.options)) if each.kind in kinds]
 
 
-def stock_way(options: Sequence[Mapping[str, Layer]]) -> PlanRequest:
+def stock_request(options: Sequence[Mapping[str, Layer]]) -> PlanRequest:
     """Return DeepSpeed's own way: no layer is cut, tokens are exchanged as they are now, and gradients follow the
     backward."""
     return PlanRequest(options, SearchSpace.of("deepspeed", 1), "off", kind="stock", alltoalls=used_alltoalls(options))
 
 
-def sendings_in_halves(mode: Mode) -> tuple[tuple[Mode, ...], tuple[float, ...]]:
+def sendings_in_two_batch(mode: Mode) -> tuple[tuple[Mode, ...], tuple[float, ...]]:
     """Return when gradients of a step in halves may be sent, of which the fastest is taken: as in one that is not, or
     in the next layer, such a share of them inside its MoE part.
 
@@ -319,17 +321,17 @@ def _neighbours(request: PlanRequest, kept: ModelPlan, forward: ModelPlan, backw
         pair = forward.orders[index][0], backward.orders[index][1]
         layer = request.options[index][name]
         must_match = request.space.common_degree or bool(layer.costs and layer.costs.uses_rng)
-        is_open = kept.in_halves == forward.in_halves == backward.in_halves
+        is_open = kept.is_two_batch == forward.is_two_batch == backward.is_two_batch
         is_open = is_open and name == forward.alltoalls[index] == backward.alltoalls[index]
         is_open = is_open and not (must_match and pair[0].degree != pair[1].degree)
-        if is_open and space is request.space and not kept.in_halves:
+        if is_open and space is request.space and not kept.is_two_batch:
             # One of the two may be DeepSpeed's schedule, whose degree a schedule by name need not have.
             for phase, work in enumerate((layer.forward, layer.backward)):
                 costs = layer.costs.of(bool(phase))[0] if layer.costs else None
                 open_degrees = {each.degree for each in space.orders_of(work.moe, bool(phase), costs=costs)}
                 is_open = is_open and pair[phase].degree in open_degrees
         joined.append(pair if is_open else kept.orders[index])
-    own = replace(request, kind="near", in_halves=kept.in_halves, alltoalls=kept.alltoalls, orders=kept.orders)
+    own = replace(request, kind="near", is_two_batch=kept.is_two_batch, alltoalls=kept.alltoalls, orders=kept.orders)
     found = [own, replace(own, orders=joined)]
     if request.may_send_anyhow and kept.has_gradients:
         found += [replace(own, sending="at_once"), replace(own, sending="at_the_end")]

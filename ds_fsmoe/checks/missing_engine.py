@@ -12,16 +12,16 @@ import torch
 from ds_fsmoe.config.reading import BLOCK, ConfigError, refuse_misspelt_block
 from ds_fsmoe.log import log_on_rank_0
 
-_DOORS = (
+_ENTRY_POINTS = (
     "Create the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() before it is created, or start the "
     "script with deepspeed --module ds_fsmoe.run, or with any launcher and DS_FSMOE=1 in the environment of every "
     "rank"
 )
-_is_said = False
+_has_warned = False
 """Whether it has been said: once in a process, however many layers and engines there are."""
 
 
-def warn_without_door(layer: Any, x: torch.Tensor) -> None:
+def warn_missing_engine(layer: Any, x: torch.Tensor) -> None:
     """Say at a layer's first training forward that its engine is DeepSpeed's own; later forwards are not looked at.
 
     Args:
@@ -29,7 +29,7 @@ def warn_without_door(layer: Any, x: torch.Tensor) -> None:
         x: its input, which is not looked at.
     """
     if layer.training:
-        layer.fsmoe.checks.remove(warn_without_door)
+        layer.fsmoe.checks.remove(warn_missing_engine)
         _warn("ds_fsmoe.MoE layers are trained by")
 
 
@@ -54,12 +54,12 @@ def warn_of_unread_block(engine: Any) -> None:
 
 
 def _warn(whose: str) -> None:
-    global _is_said
-    if not _is_said:
+    global _has_warned
+    if not _has_warned:
         log_on_rank_0(
             f"{whose} an engine of DeepSpeed, which does not read the fsmoe block: no layer is chunked, overlapped, "
-            f"measured or checked. {_DOORS} (with fsmoe.enabled = false each of these trains as stock DeepSpeed "
+            f"measured or checked. {_ENTRY_POINTS} (with fsmoe.enabled = false each of these trains as stock DeepSpeed "
             "does)",
             logging.WARNING,
         )
-    _is_said = True
+    _has_warned = True

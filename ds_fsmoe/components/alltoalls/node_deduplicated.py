@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from ds_fsmoe.components.alltoall import CrossesOnce
+from ds_fsmoe.components.alltoall import NodeDeduplicated
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.registry import register_alltoall
 
 
 @register_alltoall("once_per_node")
-class OncePerNode(FlatAllToAll, CrossesOnce):
+class NodeDeduplicatedAllToAll(FlatAllToAll, NodeDeduplicated):
     """One row of a token goes to each node that has one of its experts, and on to the ranks of these.
 
     With k choices spread over n nodes, a row crosses to a node once instead of once for each choice there; results are

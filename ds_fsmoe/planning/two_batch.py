@@ -14,11 +14,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ds_fsmoe.planning.block import BlockPlan, MoEPart, Passed, Slice, add_after, add_work
+from ds_fsmoe.planning.block import BlockPlan, GradientDependencies, MoEPart, Slice, add_after, add_work
 from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Schedule, Task
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
-NUM_HALVES = 2
+NUM_SUB_BATCHES = 2
 
 
 def entering_first(schedule: Schedule, kinds: Collection[str]) -> tuple[Schedule, int]:
@@ -68,22 +68,22 @@ def entering(moe: MoEWork, gathers: bool = True) -> frozenset[str]:
 # first.
 
 
-def half_moe(moe: MoEWork) -> MoEWork:
+def sub_batch_moe(moe: MoEWork) -> MoEWork:
     """Return what one half has of a MoE part; of slots, half of them rounded up."""
-    capacity = None if moe.capacity is None else max(1, math.ceil(moe.capacity / NUM_HALVES))
-    share = 1 / NUM_HALVES if capacity is None or not moe.capacity else capacity / moe.capacity
+    capacity = None if moe.capacity is None else max(1, math.ceil(moe.capacity / NUM_SUB_BATCHES))
+    share = 1 / NUM_SUB_BATCHES if capacity is None or not moe.capacity else capacity / moe.capacity
 
     part = moe.each(lambda stage: replace(stage, size=stage.size * share))
     return replace(part, expert=replace(moe.expert, size=moe.expert.size * share), capacity=capacity)
 
 
-def half_layer(layer: Layer) -> Layer:
+def sub_batch_layer(layer: Layer) -> Layer:
     """Return the MoE part of one half of a layer, without gradients."""
-    forward, backward = (BlockWork((), half_moe(each.moe), ()) for each in (layer.forward, layer.backward))
+    forward, backward = (BlockWork((), sub_batch_moe(each.moe), ()) for each in (layer.forward, layer.backward))
     return replace(layer, forward=forward, backward=backward, gradients=())
 
 
-def halves_schedule(
+def two_batch_schedule(
     layers: Sequence[Layer],
     plans: Sequence[BlockPlan],
     phase: Literal["forward", "backward"],
@@ -121,8 +121,8 @@ class _Behind:
 
 class _Writer:
     def __init__(self) -> None:
-        self._draft, self._passed = Draft(), Passed()
-        self._last: list[tuple[int, ...]] = [()] * NUM_HALVES
+        self._draft, self._dependencies = Draft(), GradientDependencies()
+        self._last: list[tuple[int, ...]] = [()] * NUM_SUB_BATCHES
         self._behind: _Behind | None = None
 
     def add(
@@ -136,69 +136,71 @@ class _Writer:
             plan: of one half.
             again: what it runs once more ahead of that, and the plan of a half of it.
         """
-        moe, parts = half_moe(work.moe), []
+        moe, parts = sub_batch_moe(work.moe), []
         remade: tuple[int, ...] = ()
-        for half in range(NUM_HALVES):
-            self._go_on(half)
-            if again is not None and half == 0:
+        for sub_batch in range(NUM_SUB_BATCHES):
+            self._add_behind(sub_batch)
+            if again is not None and sub_batch == 0:
                 remade = self._run_again(index, *again)
-            self._last[half] = tuple(dict.fromkeys((*self._last[half], *remade)))
-            for each in _halved(work.before):
-                self._last[half] = (add_work(self._draft, each, index, self._last[half], half),)
-            of_half = plan if half else replace(plan, moe_slices=(), dense_slices=())
-            part = MoEPart(self._draft, moe, of_half, index, self._last[half], half * plan.degree)
-            part.enter(gathers=not (half and plan.links == "reduce_first"))
+            self._last[sub_batch] = tuple(dict.fromkeys((*self._last[sub_batch], *remade)))
+            for each in _of_sub_batch(work.before):
+                self._last[sub_batch] = (add_work(self._draft, each, index, self._last[sub_batch], sub_batch),)
+            of_half = plan if sub_batch else replace(plan, moe_slices=(), dense_slices=())
+            part = MoEPart(self._draft, moe, of_half, index, self._last[sub_batch], sub_batch * plan.degree)
+            part.enter(gathers=not (sub_batch and plan.links == "reduce_first"))
             parts.append(part)
-        for half, part in enumerate(parts):
-            self._last[half] = part.rest(self._passed)
-        self._passed.experts[index] = tuple(task for part in parts for task in part.weights_done)
+        for sub_batch, part in enumerate(parts):
+            self._last[sub_batch] = part.rest(self._dependencies)
+        self._dependencies.experts[index] = tuple(task for part in parts for task in part.weights_done)
         self._behind = _Behind(index, work.after, plan)
 
     def _run_again(self, index: int, work: BlockWork, plan: BlockPlan) -> tuple[int, ...]:
         """Append a layer's forward of both halves, which run to their ends, and return the tasks that end it."""
         ends: list[int] = []
         parts, plan = [], replace(plan, moe_slices=(), dense_slices=())
-        for half in range(NUM_HALVES):
+        for sub_batch in range(NUM_SUB_BATCHES):
             last = self._last[0]
-            for each in _halved(work.before):
-                last = (add_work(self._draft, each, index, last, half),)
-            part = MoEPart(self._draft, half_moe(work.moe), plan, index, last, half * plan.degree)
-            part.enter(gathers=not (half and plan.links == "reduce_first"))
+            for each in _of_sub_batch(work.before):
+                last = (add_work(self._draft, each, index, last, sub_batch),)
+            part = MoEPart(self._draft, sub_batch_moe(work.moe), plan, index, last, sub_batch * plan.degree)
+            part.enter(gathers=not (sub_batch and plan.links == "reduce_first"))
             parts.append(part)
-        lasts = [part.rest(Passed()) for part in parts]
-        for half, last in enumerate(lasts):
-            ends += add_after(self._draft, _halved(work.after), plan, index, last, Passed(), half)
+        lasts = [part.rest(GradientDependencies()) for part in parts]
+        for sub_batch, last in enumerate(lasts):
+            ends += add_after(
+                self._draft, _of_sub_batch(work.after), plan, index, last, GradientDependencies(), sub_batch
+            )
         return tuple(dict.fromkeys(ends))
 
     def finish(self, tail: Sequence[Slice], layer: int) -> Schedule:
         """Append what is left, and return the schedule."""
-        for half in range(NUM_HALVES):
-            self._go_on(half)
+        for sub_batch in range(NUM_SUB_BATCHES):
+            self._add_behind(sub_batch)
         last = tuple(dict.fromkeys(task for of_half in self._last for task in of_half))
         for index, each in enumerate(tail):
             self._draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=last, layer=layer)
         return self._draft.finish()
 
-    def _go_on(self, half: int) -> None:
+    def _add_behind(self, sub_batch: int) -> None:
         """Append what a half has to do behind the layer before; the second one's has its gradients beside it."""
         behind = self._behind
         if behind is None:
             return
-        plan = behind.plan if half else replace(behind.plan, moe_slices=(), dense_slices=())
-        works, last = _halved(behind.works), self._last[half]
-        self._last[half] = add_after(self._draft, works, plan, behind.layer, last, self._passed, half)
-        behind.done += self._last[half]
-        if half:
-            self._passed.layer[behind.layer] = tuple(dict.fromkeys(behind.done))
+        plan = behind.plan if sub_batch else replace(behind.plan, moe_slices=(), dense_slices=())
+        works, last = _of_sub_batch(behind.works), self._last[sub_batch]
+        self._last[sub_batch] = add_after(self._draft, works, plan, behind.layer, last, self._dependencies, sub_batch)
+        behind.done += self._last[sub_batch]
+        if sub_batch:
+            self._dependencies.layer[behind.layer] = tuple(dict.fromkeys(behind.done))
             self._behind = None
 
 
-def _halved(works: Sequence[Work]) -> tuple[Work, ...]:
+def _of_sub_batch(works: Sequence[Work]) -> tuple[Work, ...]:
     """Return what one half has of what lies between layers, on the computing lane as well."""
     return tuple(
         replace(
             each,
-            size=each.size / NUM_HALVES,
+            size=each.size / NUM_SUB_BATCHES,
             lanes=each.lanes if Lane.COMPUTE in each.lanes else (*each.lanes, Lane.COMPUTE),
         )
         for each in works

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ds_fsmoe.distributed.waits import waiting
-from ds_fsmoe.gradients.ways import Steps
+from ds_fsmoe.gradients.reduction_algorithms import Steps
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
 
 _gathers: list[Callable[[], None]] = []
@@ -30,7 +30,7 @@ def begin_gather(waits: Sequence[Callable[[], None]]) -> None:
     """Register messages of updated parameters that have begun.
 
     Args:
-        waits: what :meth:`Beside.start` has returned for each.
+        waits: what :meth:`BackgroundLane.start` has returned for each.
     """
     _gathers.extend(waits)
 
@@ -43,11 +43,11 @@ def end_gathers() -> None:
         _gathers.pop(0)()
 
 
-class Beside(ABC):
+class BackgroundLane(ABC):
     """Runs messages beside the caller."""
 
     def __init__(self) -> None:
-        self._held: list[Callable[[], None]] = []
+        self._running: list[Callable[[], None]] = []
 
     def start(self, steps: Steps) -> Callable[[], None]:
         """Begin with a message; return a function that waits until it is through, for the same thread."""
@@ -62,7 +62,7 @@ class Beside(ABC):
         self.flush()
         for kind in others:
             if kind == GRAD_GATHER:
-                self._held.append(lambda: give(GRAD_GATHER))
+                self._running.append(lambda: give(GRAD_GATHER))
             else:
                 give(kind)
 
@@ -75,7 +75,7 @@ class Beside(ABC):
 
     def flush(self) -> None:
         """Hand the lanes the steps that waited for the next message."""
-        held, self._held = self._held, []
+        held, self._running = self._running, []
         for give in held:
             give()
 
@@ -96,7 +96,7 @@ class Beside(ABC):
         """End the lanes."""
 
 
-class BesideThreads(Beside):
+class BackgroundThreads(BackgroundLane):
     """Runs steps on two threads, for collectives of a CPU."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class BesideThreads(Beside):
             lane.shutdown()
 
 
-class BesideStreams(Beside):
+class BackgroundStreams(BackgroundLane):
     """Runs steps on two streams of a GPU: the caller's stream waits for a message, and the host does not."""
 
     def __init__(self, device: torch.device) -> None:
@@ -155,6 +155,6 @@ class BesideStreams(Beside):
         """Leave the streams to torch."""
 
 
-def make_beside(device: torch.device) -> Beside:
+def make_background_lane(device: torch.device) -> BackgroundLane:
     """Return the lane that runs the messages of a device's buffers."""
-    return BesideStreams(device) if device.type == "cuda" else BesideThreads()
+    return BackgroundStreams(device) if device.type == "cuda" else BackgroundThreads()

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_ARRIVES = "_fsmoe_arrives"
+_GATHER = "_fsmoe_arrives"
 
 
-class ArrivingParameter(nn.Parameter):
+class LazyParameter(nn.Parameter):
     """A parameter that is waited for when it is read."""
 
     @classmethod
@@ -41,37 +41,37 @@ class ArrivingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def let_arrive(parameter: nn.Parameter, arrives: Callable[[], None]) -> None:
+def gather_on_first_read(parameter: nn.Parameter, arrives: Callable[[], None]) -> None:
     """Make the next read of a parameter wait for its gather.
 
     Args:
         parameter: of torch's own class.
         arrives: waits until the value is there; for any thread, and any number of times.
     """
-    setattr(parameter, _ARRIVES, arrives)
-    parameter.__class__ = ArrivingParameter
+    setattr(parameter, _GATHER, arrives)
+    parameter.__class__ = LazyParameter
 
 
 def can_be_waited_for(parameter: nn.Parameter) -> bool:
     """Return whether a parameter may change its class: it is of torch's own."""
-    return type(parameter) in (nn.Parameter, ArrivingParameter)
+    return type(parameter) in (nn.Parameter, LazyParameter)
 
 
 def wait_for(parameter: nn.Parameter) -> None:
     """Wait for a parameter if it is on its way."""
-    if type(parameter) is not ArrivingParameter:
+    if type(parameter) is not LazyParameter:
         return
     # Where two threads wait, the first one that is through takes the mark off.
-    arrives = vars(parameter).get(_ARRIVES)
+    arrives = vars(parameter).get(_GATHER)
     if arrives is not None:
         arrives()
     parameter.__class__ = nn.Parameter
-    vars(parameter).pop(_ARRIVES, None)
+    vars(parameter).pop(_GATHER, None)
 
 
 def _wait_for_all(values: Iterable[Any]) -> None:
     for each in values:
-        if isinstance(each, ArrivingParameter):
+        if isinstance(each, LazyParameter):
             wait_for(each)
         elif isinstance(each, list | tuple):
             _wait_for_all(each)

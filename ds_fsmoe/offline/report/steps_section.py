@@ -19,7 +19,7 @@ from ds_fsmoe.offline.report.page import Page
 from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, task_name
 
 _PARTS = ("forward", "backward", "optimizer", "rest")
-_CUT_SHARE, _ROOM = 0.98, 1.25
+_AXIS_SHARE, _AXIS_MARGIN = 0.98, 1.25
 """The share of the steps that count which the axis of times has room for, and by how much it is longer than these."""
 _GIB = float(1 << 30)
 _GROWN = 0.03
@@ -61,11 +61,11 @@ def step_times(page: Page, runs: Sequence[Run]) -> None:
         return
     page.heading("Step times")
     after = counted_after(runs)
-    cut_at = _cut(lines, after)
+    axis_end = _axis_end(lines, after)
     shaded = [each for run in runs for each in tuning_of(run)]
     about = "time of each step"
-    page.chart(draw_lines(about, lines, "ms per step", from_zero=True, cut_at=cut_at, shaded=shaded))
-    above = [ms for points in lines.values() for _, ms in points if cut_at is not None and ms > cut_at]
+    page.chart(draw_lines(about, lines, "ms per step", from_zero=True, axis_end=axis_end, shaded=shaded))
+    above = [ms for points in lines.values() for _, ms in points if axis_end is not None and ms > axis_end]
     words = [f"Counted after step {after}: until then things are made, measured and tried."]
     if shaded:
         spans = (str(first) if first == last else f"{first} to {last}" for first, last, _ in shaded)
@@ -85,13 +85,13 @@ def step_times(page: Page, runs: Sequence[Run]) -> None:
         page.table(("medians in ms", "steps", "step", *_PARTS), rows)
 
 
-def _cut(lines: Points, after: int) -> float | None:
+def _axis_end(lines: Points, after: int) -> float | None:
     """Return where the axis of times ends, so that few slow steps do not squash the others; ``None``: nowhere."""
     counted = sorted(ms for points in lines.values() for step, ms in points if step > after)
     if not counted:
         return None
-    cut_at = _ROOM * counted[int(_CUT_SHARE * (len(counted) - 1))]
-    return cut_at if cut_at > 0 and any(ms > cut_at for points in lines.values() for _, ms in points) else None
+    axis_end = _AXIS_MARGIN * counted[int(_AXIS_SHARE * (len(counted) - 1))]
+    return axis_end if axis_end > 0 and any(ms > axis_end for points in lines.values() for _, ms in points) else None
 
 
 def tuning_of(run: Run) -> list[tuple[int, int, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from ds_fsmoe.execution.call import Half
+from ds_fsmoe.execution.call import SubBatch
 from ds_fsmoe.layer.replay import Tape
 
 # ---- Runs the calls of one half of a batch, one after another, in a stack of their own that can be left and
@@ -38,7 +38,7 @@ class Fiber:
 
     Args:
         value: what the first call gets.
-        is_last_in_backward: see :class:`~ds_fsmoe.execution.call.Half`.
+        is_last_in_backward: see :class:`~ds_fsmoe.execution.call.SubBatch`.
         begin: called first of all, inside of the half's own context.
     """
 
@@ -48,7 +48,7 @@ class Fiber:
         self.is_paused = False
         """True while a call pauses."""
         self._calls: deque[Call] = deque()
-        self._half = Half(self._pause, is_last_in_backward)
+        self._sub_batch = SubBatch(self._pause, is_last_in_backward)
         self._begin = begin
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._stack = greenlet(self._run)
@@ -75,7 +75,7 @@ class Fiber:
 
     def _run(self) -> None:
         self._begin()
-        with self._half.running():
+        with self._sub_batch.running():
             while True:
                 while self._calls:
                     self.value = self._calls.popleft()(self.value)
@@ -108,7 +108,7 @@ class Fiber:
                 hooks.__enter__()
 
 
-def run_in_turns(fibers: Sequence[Fiber]) -> None:
+def run_alternating(fibers: Sequence[Fiber]) -> None:
     """Run all calls of fibers to their ends, each until it pauses, and close them.
 
     Raises:
@@ -152,7 +152,7 @@ class Again:
         self._autocasts: list[Callable[[], Any]] = []
         self._has_run_again = False
 
-    def run(self, half: int, fiber: Fiber, x_BLM: torch.Tensor) -> Any:
+    def run(self, sub_batch: int, fiber: Fiber, x_BLM: torch.Tensor) -> Any:
         """Run the forward of a sub-batch and return its result. The first sub-batch comes first.
 
         Args:
@@ -162,8 +162,11 @@ class Again:
         """
         self._given.append(x_BLM)
         self._autocasts = self._autocasts or _autocasts_now(x_BLM.device.type)
-        args, kwargs = self._rests[half]
-        with self._tapes[half].running(is_again=False), fiber.saving(partial(self._leave_out, half), _Saved.read):
+        args, kwargs = self._rests[sub_batch]
+        with (
+            self._tapes[sub_batch].running(is_again=False),
+            fiber.saving(partial(self._leave_out, sub_batch), _Saved.read),
+        ):
             return self._forward(x_BLM, *args, **kwargs)
 
     def run_again(self) -> None:
@@ -179,11 +182,11 @@ class Again:
             for autocast in self._autocasts:
                 stack.enter_context(autocast())
             fibers = []
-            for half, given in enumerate(self._given):
+            for sub_batch, given in enumerate(self._given):
                 x_BLM = given.detach().requires_grad_(given.requires_grad)
-                fibers.append(Fiber(x_BLM, is_last_in_backward=half == 0, begin=lambda: None))
-                fibers[half].add(partial(self._once_more, half, fibers[half]))
-            run_in_turns(fibers)
+                fibers.append(Fiber(x_BLM, is_last_in_backward=sub_batch == 0, begin=lambda: None))
+                fibers[sub_batch].add(partial(self._once_more, sub_batch, fibers[sub_batch]))
+            run_alternating(fibers)
         counts = [len(each) for each in self._saved]
         if counts != self._num_again:
             raise RuntimeError(
@@ -192,20 +195,23 @@ class Again:
             )
         self._given, self._saved, self._rests = [], [], ()
 
-    def _once_more(self, half: int, fiber: Fiber, x_BLM: torch.Tensor) -> None:
-        args, kwargs = self._rests[half]
-        with self._tapes[half].running(is_again=True), fiber.saving(partial(self._fill_in, half), _no_backward):
+    def _once_more(self, sub_batch: int, fiber: Fiber, x_BLM: torch.Tensor) -> None:
+        args, kwargs = self._rests[sub_batch]
+        with (
+            self._tapes[sub_batch].running(is_again=True),
+            fiber.saving(partial(self._fill_in, sub_batch), _no_backward),
+        ):
             self._forward(x_BLM, *args, **kwargs)
 
-    def _leave_out(self, half: int, tensor: torch.Tensor) -> _Saved:
+    def _leave_out(self, sub_batch: int, tensor: torch.Tensor) -> _Saved:
         saved = _Saved(self)
-        self._saved[half].append(weakref.ref(saved))
+        self._saved[sub_batch].append(weakref.ref(saved))
         return saved
 
-    def _fill_in(self, half: int, tensor: torch.Tensor) -> None:
-        place = self._num_again[half]
-        self._num_again[half] += 1
-        saved = self._saved[half][place]() if place < len(self._saved[half]) else None
+    def _fill_in(self, sub_batch: int, tensor: torch.Tensor) -> None:
+        place = self._num_again[sub_batch]
+        self._num_again[sub_batch] += 1
+        saved = self._saved[sub_batch][place]() if place < len(self._saved[sub_batch]) else None
         if saved is not None:
             saved.tensor = tensor.detach()
 
@@ -269,15 +275,15 @@ class Collected:
     def __init__(self) -> None:
         variable = _collector()
         self._whole: Any = None if variable is None else variable.get()
-        self._of_halves: list[dict[str, Any]] = [{}, {}]
+        self._of_sub_batches: list[dict[str, Any]] = [{}, {}]
         if isinstance(self._whole, dict):
-            self._of_halves = [{key: [] for key in self._whole} for _ in range(2)]
+            self._of_sub_batches = [{key: [] for key in self._whole} for _ in range(2)]
 
-    def begin(self, half: int) -> None:
+    def begin(self, sub_batch: int) -> None:
         """Collect apart from here on, in the context of a half."""
         variable = _collector()
         if variable is not None and isinstance(self._whole, dict):
-            variable.set(self._of_halves[half])
+            variable.set(self._of_sub_batches[sub_batch])
 
     def end(self) -> None:
         """Add the lists that both sub-batches have collected to the forward's own."""
@@ -285,7 +291,7 @@ class Collected:
             return
         for key, entries in self._whole.items():
             if isinstance(entries, list):
-                pairs = zip(*(each[key] for each in self._of_halves), strict=True)
+                pairs = zip(*(each[key] for each in self._of_sub_batches), strict=True)
                 entries += [joined_halves(first, second) for first, second in pairs]
 
 
@@ -295,7 +301,7 @@ class Collected:
 Forward = Callable[..., Any]
 
 
-class HalvesRun:
+class TwoBatchRun:
     """Runs blocks for both halves in turns.
 
     Each half computes up to the next layer with experts and sends its tokens there; when both have, the experts of the
@@ -312,8 +318,8 @@ class HalvesRun:
         self._collected = Collected()
         self._fibers = [
             # The backward goes from the youngest to the oldest: the first half comes last.
-            Fiber(half, is_last_in_backward=number == 0, begin=partial(self._collected.begin, number))
-            for number, half in enumerate(x_BLM.split(sizes_of_halves(self.batch)))
+            Fiber(sub_batch, is_last_in_backward=number == 0, begin=partial(self._collected.begin, number))
+            for number, sub_batch in enumerate(x_BLM.split(sizes_of_halves(self.batch)))
         ]
 
     def add(self, forward: Forward, rests: Sequence[Rest], runs_again: bool = False) -> None:
@@ -325,16 +331,16 @@ class HalvesRun:
             runs_again: whether its activations are not kept, and it runs again in the backward.
         """
         again = Again(forward, rests) if runs_again else None
-        for half, (fiber, (args, kwargs)) in enumerate(zip(self._fibers, rests, strict=True)):
+        for sub_batch, (fiber, (args, kwargs)) in enumerate(zip(self._fibers, rests, strict=True)):
             if again is None:
                 fiber.add(partial(_call, forward, args, kwargs))
             else:
-                fiber.add(partial(_call, partial(again.run, half, fiber), (), {}))
+                fiber.add(partial(_call, partial(again.run, sub_batch, fiber), (), {}))
 
     def advance(self) -> None:
         """Run both halves through the layer of the block that was added last, up to the experts' results on their way
         back."""
-        with self._given_up_if_it_fails():
+        with self._reverting_on_failure():
             for fiber in self._fibers:
                 fiber.resume()
             for fiber in self._fibers:
@@ -343,7 +349,7 @@ class HalvesRun:
 
     def complete(self) -> Any:
         """Run both sub-batches to their ends and return the last block's result for the whole batch."""
-        with self._given_up_if_it_fails(), torch.set_grad_enabled(self._has_gradients):
+        with self._reverting_on_failure(), torch.set_grad_enabled(self._has_gradients):
             for fiber in self._fibers:
                 fiber.resume()
             found = joined_halves(*(fiber.value for fiber in self._fibers))
@@ -357,7 +363,7 @@ class HalvesRun:
             fiber.close()
 
     @contextmanager
-    def _given_up_if_it_fails(self) -> Iterator[None]:
+    def _reverting_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
