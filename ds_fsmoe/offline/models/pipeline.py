@@ -20,7 +20,9 @@ from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, gathers_of
 from ds_fsmoe.planning.block import add_work
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.plan import Planner, mode_of
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StagePlan, StageTimes, stage_times
 from ds_fsmoe.planning.groups import Fanout, Groups
@@ -153,7 +155,9 @@ def _at_the_end(planner: Planner, stage: StagePlan) -> StagePlan:
     """Return a stage whose gradients all follow its last backward."""
     if stage.plan is None or not stage.hidden_bytes:
         return stage
-    return stage_times(planner, stage.plan.sending_at_the_end())
+    options = [{"": each} for each in stage.plan.layers]
+    request = PlanRequest(options, planner.settings.space(BEST), mode_of(BEST), may_send_anyhow=True)
+    return stage_times(planner, Search(planner, request).late(stage.plan))
 
 
 def pipeline_of_model(

@@ -63,8 +63,12 @@ class Search:
             return [stock, stock]
         best, *others = self.candidates()
         if stage is not None and self.request.may_send_anyhow:
-            others.insert(0, best.sending_at_the_end() if stage and best.has_gradients else best)
+            others.insert(0, self.late(best) if stage else best)
         return [best, *others, stock]
+
+    def late(self, plan: ModelPlan) -> ModelPlan:
+        """Return a plan with all its gradients after the backward, or the plan itself where it may not send them so."""
+        return next(iter(self._plans("late", near=(plan, plan, plan))), plan)
 
     def stock(self) -> ModelPlan:
         """Return the plan of DeepSpeed's schedule."""
@@ -83,7 +87,9 @@ class Search:
         """Return the plans of the ways of these kinds, but for those that cannot be."""
         found: list[ModelPlan] = []
         for way in requests_to_plan(self.request, *kinds, near=near):
-            if way.sending == "at_once":
+            if way.kind == "late":
+                plan = near[0].sending_at_the_end()
+            elif way.sending == "at_once":
                 plan = found[0].sending_at_once()
             elif way.sending == "at_the_end":
                 plan = found[0].sending_at_the_end()

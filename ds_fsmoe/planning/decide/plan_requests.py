@@ -176,10 +176,10 @@ def _two_batch_orders(order: Order, moe: MoEWork) -> tuple[Order, ...]:
     return (behind, order) if any(each.is_inner for each in moe.ahead) else (behind,)
 
 
-Kind = Literal["whole", "windows", "isolated", "alltoall", "given", "halves", "near", "stock"]
+Kind = Literal["whole", "windows", "isolated", "alltoall", "given", "halves", "near", "late", "stock"]
 """What a way is listed for: the whole micro-batch with all open; layers as they are best without gradients, which go in
 other windows; the best if lanes did not slow each other down; an all-to-all or chunks that are given; halves;
-neighbours of the fastest tried; DeepSpeed's."""
+neighbours of the fastest tried; the fastest with all gradients at the end, for a stage of a pipeline; DeepSpeed's."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def requests_to_plan(request: PlanRequest, *kinds: Kind, near: Near | None = Non
     Args:
         request: what may be chosen, and what was asked for.
         kinds: the kinds of ways that are wanted.
-        near: the plans of which ``near`` are neighbours.
+        near: the plans of which ``near`` are neighbours, and the first of which ``late`` sends otherwise.
     """
     found = [request, replace(request, kind="isolated")]
     if request.mode == "adaptive":
@@ -334,5 +334,6 @@ def _neighbours(request: PlanRequest, kept: ModelPlan, forward: ModelPlan, backw
     own = replace(request, kind="near", is_two_batch=kept.is_two_batch, alltoalls=kept.alltoalls, orders=kept.orders)
     found = [own, replace(own, orders=joined)]
     if request.may_send_anyhow and kept.has_gradients:
-        found += [replace(own, sending="at_once"), replace(own, sending="at_the_end")]
+        late = replace(own, sending="at_the_end")
+        found += [replace(own, sending="at_once"), late, replace(late, kind="late")]
     return found
