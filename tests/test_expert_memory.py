@@ -160,14 +160,14 @@ def test_cuts_are_read_without_copying_where_they_can_be() -> None:
     assert cuts.take(6, 6)[0].shape == (2, 0, 5)
     with pytest.raises(ValueError, match=r"slots \[5, 14\): only \[0, 6\), \[6, 6\), \[6, 13\) came through"):
         cuts.take(5, 14)
-    with pytest.raises(ValueError, match=r"slots \[4, 7\) were given twice: \[0, 6\) came before"):
+    with pytest.raises(ValueError, match=r"slots \[4, 7\) were saved twice: \[0, 6\) before"):
         cuts.put(4, 7, (None, None))
     gap = SavedTensors()
     gap.put(0, 3, (torch.zeros(2, 3, 5),))
     gap.put(5, 8, (torch.zeros(2, 3, 5),))
     with pytest.raises(ValueError, match=r"slots \[2, 7\): only \[0, 3\), \[5, 8\) came through"):
         gap.take(2, 7)
-    with pytest.raises(ValueError, match="nothing has come through the forward yet"):
+    with pytest.raises(ValueError, match="no forward has saved them yet"):
         SavedTensors().take(0, 1)
 
 

@@ -272,10 +272,10 @@ def odd_files(folder: Path) -> dict[str, str]:
     (folder / "circle").symlink_to("circle")
     (folder / "folder").mkdir()
     return {
-        "fifo": "fifo is a FIFO and no regular file",
-        "device": "device is a device and no regular file",
-        "link": "link is a link to .*secret, which is outside of",
-        "deep/secret": "secret is a link to .*secret, which is outside of",
+        "fifo": "fifo is a FIFO, not a regular file",
+        "device": "device is a device, not a regular file",
+        "link": "link is a link to .*secret, outside of",
+        "deep/secret": "secret is a link to .*secret, outside of",
         "circle": "circle cannot be read",
         "folder": "folder is a folder",
         "nothing": "nothing is missing",

@@ -200,7 +200,7 @@ def test_what_was_not_given_is_shown_as_it_would_be_given(capsys) -> None:
 
 
 def test_more_nodes_than_were_measured_are_said_to_be_extrapolated(capsys) -> None:
-    sentence = "its numbers are of 8 node(s): what collectives among 99 take is extrapolated"
+    sentence = "its numbers are for 8 node(s): costs of collectives among 99 are extrapolated"
     for nodes in ("99", "8"):
         assert cli.main(["plan", "--cluster", "testbed_b", "--model", "gpt2-xl", *FEW, "--nodes", nodes]) == 0
         said = capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
             ["--model", "mixtral-8b"],
             "no model is called 'mixtral-8b', and there is no such file: did you mean 'mixtral-",
         ),
-        (["--preset", "fastmoe"], "no preset is called 'fastmoe': the choices are deepspeed, tutel, tutel_improved,"),
+        (["--preset", "fastmoe"], "unknown preset 'fastmoe': choose from deepspeed, tutel, tutel_improved,"),
         (
             ["--ep", "5"],
             "ep_size = 5 times expert_tensor_parallel_size = 4 = 20: must divide the 32 ranks of the world",
@@ -280,8 +280,8 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
         (["--capacity-factor", "much"], "--capacity-factor = 'much': must be a number, or none"),
         (["--capacity-factor", "-1"], "capacity_factor = -1.0: must be above 0, or none where nothing drops"),
         (["--ffn", "wide"], "ffn = 'wide': the choices are gpt, mixtral"),
-        (["--contention", "-1"], "--contention = '-1': the choices are measured, ideal, or a number of at least 0"),
-        (["--contention", "nan"], "--contention = 'nan': the choices are measured, ideal, or a number of at least 0"),
+        (["--contention", "-1"], "--contention = '-1': choose measured, ideal, or a number of at least 0"),
+        (["--contention", "nan"], "--contention = 'nan': choose measured, ideal, or a number of at least 0"),
         (["--solver", "newton"], "solver = 'newton': the choices are exact, slsqp"),
         (["--gradient-solver", "sa"], "--gradient-solver = 'sa': the choices are dp, de"),
         (["--alltoall", "3dh"], "--alltoall = '3dh': the choices are flat, 2dh"),
@@ -317,7 +317,7 @@ def test_a_cluster_of_ones_own_plans_and_a_missing_operation_is_named(capsys, tm
     mine.write_text(json.dumps(data))
     assert cli.main(["plan", "--cluster", str(mine), *SMALL]) == 2
     sentence = "cluster mine: operations.inter.all_reduce is missing, and the DP group (2 ranks, at most 1 in a node)"
-    assert f"{sentence} needs it: there are inter.all_to_all, " in capsys.readouterr().err
+    assert f"{sentence} needs it: the file has inter.all_to_all, " in capsys.readouterr().err
 
 
 ON_TWO_NODES = [
@@ -351,8 +351,8 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
             [*ON_TWO_NODES, "--alltoall", "twice"],
             "--alltoall = 'twice': the choices are flat, 2dh, once_per",
         ),
-        ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: only where whole experts"),
-        ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices for a token"),
+        ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: needs whole experts"),
+        ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices per token"),
     ],
 )
 def test_what_says_nothing_of_crossings_is_refused(arguments: list[str], message: str, capsys) -> None:
