@@ -134,7 +134,7 @@ CHANGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "true": (with_value(True, *AT, "times_ms", 0), "has True in gemm [3, 5]: must be a finite number"),
     "words": (with_value("0.5", *AT, "times_ms", 0), "has '0.5' in gemm [3, 5]: must be a finite number"),
     "shrinking": (with_value(4.0, *AT, "sizes", 0), ""),
-    "falling": (with_value(6.0, *AT, "sizes", 0), "has sizes of gemm [3, 5] that do not grow: [6.0, 5.0, 7.0, 11.0]"),
+    "falling": (with_value(6.0, *AT, "sizes", 0), "has sizes of gemm [3, 5] that do not increase: [6.0, 5.0, 7.0, 11.0]"),
     "fewer times": (with_value([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a measurements file: ValueError: fit: 4"),
     "too few": (lambda data: data["measured"]["timings"].update({"gemm [3, 5]": {"unit": "byte", "sizes": [1, 2],
                 "times_ms": [1, 2]}}), "is not a measurements file: ValueError: fit: 2 sizes and 2 times"),

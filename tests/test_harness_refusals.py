@@ -25,7 +25,7 @@ from tests.harness_cases import GRID, QUICK, Settings, sleeper
         (["stock", "ours"], "stock", [Goal("stock", 1.2)], "a goal for 'stock'"),
         (["stock", "ours"], "stock", [Goal(AA, 1.2)], "a goal for 'A/A'"),
         (["stock", "ours"], "stock", [Goal("ours", 1.2, case="none")], r"case 'none'.*\['only'\]"),
-        (["stock", "ours"], "stock", [Goal("ours", 1.2)], "2 blocks: to judge by an interval needs 10"),
+        (["stock", "ours"], "stock", [Goal("ours", 1.2)], "2 blocks: to judge by an interval takes 10"),
     ],
 )
 def test_a_run_that_could_say_nothing_is_refused(
@@ -43,7 +43,7 @@ def test_a_further_baseline_is_another_variant_with_others_to_compare(tmp_path: 
 
 
 def test_what_is_judged_takes_ten_blocks() -> None:
-    with pytest.raises(ValueError, match="9 blocks: to judge by an interval needs 10"):
+    with pytest.raises(ValueError, match="9 blocks: to judge by an interval takes 10"):
         Effort(blocks=9, judged=True)
     with pytest.raises(ValueError, match="11 blocks: to judge takes an even number"):
         Effort(blocks=11, judged=True)

@@ -74,7 +74,7 @@ def test_another_optimizer_in_the_same_layout_is_refused_when_it_is_loaded(tmp_p
     for name, said in first.items():
         saver, _, kept = name.split()
         kept, now = ("AdamW", "SGD") if kept == "Adam" else ("SGD", "AdamW")
-        words = f"has states of {kept}, and this job's optimizer is {now}"
+        words = f"has optimizer states of {kept}, and this job's optimizer is {now}"
         assert (words if saver == "ours" else "has states of another optimizer than SGD: its groups lack") in said
         assert "load_optimizer_states=False" in said
 

@@ -126,7 +126,7 @@ def test_what_does_not_fit_the_ranks_is_one_sentence_from_one_of_them(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "{folder}"], "--out {folder}: this is a folder; name a file in it"),
+        (["--out", "{folder}"], "--out {folder}: is a folder; name a file in it"),
         (["--out", "{folder}/none/x.json"], "--out {folder}/none/x.json: cannot be written: No such file or directory"),
         (["--out", "{folder}/file/x.json"], "--out {folder}/file/x.json: cannot be written: Not a directory"),
         (
