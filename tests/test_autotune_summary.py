@@ -45,7 +45,7 @@ def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_pai
     first, *_ = summarize([row()], told(), outcome(1.5, 1.45, 1.6, 90.0)).splitlines()
     assert first == (
         "autotune: L00..L02 in 3 and 2 chunks, once_per_node; 1.50 times as fast as DeepSpeed's schedule (1.45 to 1.60 "
-        "in 3 turns); measuring took 6 s, trying 12 plans took 40 steps, which has paid 125 steps from now"
+        "in 3 turns); measuring took 6 s, tried 12 plans in 40 steps, which has paid 125 steps from now"
     )
     # 6 s of measuring; 40 steps of 95 ms instead of 120 have paid for a second of it; and each from now on for 40 ms.
     assert outcome(1.5, 1.45, 1.6).steps_to_break_even() == (6000 - 40 * 25) / 40

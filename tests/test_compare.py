@@ -162,7 +162,7 @@ def test_a_script_that_records_nothing_is_named(
     command = [sys.executable, "-c", TRAIN.format(status=0), str(config)]
     assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
     said = capsys.readouterr().err
-    assert "recorded nothing: does the script use ds_fsmoe?" in said
+    assert "the training ended without a record: does the script use ds_fsmoe?" in said
 
 
 def compare_recorded(

@@ -254,8 +254,8 @@ def test_a_load_that_lasts_asks_for_new_plans_even_where_times_are_as_predicted(
     assert found is not None
     assert found.load == 1.5
     assert watched.asked == [
-        "in step 13 the fullest rank had 1.50 times the rows that the layers were planned for, and the 2 steps "
-        "compared before it were off as well"
+        "in step 13 the fullest rank had 1.50 times the planned rows, and the 2 compared steps before it differed as "
+        "well"
     ]
     watched.watch.plans_changed()
     watched.play(step_of(sizes=rows(4)), 2)
