@@ -72,7 +72,7 @@ def test_cuts_may_differ_although_none_were_announced_unless_graphs_are_kept(nam
     call = ExpertSet(experts).call(True, same_chunks=True)
     forward(call, x_NeCM, [5, 5, 3])
     if not is_written(ExpertSet(experts)):
-        with pytest.raises(ValueError, match="for other chunks in the backward pass same_chunks=False"):
+        with pytest.raises(ValueError, match="for other chunks in the backward, pass same_chunks=False"):
             backward(call, dy_NeCM, [2, 8, 3])
         return
     torch.testing.assert_close(backward(call, dy_NeCM, [2, 8, 3]), dx_NeCM, rtol=0, atol=1e-12)
