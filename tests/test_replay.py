@@ -274,11 +274,11 @@ def wrong(rank: int, world_size: int, folder: str) -> list[str]:
             (good.astype(np.float32), "dtype float32: must be integers"),
             (good[0], r"an array \[2, 2\]: must be \[tokens, layers, k\]"),
             (high, rf"the replayed routing has expert {EXPERTS}: must be 0 to {EXPERTS - 1}"),
-            (low, "expert -2 was given"),
+            (low, "the replayed routing has expert -2: must be 0 to"),
             (part, r"the replayed routing of token 2 is \[-1, \d\]: -1 must be in all its choices, or in none"),
         ]
         if model == "stock":
-            cases.append((twice, r"token 5 was given \[1, 1\]: must be different experts"))
+            cases.append((twice, r"the replayed routing of token 5 is \[1, 1\]: must be different experts"))
         for case, error in cases:
             with pytest.raises(ReplayError, match=f"rank 1: .*{error}"):
                 made.fsmoe.replay(case if rank == 1 else good)

@@ -283,14 +283,14 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
         (["--contention", "-1"], "--contention = '-1': choose measured, ideal, or a number of at least 0"),
         (["--contention", "nan"], "--contention = 'nan': choose measured, ideal, or a number of at least 0"),
         (["--solver", "newton"], "solver = 'newton': the choices are exact, slsqp"),
-        (["--gradient-solver", "sa"], "--gradient-solver = 'sa': the choices are dp, de"),
-        (["--alltoall", "3dh"], "--alltoall = '3dh': the choices are flat, 2dh"),
+        (["--gradient-solver", "sa"], "--gradient-solver = 'sa': choose from dp, de"),
+        (["--alltoall", "3dh"], "--alltoall = '3dh': choose from flat, 2dh"),
         (["--max-degree", "0"], "num_chunks.max = 0: must be a whole number from 1 to 256"),
         (["--chunk-bytes", "0"], "gradient_partition.chunk_bytes = 0: must be a whole number of at least 1"),
         (["--host-us", "-3"], "--host-us = -3.0: must be a finite number of at least 0"),
         (["--nodes", "0"], "--nodes = 0: must be at least 1"),
         (["--layers", "0"], "--layers = 0: must be at least 1"),
-        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: there is no folder /no/such/folder"),
+        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: no folder /no/such/folder"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(arguments: list[str], sentence: str, capsys) -> None:
@@ -316,7 +316,7 @@ def test_a_cluster_of_ones_own_plans_and_a_missing_operation_is_named(capsys, tm
     del data["operations"]["inter.all_reduce"]
     mine.write_text(json.dumps(data))
     assert cli.main(["plan", "--cluster", str(mine), *SMALL]) == 2
-    sentence = "cluster mine: operations.inter.all_reduce is missing, and the DP group (2 ranks, at most 1 in a node)"
+    sentence = "cluster mine: operations.inter.all_reduce is missing, but the DP group (2 ranks, at most 1 in a node)"
     assert f"{sentence} needs it: the file has inter.all_to_all, " in capsys.readouterr().err
 
 
@@ -349,7 +349,7 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
     [
         (
             [*ON_TWO_NODES, "--alltoall", "twice"],
-            "--alltoall = 'twice': the choices are flat, 2dh, once_per",
+            "--alltoall = 'twice': choose from flat, 2dh, once_per",
         ),
         ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: needs whole experts"),
         ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices per token"),

@@ -58,8 +58,8 @@ def test_a_move_that_pays_is_made_and_says_after_how_many_steps() -> None:
     assert found.breaks_even_after == math.ceil(moves_ms / (now_ms - after_ms)) > 1
     assert found.why == (
         f"L03: {num_moved(NOW, found.placement)} experts move: the fullest rank {found.before:.2f} -> "
-        f"{found.after:.2f} times the mean, {now_ms:.1f} -> {after_ms:.1f} ms a step, {moves_ms:.0f} ms to move: pays "
-        f"after {found.breaks_even_after} steps"
+        f"{found.after:.2f} times the mean, {now_ms:.1f} -> {after_ms:.1f} ms a step, {moves_ms:.0f} ms to move: "
+        f"breaks even after {found.breaks_even_after} steps"
     )
 
 

@@ -223,7 +223,7 @@ def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
     files = ["--json", str(tmp_path / "plan.json"), "--gantt"]
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "2", *files]) == 0
     text = capsys.readouterr().out
-    lines = [line.split() for line in text[text.index("two halves of a micro-batch") :].splitlines()]
+    lines = [line.split() for line in text[text.index("two-batch overlap, relative to best") :].splitlines()]
     shown = {" ".join(line[:-7]) or line[0]: line for line in lines if line and line[0].startswith("best")}
     assert len(shown) >= 1
     assert "best, in halves" in text

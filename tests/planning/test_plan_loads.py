@@ -107,7 +107,7 @@ def test_an_option_of_before_for_spare_places_is_said_to_mean_nothing(capsys, tm
     assert outs[0].out == outs[1].out
     assert outs[0].err == ""
     assert outs[1].err.count("\n") == 1
-    assert "--spare-experts 1: means nothing any more" in outs[1].err
+    assert "--spare-experts 1: is ignored, as experts have no replicas since version 0.2.0" in outs[1].err
 
 
 def test_a_recording_counts_by_its_groups_of_ranks(capsys, tmp_path) -> None:
