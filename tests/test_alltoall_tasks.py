@@ -119,7 +119,7 @@ def test_every_task_has_its_size() -> None:
 
 def test_two_tasks_without_legs_are_refused() -> None:
     plans = plan(), plan(backward=True)
-    with pytest.raises(ValueError, match="L07: an all-to-all in two tasks is planned, and the wires have no legs"):
+    with pytest.raises(ValueError, match="L07: an all-to-all in two tasks is planned, but its two parts are missing"):
         LayerPipeline(
             make_lanes(torch.device("cpu"), overlap=False), Collectives(lambda x, group: x, None, None), *plans, "L07"
         )
@@ -385,7 +385,7 @@ class ByTheLast(HierarchicalAllToAll):
 
     links = ("intra", "inter")
 
-    def relays(self, source, destination, nodes):
+    def forwarding_ranks(self, source, destination, nodes):
         node = nodes.neighbours(source)
         return (destination if destination in node else node[-1],)
 '''

@@ -117,7 +117,7 @@ from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
 class Direct(HierarchicalAllToAll):
     links = ("intra", "inter")
 
-    def relays(self, source, destination, nodes):
+    def forwarding_ranks(self, source, destination, nodes):
         return (destination,)
 """
 
@@ -134,7 +134,7 @@ def contradicting(rank: int, world_size: int, folder: str) -> str:
 def test_one_that_contradicts_itself_is_refused_on_every_rank_with_path_and_value(tmp_path: Path) -> None:
     (tmp_path / "wrong_alltoall.py").write_text(WRONG)
     sentences = run_on_ranks(contradicting, 4, tmp_path / "ranks", str(tmp_path))
-    beginning = 'ConfigError: fsmoe.alltoall = "direct": Direct takes blocks of rank 0 to rank 2 over'
+    beginning = 'ConfigError: fsmoe.alltoall = "direct": Direct sends blocks of rank 0 to rank 2 over'
     assert sentences[0].startswith(beginning)
     assert sentences == sentences[:1] * 4
 

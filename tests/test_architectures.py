@@ -159,7 +159,7 @@ def test_a_name_of_the_hub_is_looked_up_by_transformers(monkeypatch, capsys) -> 
     assert "model    somebody/small: the configuration of somebody/small on the Hugging Face Hub" in said
     assert "--length 64" in said
     assert cli.main([*arguments, "somebody/other"]) == 2
-    sentence = "transformers finds no configuration of that name: somebody/other is not a valid name\n"
+    sentence = "transformers found no configuration of that name: somebody/other is not a valid name\n"
     assert sentence in capsys.readouterr().err
     # No code of the repository is run for it.
     assert asked == [(name, {"trust_remote_code": False}) for name in ("somebody/small", "somebody/other")]

@@ -119,14 +119,14 @@ AT = ("measured", "timings", "gemm [3, 5]")
 CHANGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (with_value(1, "measured", "format"), "has format 1, and this version reads 2"),
     "future": (with_value("3", "measured", "format"), "has format '3', and this version reads 2"),
-    "other": (with_value("x", "measured", "fingerprint", "hosts"), "is of another cluster: it differs in hosts"),
-    "fewer": (without("measured", "fingerprint", "links"), "is of another cluster: it differs in links"),
-    "more": (with_value(1, "measured", "fingerprint", "new"), "is of another cluster: it differs in new"),
-    "listed": (with_value([1], "measured", "fingerprint"), "is not a file of measurements: AttributeError"),
-    "unmeasured": (without("measured"), "is not a file of measurements: KeyError: 'measured'"),
-    "no timings": (without("measured", "timings"), "is not a file of measurements: KeyError: 'timings'"),
-    "no unit": (without(*AT, "unit"), "is not a file of measurements: KeyError: 'unit'"),
-    "odd unit": (with_value(3, *AT, "unit"), "has 3 for the unit of gemm [3, 5]"),
+    "other": (with_value("x", "measured", "fingerprint", "hosts"), "is from another cluster: it differs in hosts"),
+    "fewer": (without("measured", "fingerprint", "links"), "is from another cluster: it differs in links"),
+    "more": (with_value(1, "measured", "fingerprint", "new"), "is from another cluster: it differs in new"),
+    "listed": (with_value([1], "measured", "fingerprint"), "is not a measurements file: AttributeError"),
+    "unmeasured": (without("measured"), "is not a measurements file: KeyError: 'measured'"),
+    "no timings": (without("measured", "timings"), "is not a measurements file: KeyError: 'timings'"),
+    "no unit": (without(*AT, "unit"), "is not a measurements file: KeyError: 'unit'"),
+    "odd unit": (with_value(3, *AT, "unit"), "has the unknown unit 3 for gemm [3, 5]"),
     "negative": (with_value(-0.5, *AT, "times_ms", 1), "has -0.5 in gemm [3, 5]: must be a finite number of at"),
     "NaN": (with_value(float("nan"), *AT, "times_ms", 1), "has nan in gemm [3, 5]: must be a finite number"),
     "endless": (with_value(float("inf"), *AT, "sizes", 3), "has inf in gemm [3, 5]: must be a finite number"),
@@ -134,12 +134,13 @@ CHANGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "true": (with_value(True, *AT, "times_ms", 0), "has True in gemm [3, 5]: must be a finite number"),
     "words": (with_value("0.5", *AT, "times_ms", 0), "has '0.5' in gemm [3, 5]: must be a finite number"),
     "shrinking": (with_value(4.0, *AT, "sizes", 0), ""),
-    "falling": (with_value(6.0, *AT, "sizes", 0), "has sizes of gemm [3, 5] that do not grow: [6.0, 5.0, 7.0, 11.0]"),
-    "fewer times": (with_value([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a file of measurements: ValueError: fit: 4"),
+    "falling": (with_value(6.0, *AT, "sizes", 0),
+                "has sizes of gemm [3, 5] that do not increase: [6.0, 5.0, 7.0, 11.0]"),
+    "fewer times": (with_value([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a measurements file: ValueError: fit: 4"),
     "too few": (lambda data: data["measured"]["timings"].update({"gemm [3, 5]": {"unit": "byte", "sizes": [1, 2],
-                "times_ms": [1, 2]}}), "is not a file of measurements: ValueError: fit: 2 sizes and 2 times"),
+                "times_ms": [1, 2]}}), "is not a measurements file: ValueError: fit: 2 sizes and 2 times"),
     "bad number": (with_value(None, "measured", "numbers", "draws"), "has None in draws: must be a finite number"),
-    "a list": (with_value([], "measured", "numbers"), "is not a file of measurements: AttributeError"),
+    "a list": (with_value([], "measured", "numbers"), "is not a measurements file: AttributeError"),
 }  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def test_a_file_that_was_changed_is_named_with_why_and_not_trusted(tmp_path: Pat
     assert len(said) == 1
     assert said[0].startswith(f"WARNING: fsmoe.autotune.cache_dir: {path} ")
     assert why in said[0]
-    assert said[0].endswith("; it is measured again")
+    assert said[0].endswith("; measuring again")
     # Nothing of it is taken over when it is written anew.
     cache.write(FINGERPRINT, Measurements({}, {"new": 1.0}), CLUSTER)
     assert cache.read(FINGERPRINT) == Measurements({}, {"new": 1.0})
@@ -200,7 +201,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list
     for _ in range(3):
         cache.write(FINGERPRINT, some(), CLUSTER)
     assert len(said) == 1
-    assert f"measurements cannot be kept in {tmp_path / 'file' / 'kept'}, so the next run measures again: " in said[0]
+    assert f"cannot write to {tmp_path / 'file' / 'kept'}, so the next run measures again: " in said[0]
 
 
 def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(

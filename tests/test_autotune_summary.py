@@ -45,7 +45,7 @@ def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_pai
     first, *_ = summarize([row()], told(), outcome(1.5, 1.45, 1.6, 90.0)).splitlines()
     assert first == (
         "autotune: L00..L02 in 3 and 2 chunks, once_per_node; 1.50 times as fast as DeepSpeed's schedule (1.45 to 1.60 "
-        "in 3 turns); measuring took 6 s, trying 12 plans took 40 steps, which has paid 125 steps from now"
+        "in 3 turns); measuring took 6 s, tried 12 plans in 40 steps, which has paid 125 steps from now"
     )
     # 6 s of measuring; 40 steps of 95 ms instead of 120 have paid for a second of it; and each from now on for 40 ms.
     assert outcome(1.5, 1.45, 1.6).steps_to_break_even() == (6000 - 40 * 25) / 40
@@ -53,10 +53,10 @@ def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_pai
 
 def test_a_gain_that_is_no_more_than_noise_is_called_that_and_never_said_to_pay() -> None:
     first, *_ = summarize([row()], told(), outcome(1.05, 0.97, 1.2)).splitlines()
-    assert "(0.97 to 1.20 in 3 turns), which is within the noise" in first
+    assert "(0.97 to 1.20 in 3 turns), within the noise" in first
     assert "paid" not in first
     first, *_ = summarize([row()], told(), outcome(1.3, 1.3, 1.3, turns=1)).splitlines()
-    assert "one step of each: no interval), which is within the noise" in first
+    assert "one step of each: no interval), within the noise" in first
 
 
 def test_a_step_is_predicted_with_what_is_beside_its_layers_as_the_trials_have_seen_it() -> None:
@@ -91,7 +91,7 @@ def test_where_deepspeeds_schedule_is_the_fastest_it_stays_and_no_gain_is_claime
     assert "  chosen" not in text
     # The rows of layers are a plan that does not run: in their place is one line that says why.
     assert "L00" not in text
-    why = "  why: the layers are bound by computation; predicted, no order of these tasks makes a step more than 2.00"
+    why = "  why: bottleneck of the layers: computation; by prediction no order of these tasks is more than 2.00"
     assert why in text
 
 
@@ -196,11 +196,11 @@ def test_a_larger_ep_size_is_named_where_it_is_predicted_to_gain_more_than_a_ten
 
 
 def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
-    assert "ended after 7 steps, and nothing is measured before 10" in too_short(Outcome(), 7, True, False)
-    assert "while plans were tried, so the 6 s" in too_short(Outcome(6.0), 3, False, True)
+    assert "ended after 7 steps, before measuring begins (step 10)" in too_short(Outcome(), 7, True, False)
+    assert "during trials, so 6 s of measuring were lost" in too_short(Outcome(6.0), 3, False, True)
     gained = outcome(1.5, 1.4, 1.6)
-    assert "124 steps after plans were settled" in too_short(gained, 124, False, False)
-    assert "would have paid after 125" in too_short(gained, 124, False, False)
+    assert "124 steps after the plans were settled" in too_short(gained, 124, False, False)
+    assert "would have broken even after 125" in too_short(gained, 124, False, False)
     assert too_short(gained, 125, False, False) == ""
     # An engine that has never trained has nothing to say.
     assert too_short(Outcome(), 0, True, False) == ""
@@ -214,7 +214,7 @@ def test_layers_that_are_cut_alike_are_named_together_though_they_differ() -> No
 def test_a_prediction_that_steps_have_disproved_is_said_to_be_that() -> None:
     slow = tuple(replace(each, time_ms=each.unchunked_ms + 5.0) for each in CHOICES)
     found = replace(row(), choices=slow)
-    note = "the steps that were tried have shown otherwise"
+    note = "one chunk is predicted to be faster, but was slower in trials, which decide"
     assert note in summarize([found], told(), outcome(1.5, 1.4, 1.6, 90.0))
     assert note not in summarize([found], told(), Outcome(1.0))
     assert note not in summarize([row()], told(), outcome(1.5, 1.4, 1.6, 90.0))

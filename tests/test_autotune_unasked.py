@@ -32,14 +32,14 @@ def why_not(block: dict[str, Any], num_ranks: int = 2, **config: Any) -> str | N
     ("block", "others", "reason"),
     [
         ({"deterministic": True}, {}, "fsmoe.deterministic = true"),
-        ({}, {"num_ranks": 1}, "a single rank sends nothing"),
+        ({}, {"num_ranks": 1}, "a single rank has no communication to hide"),
         ({"overlap": False}, {}, "fsmoe.overlap = false"),
-        ({"schedule": "deepspeed"}, {}, "leaves nothing to choose"),
-        ({"schedule": "lina"}, {}, "leaves nothing to choose"),
-        ({"num_chunks": {"forward": 2, "backward": 3}}, {}, "fsmoe.num_chunks is given"),
+        ({"schedule": "deepspeed"}, {}, "has nothing to choose"),
+        ({"schedule": "lina"}, {}, "has nothing to choose"),
+        ({"num_chunks": {"forward": 2, "backward": 3}}, {}, "fsmoe.num_chunks is set"),
         ({"record": {"dir": "x", "stop_after": 60}}, {}, "the job ends after 60 steps"),
         ({}, {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 99}}}, "ends after 99 steps"),
-        ({}, {"autotuning": {"enabled": True}}, "DeepSpeed's own tuner"),
+        ({}, {"autotuning": {"enabled": True}}, "DeepSpeed's own autotuner"),
     ],
 )
 def test_where_nothing_can_be_gained_nothing_is_measured_and_the_reason_is_told(
@@ -157,7 +157,7 @@ def test_training_is_what_it_is_without(runs: list[dict[str, dict[str, Any]]]) -
 def test_a_short_job_is_not_measured_and_says_so_at_its_end(runs: list[dict[str, dict[str, Any]]]) -> None:
     for each in runs:
         assert each["short"]["measured_at"] == []
-    assert "the job ended after 8 steps, and nothing is measured before 10" in runs[0]["short"]["said"][-1]
+    assert "the job ended after 8 steps, before measuring begins (step 10)" in runs[0]["short"]["said"][-1]
 
 
 def test_a_job_that_cannot_be_measured_goes_on_as_it_was(runs: list[dict[str, dict[str, Any]]]) -> None:
@@ -165,7 +165,7 @@ def test_a_job_that_cannot_be_measured_goes_on_as_it_was(runs: list[dict[str, di
         assert each["failed"]["measured_at"] == [STEPS_BEFORE + 2]
         assert each["failed"]["losses"] == pytest.approx(each["off"]["losses"][: STEPS_BEFORE + 4], rel=1e-6)
     (warning,) = (line for line in runs[0]["failed"]["said"] if line.startswith("WARNING: autotune"))
-    assert "goes on as it was" in warning
+    assert "measuring failed, so the schedule is unchanged" in warning
     assert "out of memory" in warning
 
 

@@ -109,7 +109,7 @@ def test_sharded_experts_are_not_shown_in_parts_to_hooks_on_their_module() -> No
     model = SmallModel(Case(expert="gpt"), rank=0)
     model.moes[1].deepspeed_moe.experts.register_forward_hook(lambda *_: None)
     message = refused(model, {"fsmoe": {"enabled": True, "esp_size": 2}})
-    assert message.startswith("fsmoe.esp_size = 2: moes.1: hooks on its experts module are to see all rows at once")
+    assert message.startswith("fsmoe.esp_size = 2: moes.1: hooks on its experts module need all rows in one call")
 
 
 def test_tutel_kernels_are_not_dropped_in_silence() -> None:
@@ -121,8 +121,11 @@ def test_tutel_kernels_are_not_dropped_in_silence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"num_experts": 5, "ep_size": 2}, "num_experts = 5 is not divisible by ep_size = 2; for 5 experts the sizes"),
-        ({"num_experts": 4, "ep_size": 0}, "for 4 experts the sizes are 1, 2, 4"),
+        (
+            {"num_experts": 5, "ep_size": 2},
+            "num_experts = 5 is not divisible by ep_size = 2; with 5 experts ep_size can be",
+        ),
+        ({"num_experts": 4, "ep_size": 0}, "with 4 experts ep_size can be 1, 2, 4"),
         ({"num_experts": 4, "k": 5}, r"k = 5: must be between 1 and num_experts \(4\)"),
     ],
 )
@@ -218,7 +221,7 @@ def test_the_stock_layer_is_left_alone_when_initialize_refuses() -> None:
 
 def test_a_layer_over_ranks_does_not_run_before_it_has_its_ranks() -> None:
     layer = ds_fsmoe.MoE(7, nn.Linear(7, 7), num_experts=4, ep_size=2)
-    with pytest.raises(RuntimeError, match="over ep_size = 2 ranks and has no process group yet: call initialize"):
+    with pytest.raises(RuntimeError, match="has ep_size = 2 and no process group yet: call initialize"):
         layer(torch.randn(5, 7))
     alone = ds_fsmoe.MoE(7, nn.Linear(7, 7), num_experts=4)
     assert alone(torch.randn(5, 7))[0].shape == (5, 7)

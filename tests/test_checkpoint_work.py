@@ -237,7 +237,7 @@ def test_an_index_that_cannot_be_is_refused_in_one_line(name: str, tmp_path: Pat
     with pytest.raises(CheckpointError) as caught:
         read_index(tmp_path, manifest_for(SHARED, size_bytes=100))
     said = str(caught.value)
-    assert said.startswith(f"{tmp_path / pieces.NAME} is damaged, or not of a checkpoint: ")
+    assert said.startswith(f"{tmp_path / pieces.NAME} is damaged, or not a manifest: ")
     assert words in said
     assert "\n" not in said
 

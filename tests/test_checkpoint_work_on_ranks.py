@@ -140,5 +140,5 @@ def test_a_bad_index_is_refused_on_every_rank_before_anything_is_read(tmp_path: 
             whole.Whole(tmp_path / "saved" / name)
     for name, said in first.items():
         assert BAD[name.partition(",")[0]][1] in said, said
-        assert f"{pieces.NAME} is damaged, or not of a checkpoint" in said
+        assert f"{pieces.NAME} is damaged, or not a manifest" in said
         assert "\n" not in said

@@ -168,7 +168,7 @@ def test_of_uneven_nodes_what_they_have_in_common_is_measured(tmp_path: Path) ->
     cluster = json.loads(seen[0]["cluster"])
     assert (cluster["num_nodes"], cluster["gpus_per_node"]) == (2, 1)
     assert set(cluster["operations"]) == {name for name in UNITS if not name.startswith("intra")}
-    note = "the nodes have 2, 1 ranks; measured are 1 of each, so there is nothing about links inside a node"
+    note = "the nodes have 2, 1 ranks; 1 of each are measured, so links inside a node were not measured"
     assert cluster["source"] == f"here; {note}"
     assert note in seen[0]["said"]
     assert all(note not in each["said"] and each["left"] == set() for each in seen[1:])

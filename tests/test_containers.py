@@ -242,7 +242,7 @@ def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_
     assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
     assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
     assert (first["said"], len(second["said"])) == ([], 1)
-    assert second["said"][0].startswith("moes.0: hooks on its experts module are to see all rows at once")
+    assert second["said"][0].startswith("moes.0: hooks on its experts module need all rows in one call")
     (alone,) = run_on_ranks(late, 1, tmp_path / "one")
     assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
 

@@ -227,16 +227,16 @@ def test_what_is_wrong_is_one_sentence_and_nothing_is_left_behind(
         (str(damaged), target, "--to", "fp32"): "layer_1_expert_2_mp_rank_00_model_states.pt",
         (plain, target, "--to", "fp32", "--tag", "step9"): "step9: no such checkpoint",
         (str(tmp_path / "empty"), target, "--to", "fp32"): "has neither a latest nor a mp_rank_00",
-        (plain, str(damaged), "--to", "stock"): "is there already, and not empty",
+        (plain, str(damaged), "--to", "stock"): "exists and is not empty",
         (plain, target, "--to", "huggingface", "--rename", "weight"): "must be PATTERN=REPLACEMENT",
-        (plain, target, "--to", "huggingface", "--rename", "(=x"): "is no regular expression",
+        (plain, target, "--to", "huggingface", "--rename", "(=x"): "is not a regular expression",
         (plain, target, "--to", "huggingface", "--rename", r"a=\3"): "invalid group reference",
-        (plain, target, "--to", "huggingface", "--rename", ".*=x"): "as another parameter is already",
-        (plain, target, "--to", "stock", "--dtype", "float16"): "change nothing of what --to stock writes",
+        (plain, target, "--to", "huggingface", "--rename", ".*=x"): "which another parameter has",
+        (plain, target, "--to", "stock", "--dtype", "float16"): "have no effect with --to stock",
         (plain, target, "--to", "fp32", "--max-file-gb", "0"): "must be more than 0",
-        (str(odd), target, "--to", "deepspeed"): "a has 2 experts, and no w1.weight of [1]",
+        (str(odd), target, "--to", "deepspeed"): "a has 2 experts, but no w1.weight of [1]",
         (str(dense), target, "--to", "deepspeed"): "has no experts: no name like",
-        (str(tmp_path / "empty"), target, "--to", "deepspeed"): "has no .safetensors files",
+        (str(tmp_path / "empty"), target, "--to", "deepspeed"): "contains no .safetensors files",
         (str(tmp_path / "cut.safetensors"), target, "--to", "deepspeed"): "cut.safetensors cannot be read",
     }.items():
         assert words in refusal(list(arguments), capsys), arguments
@@ -288,7 +288,7 @@ def test_sizes_that_cannot_be_are_named_with_their_file(
     (found["layers"][0] if part == "layers" else found["sizes"])[field] = value
     file.write_text(json.dumps(found))
     said = refusal([str(tmp_path / "ck"), str(tmp_path / "out"), "--to", "stock"], capsys)
-    assert f"{file} is damaged, or not of a checkpoint" in said
+    assert f"{file} is damaged, or not a manifest" in said
 
 
 def test_numbers_of_any_length_and_script_are_names_or_said_to_be_none(tmp_path: Path, capsys) -> None:

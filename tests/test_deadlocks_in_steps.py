@@ -48,7 +48,7 @@ class Step:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"{self.run.name}{', links take turns' if self.one_link else ''}"
+        return f"{self.run.name}{', links are used one at a time' if self.one_link else ''}"
 
 
 def record_steps(rank: int, world_size: int, steps: list[Step]) -> list[Program]:

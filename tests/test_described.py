@@ -31,7 +31,7 @@ def topk(factor: float, drops: bool = True) -> TopKGate:
 
 
 def test_slots_that_stay_empty_are_named_with_the_word_that_sends_none_of_them() -> None:
-    hint = 'slots, of which at least 20% are empty; "dispatch": "rows" sends none of these'
+    hint = 'slots, of which at least 20% are empty; "dispatch": "unpadded" does not send these'
     assert said(topk(1.25)) == hint
     assert said(topk(2.0), topk(1.25)) == hint
 

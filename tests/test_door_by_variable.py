@@ -91,11 +91,11 @@ def begin_on_the_first_rank_only(rank: int, world_size: int, stage: int) -> tupl
 def test_ranks_that_do_not_honour_the_block_are_named_on_all_that_do(tmp_path: Path) -> None:
     *ours, _ = run_on_ranks(begin_on_the_first_rank_only, 3, tmp_path, 1)
     for rank, (raised, said) in enumerate(ours):
-        assert raised.startswith("rank 2 of 3 did not come to initialize with ds_fsmoe and an enabled block, and rank")
-        assert "Every rank needs DS_FSMOE=1 in its environment" in raised
-        assert rank == 0 or "rank 2 of 3 did not come to initialize" not in said
+        assert raised.startswith("rank 2 of 3 did not call initialize with ds_fsmoe and an enabled block, and rank")
+        assert "Every rank needs the same block, and DS_FSMOE=1 in its environment" in raised
+        assert rank == 0 or "rank 2 of 3 did not call initialize" not in said
     # One of them may have come a moment late, and been named beside rank 2.
-    assert "2 of 3 did not come to initialize" in "".join(said for _, said in ours)
+    assert "2 of 3 did not call initialize" in "".join(said for _, said in ours)
 
 
 # ---- frameworks with a launcher of their own

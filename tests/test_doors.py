@@ -129,7 +129,7 @@ def test_install_refuses_to_be_gone_past(monkeypatch) -> None:
     early = types.ModuleType("early_bird")
     early.ds_init = deepspeed.initialize
     monkeypatch.setitem(sys.modules, "early_bird", early)
-    with pytest.raises(RuntimeError, match=r"early_bird took deepspeed\.initialize in before .* as ds_init"):
+    with pytest.raises(RuntimeError, match=r"early_bird imported deepspeed\.initialize before .* as ds_init"):
         ds_fsmoe.install()
 
 
@@ -284,11 +284,11 @@ def test_wrappers_of_other_libraries_are_called_once_each_or_named(tmp_path: Pat
         "left": 1,
     }
     for name, sentence in (
-        ("narrow", "and does not take its arguments: it takes (model) ("),
+        ("narrow", "and does not accept its arguments: it takes (model) ("),
         ("forgetful", "and has not returned an engine of ds_fsmoe"),
     ):
         line = inspect.getsourcelines(globals()[name])[1]
-        start = f"{name} ({__file__}, line {line}) stands in the place of deepspeed.initialize "
+        start = f"{name} ({__file__}, line {line}) replaces deepspeed.initialize "
         assert refused[name].startswith(start + sentence)
 
 
@@ -304,7 +304,7 @@ def test_install_looks_past_the_module_that_wraps_and_at_no_other(monkeypatch) -
     script = types.ModuleType("script")
     script.start = library.outer
     monkeypatch.setitem(sys.modules, "script", script)
-    with pytest.raises(RuntimeError, match=r"script took deepspeed\.initialize in before .* as start"):
+    with pytest.raises(RuntimeError, match=r"script imported deepspeed\.initialize before .* as start"):
         ds_fsmoe.install()
 
 

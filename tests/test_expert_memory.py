@@ -158,16 +158,16 @@ def test_cuts_are_read_without_copying_where_they_can_be() -> None:
         sources = {tensor.untyped_storage().data_ptr() for tensor, _ in cuts._pieces.values()}
         assert (found.untyped_storage().data_ptr() in sources) is ((start, stop) in inside)
     assert cuts.take(6, 6)[0].shape == (2, 0, 5)
-    with pytest.raises(ValueError, match=r"slots \[5, 14\): only \[0, 6\), \[6, 6\), \[6, 13\) came through"):
+    with pytest.raises(ValueError, match=r"slots \[5, 14\): the forward saved only \[0, 6\), \[6, 6\), \[6, 13\)"):
         cuts.take(5, 14)
-    with pytest.raises(ValueError, match=r"slots \[4, 7\) were given twice: \[0, 6\) came before"):
+    with pytest.raises(ValueError, match=r"slots \[4, 7\) were saved twice: \[0, 6\) before"):
         cuts.put(4, 7, (None, None))
     gap = SavedTensors()
     gap.put(0, 3, (torch.zeros(2, 3, 5),))
     gap.put(5, 8, (torch.zeros(2, 3, 5),))
-    with pytest.raises(ValueError, match=r"slots \[2, 7\): only \[0, 3\), \[5, 8\) came through"):
+    with pytest.raises(ValueError, match=r"slots \[2, 7\): the forward saved only \[0, 3\), \[5, 8\)"):
         gap.take(2, 7)
-    with pytest.raises(ValueError, match="nothing has come through the forward yet"):
+    with pytest.raises(ValueError, match="no forward has saved them yet"):
         SavedTensors().take(0, 1)
 
 

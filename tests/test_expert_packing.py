@@ -325,10 +325,10 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_a_choice_that_must_be_the_same_is_to_be_written_down(tmp_path: Path) -> None:
     for deterministic, resumed, same in run_on_ranks(refused, 2, tmp_path / "ranks", str(tmp_path / "saved")):
-        assert 'fsmoe.placement.policy = "lina": goes against fsmoe.deterministic = true' in deterministic
-        assert 'it would choose ep_size = 1 here: write "ep_size": 1 and leave the policy out' in deterministic
+        assert 'fsmoe.placement.policy = "lina" and fsmoe.deterministic = true cannot both be on' in deterministic
+        assert 'It would choose ep_size = 1: write "ep_size": 1 and remove the policy' in deterministic
         assert "was saved with ep_size = 2" in resumed
-        assert 'has chosen 1 now: write "ep_size": 2 in the fsmoe block and leave the policy out' in resumed
+        assert 'has chosen 1 now: set "ep_size": 2 in the fsmoe block and remove the policy' in resumed
         assert same == "{2}"
 
 

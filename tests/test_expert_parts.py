@@ -45,7 +45,7 @@ def test_what_holds_no_such_experts_is_refused() -> None:
     part = ExpertPart("innermost", EXPERTS, 2, 0)
     with pytest.raises(ValueError, match=r"shape \[5, 7\]: dimension 1 must be a multiple of 6 experts"):
         part.take(torch.zeros(5, 7))
-    with pytest.raises(ValueError, match="1 parts: must be one of each rank"):
+    with pytest.raises(ValueError, match="1 parts: must be one for each rank"):
         part.join([torch.zeros(5, 3)])
     with pytest.raises(ValueError, match="must be a multiple of 3 experts"):
         part.join([torch.zeros(5, 3), torch.zeros(5, 4)])

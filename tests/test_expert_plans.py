@@ -323,5 +323,5 @@ def test_the_first_cut_says_whether_all_go_at_once_and_any_others_are_read(first
     call = ExpertSet(experts).call(True)
     call.forward(0, 20, x_NeCM[:, :, :20])
     for start, stop in ((10, 70), (5, 10)):
-        with pytest.raises(ValueError, match="were given twice"):
+        with pytest.raises(ValueError, match="were saved twice"):
             call.forward(start, stop, x_NeCM[:, :, start:stop])

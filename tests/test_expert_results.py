@@ -80,8 +80,8 @@ def test_layer_and_expert_are_named_on_every_rank_before_the_step(
     found = outcomes[0]
     assert found["same"]
     assert found["unchanged"]
-    assert found["said"].startswith("moes.1, step 2: expert 2 made nan or infinity of rows that had none")
-    assert found["given"].startswith("moes.0, step 2: the experts were given nan or infinity")
+    assert found["said"].startswith("moes.1, step 2: expert 2 returned nan or infinity for finite rows")
+    assert found["given"].startswith("moes.0, step 2: the input of the experts has nan or infinity")
 
 
 def overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_an_overflow_with_fp16_is_told_and_the_step_left_out_on_all_ranks(stage:
     first, second = run_on_ranks(overflow, 2, tmp_path, stage)
     for found in (first, second):
         assert found["skipped"] == (1, True)
-        assert found["told"] == ["moes.0, step 1: expert 3 made nan or infinity of rows that had none"]
+        assert found["told"] == ["moes.0, step 1: expert 3 returned nan or infinity for finite rows"]
         assert found["last"] == found["last"]
         assert found["weights"] != found["before"]
     assert first["weights"] == second["weights"]

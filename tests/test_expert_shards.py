@@ -216,7 +216,7 @@ def test_sharding_draws_no_random_numbers() -> None:
 @pytest.mark.parametrize("count", [0, -1, 4, 60])
 @EVERY
 def test_a_count_that_does_not_divide_the_hidden_width_is_refused_with_those_that_do(name: str, count: int) -> None:
-    message = rf"hidden width of 30, which {count} shards do not divide: the choices are 1, 2, 3, 5, 6, 10, 15, 30$"
+    message = rf"hidden width of 30, which {count} shards do not divide: choose from 1, 2, 3, 5, 6, 10, 15, 30$"
     with pytest.raises(ValueError, match=message):
         shard_expert(make_expert(name), 0, count)
 

@@ -93,7 +93,7 @@ def cases_of(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
     path = routing(folder / "ranks", world_size=10**9)
     found["recording: ranks"] = ("report", str(path)), f"from 1 to {MOST_RANKS}"
     path = routing(folder / "loads", MOST_EXPERTS, MOST_LAYERS)
-    found["recording: loads"] = ("report", str(path)), "their loads would take"
+    found["recording: loads"] = ("report", str(path)), "their loads would need"
 
     for name, value in (
         *(("num_experts", each) for each in (10**6, 10**9, 10**30)),
@@ -253,7 +253,7 @@ def test_a_recording_that_goes_on_behind_its_end_is_refused(tmp_path: Path) -> N
     folder = routing(tmp_path / "routing")
     file = part_file(folder, 0, 0)
     file.write_bytes(file.read_bytes() + saved(sealed([5, 0, 0, 0, 0, 0])))
-    with pytest.raises(RoutingFileError, match="was changed since it was written"):
+    with pytest.raises(RoutingFileError, match="was changed after it was written"):
         read_routing(folder)
 
 

@@ -83,7 +83,7 @@ def test_a_recording_that_cannot_be_replayed_is_a_config_error_on_all_ranks(tmp_
     first, second = run_on_ranks(errors_of_replays, 2, tmp_path / "ranks", str(tmp_path), names)
     assert first == second
     for name, words, text in zip(
-        names, ("not a regular file", "num_experts", "was changed since", "no recorded"), first, strict=True
+        names, ("not a regular file", "num_experts", "was changed after", "no recorded"), first, strict=True
     ):
         assert text.startswith(f"fsmoe.routing.replay = {str(tmp_path / name)!r}: "), text
         assert words in text

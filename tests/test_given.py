@@ -73,7 +73,7 @@ def test_a_block_is_read_from_a_file_or_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("absent.json", "--fsmoe absent.json: no such file; what can be given is a file, or a JSON object such as"),
+        ("absent.json", "--fsmoe absent.json: no such file; the value is a file, or a JSON object such as"),
         ("broken.json", "--fsmoe broken.json: cannot be read as JSON: "),
         ("list.json", "--fsmoe list.json: holds [1]; the block is an object"),
         ("inner.json", "--fsmoe inner.json: holds true; the block is an object"),
@@ -136,14 +136,14 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
     ds_fsmoe.install({"enabled": True, "order": "einsum"})
     entry_points.warn_if_unused()
-    assert "has done nothing" in listening.lines.pop()
+    assert "was not used" in listening.lines.pop()
     look("no MoE layer", torch.nn.Linear(7, 7), config=own)
     entry_points.warn_if_unused()
-    said = "Linear has no MoE layers of DeepSpeed's or transformers' kind, so the fsmoe block given from outside is not"
-    assert [said in listening.lines[0], "has done nothing" in listening.lines[1]] == [True, True]
+    said = "Linear has no MoE layers of DeepSpeed or transformers, so the fsmoe block of the command line does not"
+    assert [said in listening.lines[0], "was not used" in listening.lines[1]] == [True, True]
     look("no block", config=plain)
     look("a block of its own", config=own)
-    assert any("takes the place of the one in the script's own config" in each for each in listening.lines)
+    assert any("replaces the one in the script's config" in each for each in listening.lines)
     look("config_params", config_params=plain)
     look("a file", config=str(file))
     args = Namespace(deepspeed_config=str(file))

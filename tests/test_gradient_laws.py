@@ -166,7 +166,7 @@ def before_there_is_a_plan(rank: int, world_size: int) -> tuple[list[str], list[
         LOOPS["plain"](script)
         assert reducer.plan is None
         sent = sum(each.stop - each.first for parcels in parts for each in parcels)
-        return expected, reducer._passed[0], sent, reducer.sent_again
+        return expected, reducer._layers_in_order[0], sent, reducer.sent_again
 
 
 def test_at_stage_2_gradients_leave_in_the_first_backward_too(tmp_path: Path) -> None:

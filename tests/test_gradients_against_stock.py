@@ -273,13 +273,13 @@ def test_what_cannot_be_added_up_as_asked_for_is_said_on_every_rank(tmp_path: Pa
     path = "fsmoe.gradient_partition.accumulate"
     for found in run_on_ranks(refused_to_add_up, 2, tmp_path):
         for said in found[:2]:
-            assert said.startswith(f'{path} = "after_sum": only at zero_optimization.stage 2')
+            assert said.startswith(f'{path} = "after_sum" needs zero_optimization.stage 2')
         for said, reason in zip(
             found[2:], ("managed_gradient_accumulation", "grad_accum_dtype", "offload"), strict=True
         ):
-            assert said.startswith(f'{path} = "before_sum": cannot be here, because')
+            assert said.startswith(f'{path} = "before_sum" is not possible here, because')
             assert reason in said
-            assert said.endswith('the choices are "auto" and "after_sum"')
+            assert said.endswith('use "auto" or "after_sum"')
 
 
 def restless_pairs() -> list[Pair]:

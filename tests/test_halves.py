@@ -206,7 +206,7 @@ def test_a_rank_without_a_batch_keeps_those_of_the_others_whole(tmp_path: Path) 
 def test_a_cache_keeps_batches_whole_and_is_said(tmp_path: Path) -> None:
     found = run_on_ranks(with_cache, 2, tmp_path)
     assert [each[0] for each in found] == [0, 0]
-    assert "it is given a cache" in found[0][1]
+    assert "it gets a cache" in found[0][1]
 
 
 def with_cache(rank: int, world_size: int) -> tuple[int, str]:

@@ -153,7 +153,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_told() -> None:
     splitter = split(model)
     loss = forward(model, splitter, torch.randn(2, 3, WIDTH), mask=None)
     model.blocks[0].attention.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="its forward has to do the same each time"):
+    with pytest.raises(RuntimeError, match="its forward must be deterministic"):
         loss.backward()
 
 
@@ -186,7 +186,7 @@ def test_blocks_that_drop_out_or_are_checkpointed_otherwise_stay_whole() -> None
     assert splitter.num_runs == 0
     plain = Model([])
     plain.blocks[1].gradient_checkpointing = True
-    assert split(plain).why_not.endswith("it is checkpointed by itself, and runs again alone")
+    assert split(plain).why_not.endswith("it is checkpointed by itself, and recomputed alone")
 
 
 def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_version_is_named(monkeypatch) -> None:
@@ -194,7 +194,7 @@ def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_versio
     monkeypatch.setattr(Block, "forward", PlainBlock.forward)
     model = model_of([])
     monkeypatch.setattr("ds_fsmoe.two_batch.splitter.version", {"transformers": "5.17.0"}.get)
-    said = "runs again alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
+    said = "recomputed alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
     assert said in split(model).why_not
 
 

@@ -37,10 +37,10 @@ OTHERS: list[tuple[str, dict[str, int], dict[str, bool], str]] = [
         WEIGHTS,
         "has 4 experts in model.layers.0.mlp.experts.gate_up_proj, and the model",
     ),
-    ("qwen3_moe", {"num_hidden_layers": 3}, {}, "parameters with states here and not there: model.layers.2"),
+    ("qwen3_moe", {"num_hidden_layers": 3}, {}, "parameters with optimizer states in the job only: model.layers.2"),
     ("qwen3_moe", {"num_hidden_layers": 3}, WEIGHTS, "model.layers.2.* is here and not there"),
     ("qwen3_moe", {"num_hidden_layers": 1}, MODULE, "model.layers.1.* is there and not here"),
-    ("olmoe", {}, {}, "was saved of another model: "),
+    ("olmoe", {}, {}, "was saved from another model: "),
 ]
 
 

@@ -63,10 +63,13 @@ def laid_out_otherwise() -> nn.Module:
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (of_biases, rf"{EXPERTS}: an adapter of gate_up_proj_bias has one A for all experts, .* may have gate_up_proj"),
-        (with_a_copy, rf"{EXPERTS}.original_module: PEFT has put a ModulesToSaveWrapper around .* a second copy"),
-        (of_another_kind, rf"{EXPERTS}.base_layer: PEFT has put a Scaled around the experts, an adapter of another"),
-        (with_more_parameters, rf"{EXPERTS}: has parameters magnitude other than A and B of plain LoRA"),
+        (of_biases, rf"{EXPERTS}: an adapter of gate_up_proj_bias has one A for all experts, .* can be gate_up_proj"),
+        (
+            with_a_copy,
+            rf"{EXPERTS}.original_module: PEFT has wrapped the experts in a ModulesToSaveWrapper, .*a second copy",
+        ),
+        (of_another_kind, rf"{EXPERTS}.base_layer: PEFT has wrapped the experts in a Scaled, an adapter of another"),
+        (with_more_parameters, rf"{EXPERTS}: has parameters magnitude besides A and B of plain LoRA"),
         (laid_out_otherwise, rf"{EXPERTS}: A and B of adapter 'default' are \[16, 32\] .* must be \[16, 24\] and \[32"),
     ],
 )

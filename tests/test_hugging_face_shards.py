@@ -104,8 +104,12 @@ def test_losses_gradients_and_weights_are_those_of_one_process(
             5,
             r"must divide the hidden width of model.*mlp.experts \(24\); .* 1, 2, 3",
         ),
-        (lambda: model_of("muse_spark"), 2, "norms the results of its experts, which shards have in parts; use 1"),
-        (OfTwice, 2, "the experts of experts, a Twice, compute something else in shards"),
+        (
+            lambda: model_of("muse_spark"),
+            2,
+            "normalizes the output of its experts, of which a shard has only a part; use 1",
+        ),
+        (OfTwice, 2, "the experts of experts, a Twice, give other results in shards"),
     ],
 )
 def test_experts_that_cannot_be_cut_are_refused_with_the_reason(

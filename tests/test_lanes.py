@@ -179,7 +179,7 @@ def test_a_compute_task_that_waits_does_not_hold_up_the_links(threads: ThreadLan
 def test_kinds_without_a_body_are_named_before_anything_begins(lanes: Lanes) -> None:
     schedule = schedule_of(("A2A_IN", INTER, ()), ("REDUCE", INTRA, ()), ("EXPERT", COMPUTE, (0,)), (HOLD, INTRA, (2,)))
     done, log = [], Log()
-    with pytest.raises(ValueError, match="no body for EXPERT, REDUCE: there are bodies for A2A_IN"):
+    with pytest.raises(ValueError, match="no body for EXPERT, REDUCE; bodies exist for A2A_IN"):
         lanes.run(schedule, {"A2A_IN": done.append}, observer=log)
     assert (done, log.events) == ([], [])
     lanes.run(schedule, dict.fromkeys(("A2A_IN", "REDUCE", "EXPERT"), done.append))
@@ -192,7 +192,7 @@ def test_a_run_inside_a_body_is_refused_and_the_lanes_go_on(overlapping: Lanes, 
     outer = schedule_of(("EXPERT", lane, ()))
     inside: list[Task] = []
     bodies = {"EXPERT": lambda task: overlapping.run(inner, {"A2A_IN": inside.append})}
-    with pytest.raises(RuntimeError, match="in a run already: a run inside a body"):
+    with pytest.raises(RuntimeError, match="running already: a nested run"):
         in_time(lambda: overlapping.run(outer, bodies))
     assert inside == []
     case = Arithmetic(random_schedule(1), device_for(overlapping))
@@ -235,7 +235,7 @@ def test_a_second_thread_that_runs_meanwhile_is_refused(threads: ThreadLanes) ->
 
     threads.run(schedule, {"EXPERT": body})
     assert len(refused) == 1
-    assert "or from a second thread" in refused[0]
+    assert "or a run of a second thread" in refused[0]
 
 
 def test_closed_lanes_do_not_run(lanes: Lanes) -> None:
@@ -249,7 +249,7 @@ def test_closed_lanes_do_not_run(lanes: Lanes) -> None:
 
 def test_lanes_cannot_be_closed_in_a_run(lanes: Lanes) -> None:
     schedule = schedule_of(("EXPERT", COMPUTE, ()))
-    with pytest.raises(RuntimeError, match="cannot be closed in a run"):
+    with pytest.raises(RuntimeError, match="cannot be closed during a run"):
         lanes.run(schedule, {"EXPERT": lambda task: lanes.close()})
     lanes.run(schedule, {"EXPERT": lambda task: None})
 
@@ -286,7 +286,7 @@ def test_make_lanes_goes_by_the_device() -> None:
     assert type(make_lanes(CPU, overlap=False)) is SerialLanes
     assert type(make_lanes(torch.device("cuda"), overlap=False)) is SerialLanes
     assert type(make_lanes(torch.device("meta"), overlap=False)) is SerialLanes
-    with pytest.raises(ValueError, match="device meta: lanes overlap on cpu and cuda"):
+    with pytest.raises(ValueError, match="device meta: lanes can overlap on cpu and cuda"):
         make_lanes(torch.device("meta"))
 
 

@@ -86,10 +86,10 @@ def test_spans_measure_the_bodies_and_show_their_overlap(threads: ThreadLanes) -
 def test_a_recorder_has_the_last_run_only_and_all_of_it() -> None:
     schedule, other = random_schedule(1), random_schedule(2)
     recorder, lanes = Recorder(), SerialLanes()
-    with pytest.raises(ValueError, match="the last run that was observed is not one of this schedule"):
+    with pytest.raises(ValueError, match="the last observed run is of another schedule"):
         recorder.timeline(schedule)
     lanes.run(other, Arithmetic(other).bodies, observer=recorder)
-    with pytest.raises(ValueError, match="the last run that was observed is not one of this schedule"):
+    with pytest.raises(ValueError, match="the last observed run is of another schedule"):
         recorder.timeline(schedule)
     with pytest.raises(BodyError):
         lanes.run(schedule, failing(Arithmetic(schedule), 15, BodyError()), observer=recorder)

@@ -168,7 +168,7 @@ def test_after_an_error_the_compute_stream_waits_for_what_was_issued(
 def test_a_run_inside_a_body_is_refused_on_streams(pretended: tuple[StreamLanes, Device]) -> None:
     lanes, _ = pretended
     schedule = schedule_of(("EXPERT", COMPUTE, ()))
-    with pytest.raises(RuntimeError, match="StreamLanes are in a run already"):
+    with pytest.raises(RuntimeError, match="StreamLanes are running already"):
         lanes.run(schedule, {"EXPERT": lambda task: lanes.run(schedule, {"EXPERT": lambda task: None})})
     assert len(run_pretended(pretended, schedule)) == 1
 

@@ -93,9 +93,7 @@ def test_a_bad_choice_counts_as_none_and_is_reported_without_a_wait_before(how: 
     assert found["taken"] == ""
     assert found["waits"] == []
     assert found["same"]
-    assert found["said"].startswith(
-        "RoutingError: model.layers.0.mlp.experts: what the gate of rank 0 returned: slots_KS"
-    )
+    assert found["said"].startswith("RoutingError: model.layers.0.mlp.experts: the gate's result on rank 0: slots_KS")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_of_several_ranks_none_raises_in_training_before_the_step_they_share(
     assert found["taken"] == ""
     assert found["waits"] == []
     assert found["same"]
-    assert ("model.layers.0.mlp.experts: what the gate of rank 0 returned" in found["said"]) == is_said
+    assert ("model.layers.0.mlp.experts: the gate's result on rank 0" in found["said"]) == is_said
 
 
 def sharing(rank: int, world_size: int) -> list[str]:
@@ -137,7 +135,7 @@ def sharing(rank: int, world_size: int) -> list[str]:
 def test_what_one_rank_has_found_is_raised_by_all_once_with_its_number(tmp_path: Path) -> None:
     for first, second, third in run_on_ranks(sharing, 2, tmp_path):
         assert first == third == ""
-        assert second.startswith("second: what the gate of rank 1 returned: slots_KS")
+        assert second.startswith("second: the gate's result on rank 1: slots_KS")
 
 
 def accumulating(rank: int, world_size: int) -> dict[str, Any]:
@@ -187,7 +185,7 @@ def evaluating(rank: int, world_size: int) -> list[str]:
 
 def test_a_bad_choice_of_an_evaluation_ahead_of_a_step_is_raised_there_by_all_and_once(tmp_path: Path) -> None:
     for first, second in run_on_ranks(evaluating, 2, tmp_path):
-        assert "what the gate of rank 1 returned" in first
+        assert "the gate's result on rank 1" in first
         assert second == ""
 
 
@@ -197,5 +195,5 @@ def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> No
     faults = LateFaults()
     faults.begin_sharing(["first"], torch.device("cpu"))
     faults.add("first", torch.tensor(1), in_training=False)
-    with pytest.raises(ValueError, match="first: what the gate of rank 0 returned"):
+    with pytest.raises(ValueError, match="first: the gate's result on rank 0"):
         faults.add("first", torch.tensor(0), in_training=False)

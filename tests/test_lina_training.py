@@ -238,7 +238,8 @@ def test_a_model_without_experts_has_none_to_pack() -> None:
     from ds_fsmoe.engine.convert_experts import check_hugging_face
 
     block = FSMoEBlock(placement=PlacementBlock(policy="lina"))
-    with pytest.raises(ConfigError, match=r'placement.policy = "lina": .* has no experts of theirs'):
+    message = r'placement.policy = "lina" chooses .* has no such experts\. Remove the policy'
+    with pytest.raises(ConfigError, match=message):
         check_hugging_face(block, {}, {}, {}, True, None)
     check_hugging_face(FSMoEBlock(), {}, {}, {}, True, None)
 

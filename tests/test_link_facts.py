@@ -92,7 +92,7 @@ def test_what_is_no_number_is_no_speed(tmp_path: Path) -> None:
     ("reaches", "nvlink", "expected"),
     [
         (True, (), ["GPUs: 2 x A", "GPUs: all reach each other's memory"]),
-        (False, (), ["GPUs: 2 x A", "GPUs: 0, 1 cannot reach the memory of all others"]),
+        (False, (), ["GPUs: 2 x A", "GPUs: 0, 1 cannot access the memory of all others"]),
         (True, (450.0, 450.0), ["GPUs: 2 x A", "GPUs: all reach each other's memory", "NVLink: 450 GB/s per GPU"]),
     ],
 )
@@ -116,7 +116,7 @@ def test_gpus_are_asked_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (0, 2))
     assert link_lines(tmp_path) == [
         "GPUs: 2 x GPU False, 1 x GPU True",
-        "GPUs: 0 cannot reach the memory of all others",
+        "GPUs: 0 cannot access the memory of all others",
     ]
     assert link_lines(tmp_path, cuda=False) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: (_ for _ in ()).throw(RuntimeError("no driver")))

@@ -74,7 +74,7 @@ def test_another_optimizer_in_the_same_layout_is_refused_when_it_is_loaded(tmp_p
     for name, said in first.items():
         saver, _, kept = name.split()
         kept, now = ("AdamW", "SGD") if kept == "Adam" else ("SGD", "AdamW")
-        words = f"has states of {kept}, and this job's optimizer is {now}"
+        words = f"has optimizer states of {kept}, and this job's optimizer is {now}"
         assert (words if saver == "ours" else "has states of another optimizer than SGD: its groups lack") in said
         assert "load_optimizer_states=False" in said
 
@@ -111,16 +111,16 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no files": (lambda place: rewrite(place, lambda found: found.update(files={})), "does not name fsmoe_pieces.json"),
     "no files, twice": (
         lambda place: (place / NAME).write_text((place / NAME).read_text()[:-1] + ', "files": {}}'),
-        "'files' is there twice",
+        "'files' is listed twice",
     ),
-    "a FIFO": (lambda place: instead(place / "mp_rank_00_model_states.pt", os.mkfifo), "is a FIFO and no regular"),
+    "a FIFO": (lambda place: instead(place / "mp_rank_00_model_states.pt", os.mkfifo), "is a FIFO, not a regular"),
     "a device": (
         lambda place: instead(place / "layer_1_expert_2_mp_rank_00_model_states.pt", lambda at: at.symlink_to(ZERO)),
-        "is a device and no regular file",
+        "is a device, not a regular file",
     ),
     "a link": (
         lambda place: instead(place / "fsmoe_rank_00001.pt", lambda at: at.symlink_to("/etc/hostname")),
-        "is a link to /etc/hostname, which is outside of",
+        "is a link to /etc/hostname, outside of",
     ),
     "a FIFO for a manifest": (lambda place: instead(place / NAME, os.mkfifo), "fsmoe.json is a FIFO"),
     "100000 chunks": (lambda place: with_plans(place, 100_000), "a plan of 100000 chunks for L00"),
@@ -168,7 +168,7 @@ def test_what_is_not_a_whole_checkpoint_of_regular_files_is_refused_on_every_ran
     for name, (_, words) in CHANGES.items():
         assert words in first[name], (name, first[name])
         assert str(tmp_path) in first[name]
-    assert "was saved over while it was read: load it again" in first["over"]
+    assert "was overwritten while it was read: load it again" in first["over"]
 
 
 # ---- what is said when it is saved
@@ -230,7 +230,7 @@ def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path:
     files = convert.export_stock(convert.open_checked(saved / "tag"), tmp_path / "again")
     next(files)
     rewrite(saved / "tag", lambda found: found["versions"].update(torch="another"))
-    with pytest.raises(CheckpointError, match="was saved over while it was read: convert it again"):
+    with pytest.raises(CheckpointError, match="was overwritten while it was read: convert it again"):
         list(files)
     rewrite(saved / "tag", lambda found: found["files"].update({"link.txt": {"size_bytes": 6, "sha256": "x"}}))
     with pytest.raises(CheckpointError, match=r"link\.txt is a link to"):

@@ -305,7 +305,7 @@ def allowed(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):  # it is still a part
         p[0]
     assert type(dict(ds_fsmoe.make_whole(model).named_parameters())[DOWN]) is nn.Parameter
-    with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)}: this parameter was looked up before"):
+    with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)}: this parameter is from before"):
         p.sum()
 
 

@@ -194,9 +194,10 @@ def test_what_cannot_be_moved_whole_is_refused_on_every_rank(moved: tuple[Path, 
     first, second = run_on_ranks(refusals, 2, tmp_path, str(moved[0]))
     assert first == second
     for name, words in {
-        "extra": "parameters with states here and not there: extra.bias, extra.weight; there and not here: none",
-        "optimizer": "has states of AdamW, and this job's optimizer is RAdam",
-        "no index": "does not say where its states of the optimizer lie",
+        "extra": "parameters with optimizer states in the job only: extra.bias, extra.weight; in the checkpoint only: "
+        "none",
+        "optimizer": "has optimizer states of AdamW, and this job's optimizer is RAdam",
+        "no index": "does not contain the layout of its optimizer states",
     }.items():
         assert "zero_stage 0 -> 1" in first[name]
         assert "ep_size [2] -> [1]" in first[name]
@@ -219,5 +220,5 @@ def test_shards_that_are_cut_out_join_to_the_whole() -> None:
         shard = of_one_expert(cut, 0, 3).shard
         found = shards[0] if shard is None else shard.join([each.unsqueeze(0) for each in shards])[0]
         assert torch.equal(found, whole)
-    with pytest.raises(ValueError, match=r"shape \[1, 6, 12\]: dimension 2 is not cut into 5 shards"):
+    with pytest.raises(ValueError, match=r"shape \[1, 6, 12\]: dimension 2 does not divide into 5 shards"):
         of_one_expert(1, 0, 5).take(whole[None])

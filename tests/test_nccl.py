@@ -181,12 +181,12 @@ def test_a_run_says_what_its_links_do_and_plans_for_it(
     streams = {id(stream) for stream in running.lanes._links.values()}
     if is_ordered:
         assert (running.links, len(streams), said) == ("reduce_first", 2, [])
-        how = f"begun in the order of issue ({VARIABLE}), 16 thread blocks each at the most"
+        how = f"started in the order of issue ({VARIABLE}), 16 thread blocks each at the most"
         assert running.describe_links(["links side by side"]) == f"side by side, {how}"
     else:
         assert (running.links, len(streams)) == ("shared", 1)
         assert running.describe_links(["links side by side"]) == f"one after another: {TOO_OLD} (rank 2)"
-        assert said[0].startswith("links take turns, as NCCL might begin")
+        assert said[0].startswith("links are used one at a time, as NCCL may start")
         assert said[0].endswith(f"{TOO_OLD} (rank 2)")
     running.close()
 

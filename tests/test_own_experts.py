@@ -106,7 +106,7 @@ def test_ranks_draw_different_experts_and_a_model_without_an_engine_is_of_no_use
         assert each["loss"] == pytest.approx(4.85, rel=0.01)  # log(128) of a model that knows nothing
         assert each["whole"] == 4
         assert each["save"].startswith("LayerError: model.layers.0.mlp.experts has 2 of 4 experts")
-        assert "own_experts() and initialize() the same config" in each["other"]
+        assert "pass the same config to own_experts() and initialize()" in each["other"]
         assert each["meta"].startswith("LayerError: model.layers.0.mlp.experts is on the meta device")
         assert "has 2 experts, and the model 4" in each["few"]
         if stage < 3:

@@ -302,8 +302,8 @@ def test_other_stages_are_refused_on_every_rank_before_anything_is_loaded(refuse
     said = refused[0][0]
     for each, _ in refused:
         assert each["stages"] == said["stages"] == each["weights"]
-        assert "stage 0 of the pipeline has layers 0 to 1 there and layers 0 to 2 here" in each["bounds"]
-        assert "stage 1 of the pipeline has layers 2 to 3 there and layers 3 to 3 here" in each["bounds"]
+        assert "stage 0 of the pipeline had layers 0 to 1 and has layers 0 to 2 now" in each["bounds"]
+        assert "stage 1 of the pipeline had layers 2 to 3 and has layers 3 to 3 now" in each["bounds"]
         assert "partition_method" in each["bounds"]
     assert "has 2 pipeline stages, and this job has 4" in said["stages"]
     assert "Load it into PipelineModule(num_stages=2)" in said["stages"]
@@ -317,7 +317,7 @@ def test_stages_that_an_older_version_has_saved_go_on_as_they_were_and_do_not_mo
         assert losses == moved[1][0][0]
         assert "zero_stage 0 -> 1" in said["old"]
         assert "in pipeline stages by stock DeepSpeed or an older version" in said["old"]
-        assert "or in the layout of then" in said["old"]
+        assert "or in the original layout" in said["old"]
     with pytest.raises(CheckpointError, match="in pipeline stages by stock DeepSpeed or an older version"):
         Whole(moved[0] / "old" / "tag")
 

@@ -516,19 +516,19 @@ def what_is_said(rank: int, world_size: int) -> list[str]:
 def test_what_stages_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> None:
     wanted = [
         "must divide the 2 ranks",
-        "this model has none",
+        "this model has no such experts",
         '"lina": ',
-        "experts in a TiedLayerSpec cannot be spread",
+        "experts in a TiedLayerSpec cannot be distributed",
         "adapters on experts are not supported",
-        "let pipe be the first axis",
+        "make pipe the first axis",
         "tensor-parallel ranks are not supported with experts",
-        "in every stage that has any it has to be the same",
+        "must be equal in all stages",
     ]
     of_ranks = run_on_ranks(what_is_said, 4, tmp_path)
     for said in of_ranks:
         assert [each for each, text in zip(wanted, said, strict=True) if each not in text] == []
     # Only the ranks with the layer see what is wrong with it.
-    assert "in another stage of the PipelineModule, has been refused" in of_ranks[3][0]
+    assert "in another stage of the PipelineModule, refused" in of_ranks[3][0]
     assert "in another stage" not in of_ranks[0][0]
 
 

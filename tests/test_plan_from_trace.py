@@ -114,8 +114,8 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     assert "1 and 3 chunks" in said
     assert "fitted to the spans of the trace of rank 0" in said
     assert "presets that differ by gradients alone are not told apart" in said
-    assert "--cluster FILE says it" in said
-    assert "places change nothing" in said
+    assert "are unknown: add --cluster FILE" in said
+    assert "placement has no effect" in said
     found = calibrated(folder / "given")
     assert found.what_if.as_ran(found.ran).step_ms == pytest.approx(
         found.times.parts_ms["forward"] + found.times.parts_ms["backward"], rel=0.5
@@ -125,11 +125,11 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda of: (of / MEASURED).unlink(), f"it has no {MEASURED}"),
+        (lambda of: (of / MEASURED).unlink(), f"contains no {MEASURED}"),
         (lambda of: (of / MEASURED).write_text('{"format": 99}'), "format 99"),
         (lambda of: shutil.rmtree(of / "trace"), "nothing tells what tasks cost: there is no trace of rank 0"),
-        (lambda of: (of / "steps.jsonl").unlink(), "no step is told in parts"),
-        (lambda of: (of / "plans.json").write_text("{}"), "do not say how L00 was run"),
+        (lambda of: (of / "steps.jsonl").unlink(), "no step after the trials has a breakdown"),
+        (lambda of: (of / "plans.json").write_text("{}"), "do not contain L00"),
         (lambda of: (of / "trace" / "rank0.json").write_text("{"), "the trace is of no use"),
     ],
 )
@@ -145,4 +145,4 @@ def test_a_run_without_what_is_needed_is_refused_with_a_reason(
 
 def test_neither_a_cluster_nor_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan"]) == 2
-    assert "--cluster is missing: a cluster's name or its file, or --from-trace" in capsys.readouterr().err
+    assert "--cluster is missing: a name or a file of a cluster, or --from-trace" in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_a_step_that_is_not_known_as_a_whole_is_left_out_and_that_is_said_once(s
     assert watched.play(None, 2) is None
     assert watched.play(step_of()) is not None
     (line,) = said
-    assert line.startswith("step 0 cannot be compared with what was predicted: on some rank")
+    assert line.startswith("step 0 cannot be compared with its prediction: on some rank")
     assert Watched(predictors={"L00": Lacking()}).play(step_of()) is None
     assert said[-1].endswith(": no cost for GATHER")
     assert len(said) == 2
@@ -209,15 +209,15 @@ def test_drift_is_said_once_until_steps_are_back(said: list[str]) -> None:
     assert said == []
     watched.play(step_of(110.0, EXPERT=6.5, A2A_OUT=6.0))
     (line,) = said
-    assert line.startswith("step 7 took 139 ms where 100 ms were predicted (39% more), and the 2 steps compared before")
+    assert line.startswith("step 7 took 139 ms, predicted 100 ms (39% more), and the 2 compared steps before it")
     assert "predicted and measured: the rest of the model 80 and 110 ms, A2A_OUT 6 and 12 ms, L00/forward 10" in line
-    assert line.endswith("fsmoe.autotune.retune_on_drift = true measures and plans anew by itself")
+    assert line.endswith("fsmoe.autotune.retune_on_drift = true measures and plans again by itself")
     watched.play(step_of(110.0), 5)
     assert len(said) == 1
     watched.play(step_of(80.0))
     watched.play(step_of(40.0), 3)
     assert len(said) == 2
-    assert "took 60 ms where 100 ms were predicted (40% less)" in said[1]
+    assert "took 60 ms, predicted 100 ms (40% less)" in said[1]
     assert watched.asked == []
 
 
@@ -226,8 +226,8 @@ def test_drift_asks_for_new_plans_and_not_again_before_ten_more_steps(said: list
     watched.play(step_of(80.0), 4)
     watched.play(step_of(95.0), 3)
     assert len(watched.asked) == 1
-    assert watched.asked[0].startswith("step 6 took 115 ms where 100 ms were predicted (15% more)")
-    assert said == [f"{watched.asked[0]}. The layers are measured and planned anew"]
+    assert watched.asked[0].startswith("step 6 took 115 ms, predicted 100 ms (15% more)")
+    assert said == [f"{watched.asked[0]}. Measuring and planning again"]
     # There are other plans, and by them nothing is wrong.
     watched.watch.plans_changed()
     watched.play(step_of(95.0), 5)
@@ -235,7 +235,7 @@ def test_drift_asks_for_new_plans_and_not_again_before_ten_more_steps(said: list
         assert len(watched.asked) == 1, number
         watched.play(step_of(140.0))
     assert said[0].count(" ms") == 3
-    assert "The plans are new: others are made after 3 more such comparisons, if this lasts" in said[1]
+    assert "The plans are recent: new ones are made after 3 more such comparisons" in said[1]
     assert (len(watched.asked), len(said)) == (2, 3)
 
 
@@ -254,8 +254,8 @@ def test_a_load_that_lasts_asks_for_new_plans_even_where_times_are_as_predicted(
     assert found is not None
     assert found.load == 1.5
     assert watched.asked == [
-        "in step 13 the fullest rank had 1.50 times the rows that the layers were planned for, and the 2 steps "
-        "compared before it were off as well"
+        "in step 13 the fullest rank had 1.50 times the planned rows, and the 2 compared steps before it differed as "
+        "well"
     ]
     watched.watch.plans_changed()
     watched.play(step_of(sizes=rows(4)), 2)

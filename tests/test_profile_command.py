@@ -90,9 +90,9 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(
         # Messages so small may well take the same time all.
         assert any(each.endswith("/s") for each in row) == (cluster.operations[name].cost.beta_ms > 0)
     assert any("operation" in line and "alpha ms" in line and "typically off" in line for line in lines)
-    assert "beside each other, computing takes " in printed
+    assert "computation and transfers at the same time: computation takes " in printed
     assert "while both links" not in printed, "there is one"
-    assert f"{out} is written, after " in printed
+    assert f"{out}: written after " in printed
     measured = json.loads(out.read_text())["measured"]
     assert measured["fingerprint"]["ranks_per_node"] == [1, 1]
     assert len(measured["timings"]) == len(cluster.operations)
@@ -109,8 +109,8 @@ def test_one_process_measures_computing_and_says_so(tmp_path: Path) -> None:
     done = typed("--local_rank=0", "profile", "--out", str(out), *SMALL)
     assert done.returncode == 0, done.stderr
     assert set(load_cluster(str(out)).operations) == COMPUTING
-    assert "one rank has no links: only computing was measured; start it with a launcher" in done.stdout
-    assert "beside each other" not in done.stdout
+    assert "one rank has no links: only computation was measured; use a launcher" in done.stdout
+    assert "computation and transfers" not in done.stdout
 
 
 @STARTS
@@ -126,7 +126,7 @@ def test_what_does_not_fit_the_ranks_is_one_sentence_from_one_of_them(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "{folder}"], "--out {folder}: this is a folder; name a file in it"),
+        (["--out", "{folder}"], "--out {folder}: is a folder; name a file in it"),
         (["--out", "{folder}/none/x.json"], "--out {folder}/none/x.json: cannot be written: No such file or directory"),
         (["--out", "{folder}/file/x.json"], "--out {folder}/file/x.json: cannot be written: Not a directory"),
         (

@@ -351,7 +351,7 @@ def test_latest_names_a_tag_of_its_folder_or_is_refused_in_words(tmp_path: Path)
             tags.latest(folder)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="latest is a FIFO and no regular file"):
+    with pytest.raises(CheckpointError, match="latest is a FIFO, not a regular file"):
         tags.latest(folder)
     # Nor is anything put back there, however it is named.
     assert not recover(folder, "../outside/a")

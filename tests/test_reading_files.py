@@ -272,10 +272,10 @@ def odd_files(folder: Path) -> dict[str, str]:
     (folder / "circle").symlink_to("circle")
     (folder / "folder").mkdir()
     return {
-        "fifo": "fifo is a FIFO and no regular file",
-        "device": "device is a device and no regular file",
-        "link": "link is a link to .*secret, which is outside of",
-        "deep/secret": "secret is a link to .*secret, which is outside of",
+        "fifo": "fifo is a FIFO, not a regular file",
+        "device": "device is a device, not a regular file",
+        "link": "link is a link to .*secret, outside of",
+        "deep/secret": "secret is a link to .*secret, outside of",
         "circle": "circle cannot be read",
         "folder": "folder is a folder",
         "nothing": "nothing is missing",
@@ -328,5 +328,5 @@ def test_a_checkpoint_of_ours_names_all_its_files_or_is_refused(tmp_path: Path) 
 
 def test_a_name_that_stands_twice_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"format": 1, "files": {"a": 1}, "files": {}}')
-    with pytest.raises(CheckpointError, match="'files' is there twice"):
+    with pytest.raises(CheckpointError, match="'files' is listed twice"):
         read_described(tmp_path / "x.json", 1, dict)

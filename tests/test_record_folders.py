@@ -122,7 +122,7 @@ def test_files_that_no_run_has_left_are_named_and_stay(
 ) -> None:
     folder, (one, other) = outcome
     assert one[f"mine, {enabled}"] == other[f"mine, {enabled}"]
-    assert "it has plans.json, cluster.json, which no recorded run has left" in one[f"mine, {enabled}"]
+    assert "contains plans.json, cluster.json, which are not from a recorded run" in one[f"mine, {enabled}"]
     assert {name: (folder / "mine" / name).read_text() for name in MINE} == MINE
 
 
@@ -156,7 +156,7 @@ def test_only_files_of_a_run_are_removed_ahead_of_the_next(tmp_path: Path) -> No
     assert left == ["notes.txt", "trace/mine.json"]
     check_run_folder(tmp_path)
     (tmp_path / RUN).write_text('{"format": "of somebody else"}')
-    with pytest.raises(FileExistsError, match=r"run\.json, which no recorded run"):
+    with pytest.raises(FileExistsError, match=r"run\.json, which are not from a recorded run"):
         clear_run(tmp_path)
 
 

@@ -188,10 +188,10 @@ class Unsaid(HierarchicalAllToAll):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (Crossing, r"Crossing takes blocks of rank 0 to rank 2 over \[2\]: it is said to go from 0 to 2 on an intra"),
-        (Staying, "from 0 to 1 on an inter link, and they are on one node"),
-        (Short, r"over \[0\]: 2 of the 4 ranks are needed for its links"),
-        (Beyond, r"over \[4\]: 1 of the 4 ranks are needed for its links"),
+        (Crossing, r"Crossing sends blocks of rank 0 to rank 2 over \[2\]: from 0 to 2 on an intra"),
+        (Staying, "from 0 to 1 on an inter link, but they are on one node"),
+        (Short, r"over \[0\]: its links need 2 of the 4 ranks"),
+        (Beyond, r"over \[4\]: its links need 1 of the 4 ranks"),
         (Nowhere, r"Nowhere.links = \('wire', 'inter'\): must be some of \('intra', 'inter'\)"),
         (Unsaid, r"Unsaid.links = \(\): must be some of"),
     ],

@@ -270,15 +270,15 @@ def wrong(rank: int, world_size: int, folder: str) -> list[str]:
         part[2, 0, 0] = -1
         cases: list[tuple[Any, str]] = [
             (good[:, :1], rf"an array \[{num_tokens(model, 1)}, 1, 2\]: must be \[tokens, layers, k\], with 2 MoE"),
-            (good[..., :1], r"1 choices per token were given: must be k = 2"),
+            (good[..., :1], r"the replayed routing has 1 choices per token: must be k = 2"),
             (good.astype(np.float32), "dtype float32: must be integers"),
             (good[0], r"an array \[2, 2\]: must be \[tokens, layers, k\]"),
-            (high, rf"expert {EXPERTS} was given: must be 0 to {EXPERTS - 1}"),
-            (low, "expert -2 was given"),
-            (part, r"token 2 was given \[-1, \d\]: must be -1 for all its choices, or for none"),
+            (high, rf"the replayed routing has expert {EXPERTS}: must be 0 to {EXPERTS - 1}"),
+            (low, "the replayed routing has expert -2: must be 0 to"),
+            (part, r"the replayed routing of token 2 is \[-1, \d\]: -1 must be in all its choices, or in none"),
         ]
         if model == "stock":
-            cases.append((twice, r"token 5 was given \[1, 1\]: must be different experts"))
+            cases.append((twice, r"the replayed routing of token 5 is \[1, 1\]: must be different experts"))
         for case, error in cases:
             with pytest.raises(ReplayError, match=f"rank 1: .*{error}"):
                 made.fsmoe.replay(case if rank == 1 else good)
@@ -294,7 +294,7 @@ def wrong(rank: int, world_size: int, folder: str) -> list[str]:
         made.destroy()
     from ds_fsmoe.config.reading import ConfigError
 
-    for place, error in ((f"{folder}/nothing", "no such folder or file"), (f"{folder}/stock", "of another model")):
+    for place, error in ((f"{folder}/nothing", "no such folder or file"), (f"{folder}/stock", "with another model")):
         with pytest.raises(ConfigError, match=f"fsmoe.routing.replay = .*{error}"):
             engine("qwen3_moe", 0, "none", rank, replay=place)
     return said

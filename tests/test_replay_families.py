@@ -173,7 +173,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         if loss_of(engine, x).item() != own_loss:
             said.append(f"{family}: another loss by its own choice")
         engine.fsmoe.replay([(each + 1) % NUM_EXPERTS for each in own])
-        with pytest.raises(ReplayError, match=r"does not choose 2 experts for a token by torch\.topk"):
+        with pytest.raises(ReplayError, match=r"does not choose 2 experts per token by torch\.topk"):
             loss_of(engine, x)
         engine.destroy()
     return said

@@ -43,7 +43,7 @@ def test_two_runs_are_shown_beside_each_other(both: Path) -> None:
         "<td>commit</td><td>abc1234, with changes</td>",
         "<b>3 GiB</b>",
         "<b>51,200</b>",
-        "no order of tasks takes less than 15 ms",
+        "the lower bound of these tasks is 15 ms",
         "what they took decided",
         "plans tried, round 1",
         "19.5",
@@ -226,7 +226,7 @@ def test_numbers_that_contradict_each_other_are_said_to(both: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(both)]) == 0
     page = (both / "report.html").read_text()
-    assert "ds_fsmoe, best: what was recorded cannot be shown (loads): ValueError" in page
+    assert "ds_fsmoe, best: the record cannot be shown (loads): ValueError" in page
     assert "Load of experts" not in page
     assert "<b>undecided</b>" in page
 
@@ -238,6 +238,6 @@ def test_places_that_contradict_each_other_are_said_to(both: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(both)]) == 0
     page = (both / "report.html").read_text()
-    assert "ds_fsmoe, best: what was recorded cannot be shown (placement): ValueError: " in page
+    assert "ds_fsmoe, best: the record cannot be shown (placement): ValueError: " in page
     assert "Placement of experts" not in page
     assert "Load of experts" in page

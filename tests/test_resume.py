@@ -220,12 +220,12 @@ def test_what_cannot_be_trusted_is_named_on_every_rank_and_the_good_tag_can_be_r
         "changed": "is not what was saved: its checksum differs",
         "short": "has 100 bytes and should have",
         "missing": "is missing",
-        "layout": "was saved in another layout (world 8 -> 2; mp 2 -> 1), to which it cannot be moved",
+        "layout": "was saved in another layout (world 8 -> 2; mp 2 -> 1) and cannot be converted",
         "esp": "has 4 files of experts of moes.0, and should have 8",
         "manifest": "fsmoe.json cannot be read",
         "latest": "gone: no such checkpoint; there are: bad, good",
         "layout restored": "nothing",
-        "format": "is of format 99",
+        "format": "has format 99",
     }
     for name, words in told.items():
         assert words in first[name], (name, first[name])

@@ -383,7 +383,8 @@ def test_auto_sends_rows_where_nothing_is_dropped_and_slots_elsewhere() -> None:
 
 
 def test_rows_of_slots_alone_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"dispatch = 'rows': must be \"auto\" or \"slots\" with ExpertChoiceGate"):
+    message = r"dispatch = 'unpadded': must be \"auto\" or \"padded\" with ExpertChoiceGate"
+    with pytest.raises(ValueError, match=message):
         MOELayer(ExpertChoiceGate(), SimpleOrder(), model_dim=WIDTH, num_experts=4, expert_dim=HIDDEN, dispatch="rows")
     with pytest.raises(ValueError, match="dispatch = 'row': must be"):
         MOELayer(LinearGate(), SimpleOrder(), model_dim=WIDTH, num_experts=4, expert_dim=HIDDEN, dispatch="row")
@@ -463,10 +464,10 @@ def test_a_wrong_decision_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
     first, second = run_on_ranks(wrong_decisions, 2, tmp_path)
     for found in (first, second):
         for wrong in ("range", "negative"):
-            assert "what the gate of rank 1 returned: slots_KS must be in 0..num_experts * capacity" in found[wrong]
-        assert "what the gate of rank 1 returned: counts_E must be at least" in found["counts"]
+            assert "the gate's result on rank 1: slots_KS must be in 0..num_experts * capacity" in found[wrong]
+        assert "the gate's result on rank 1: counts_E must be at least" in found["counts"]
         assert found["nothing"] == "went through"
-        assert "before_dispatch_hook returned (8, 8) for (9, 8): must have as many rows" in found["hook"]
+        assert "before_dispatch_hook returned (8, 8) for (9, 8): must keep the number of rows" in found["hook"]
 
 
 # ---- experts together

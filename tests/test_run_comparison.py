@@ -100,5 +100,5 @@ def test_two_long_runs_have_an_interval_by_blocks_of_steps_and_inside_the_noise_
     assert print_comparison(tmp_path) == 0
     said = capsys.readouterr().out
     assert "95% interval, by how much the steps of each run vary" in said
-    assert "no winner: the interval holds 1, so the difference is inside the noise" in said
-    assert "runs one after another are no fair ground" in said
+    assert "no winner: the interval contains 1, so the difference is within the noise" in said
+    assert "not a fair comparison" in said

@@ -147,9 +147,9 @@ def test_take_over_warns_once_that_later_tokens_are_looked_at_unless_told_not_to
     for of_gates in run_on_ranks(what_is_warned_of, 2, tmp_path):
         for gate_class, (silenced, first, again) in zip(("ExpertChoiceGate", "SoftMoEGate"), of_gates, strict=True):
             assert silenced == again == ""
-            assert first.startswith(f"{gate_class} decides on a token by the other tokens of its batch, later ones")
+            assert first.startswith(f"{gate_class} routes a token by other tokens of its batch, later ones")
             assert first.count(gate_class) == 1
-            assert '"causal": false in fsmoe.gate ends this warning' in first
+            assert 'If the model is not causal, set "causal": false in fsmoe.gate' in first
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_take_over_warns_once_that_later_tokens_are_looked_at_unless_told_not_to
     [
         (
             {"gate": {"type": "softmoe"}, "order": "sparse"},
-            'fsmoe.order = "sparse": must be "auto" or "dense" with SoftMoEGate, whose decision is a DenseRouting',
+            'fsmoe.order = "sparse": must be "auto" or "dense" with SoftMoEGate, which returns a DenseRouting',
         ),
         (
             {"gate": {"type": "expert_choice"}, "order": "dense"},

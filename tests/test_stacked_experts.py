@@ -259,8 +259,8 @@ def test_autocast_computes_in_its_type_and_gives_gradients_in_the_weights_own() 
     ("change", "sentence"),
     [
         (lambda module: delattr(module, "down_proj"), "has no down_proj"),
-        (lambda module: setattr(module, "num_experts", 7), "says that it has 7 experts, and has weights of 3"),
-        (lambda module: setattr(module, "is_transposed", True), "shapes that do not fit its flags"),
+        (lambda module: setattr(module, "num_experts", 7), "declares 7 experts, but its weights have 3"),
+        (lambda module: setattr(module, "is_transposed", True), "shapes do not match its flags"),
         (lambda module: setattr(module, "has_post_expert_norm", True), "has no post_expert_norm"),
         (lambda module: setattr(module, "up_proj", nn.Parameter(torch.ones(3, 2, 2))), "more weights than known"),
     ],

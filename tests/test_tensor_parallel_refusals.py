@@ -82,7 +82,7 @@ def test_tensor_parallel_ranks_that_are_no_neighbours_are_refused_on_every_rank(
     assert len(set(messages)) == 1
     assert "neighbours" in messages[0]
     if which == "all ranks":
-        assert messages[0].endswith("number the ranks so, or set fsmoe.enabled to false")
+        assert messages[0].endswith("number them so, or set fsmoe.enabled to false")
 
 
 def stock_engine(rank: int, world_size: int) -> str:
@@ -97,4 +97,4 @@ def stock_engine(rank: int, world_size: int) -> str:
 
 def test_our_layer_in_an_engine_of_stocks_says_what_to_call(tmp_path: Path) -> None:
     for message in run_on_ranks(stock_engine, 2, tmp_path):
-        assert message.startswith("a ds_fsmoe.MoE among 2 tensor-parallel ranks, in an engine of DeepSpeed's own: call")
+        assert message.startswith("a ds_fsmoe.MoE with 2 tensor-parallel ranks, in a stock DeepSpeed engine: call")

@@ -116,7 +116,7 @@ def test_steps_that_were_not_seen_whole_say_nothing() -> None:
     assert played([7.0, 3.0], [0.0], rounds=1, unseen=frozenset({1}))[1] == 0
     trials, kept, _ = played([3.1, 3.0], [0.0], rounds=2, unseen=frozenset({0, 1, 2, 3}))
     assert kept == 0
-    assert "what was predicted stays" in trials.describe(kept)
+    assert "so the predicted plan is kept" in trials.describe(kept)
 
 
 def phases_of(steps: list[list[Step]]) -> tuple[int | None, tuple[int, int]]:

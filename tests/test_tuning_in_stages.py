@@ -185,7 +185,7 @@ def test_batches_that_drift_are_planned_anew_where_that_is_asked_for() -> None:
         assert not asked, at
         watch.step_is_over(next(numbers))
     assert len(asked) == 1
-    assert "66 ms where 33 ms were predicted" in asked[0]
+    assert "66 ms, predicted 33 ms" in asked[0]
 
 
 def test_a_batch_that_was_not_seen_whole_is_not_compared() -> None:

@@ -180,7 +180,7 @@ def test_the_log_says_where_the_report_is_or_what_it_would_say(tmp_path: Path, f
             with Hangs(lanes, each) as hangs:
                 run_once(lanes, lambda task: hangs.hang())
             assert hangs.files == [each if each is file else None]
-    assert re.fullmatch(rf"rank 0: hang: .*; what it was doing: {file}", lines[0])
+    assert re.fullmatch(rf"rank 0: hang: .*; stacks and tasks: {file}", lines[0])
     assert "compute  L00/forward/L00/EXPERT/chunk0" in lines[1]
     assert "no report could be written: " in lines[1]
 

@@ -48,7 +48,7 @@ def test_an_error_of_a_run_is_reported_once_and_later_ones_beneath(lanes: Lanes,
                 run_once(lanes, fail, f"L{number:02d}/forward")
             watchdog.failed(caught.value)
             watchdog.failed(caught.value)
-            assert caught.value.__notes__[1:] == [f"what this rank was doing: {file}"]
+            assert caught.value.__notes__[1:] == [f"stacks and tasks of this rank: {file}"]
             report = file.read_text()
             assert report.count("reason: error: ValueError: on purpose") == number
         assert ", in fail\n" in report

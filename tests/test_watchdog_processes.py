@@ -185,7 +185,7 @@ engine.lanes.run(Schedule((Task("EXPERT", Lane.COMPUTE, 2),)), {"EXPERT": expert
     file = tmp_path / "fsmoe_reports" / "rank7.txt"
     assert b"Traceback" in failed.stderr
     assert b"ValueError: not enough" in failed.stderr
-    assert f"what this rank was doing: {file}".encode() in failed.stderr
+    assert f"stacks and tasks of this rank: {file}".encode() in failed.stderr
     report = file.read_text()
     assert "reason: error: ValueError: not enough \\udcff rows" in report
     assert lane_rows(report)["compute"] == ["L05/backward/L00/EXPERT/chunk2", "-"]

@@ -31,11 +31,11 @@ def two(first: int, hidden: int, second: int, last: int) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("expert", "words"),
     [
-        (nn.Linear(4, 16), "does not take rows of shape [1, 1, 16]: "),
+        (nn.Linear(4, 16), "does not accept rows of shape [1, 1, 16]: "),
         (two(16, 32, 32, 8), "made [1, 1, 8] of [1, 1, 16]"),
-        (two(16, 32, 33, 16), "does not take rows of shape [1, 1, 16]"),
-        (GPTFeedForward(8, 32), "does not take rows of shape [1, 1, 16]"),
-        (MixtralFeedForward(8, 32), "does not take rows of shape [1, 1, 16]"),
+        (two(16, 32, 33, 16), "does not accept rows of shape [1, 1, 16]"),
+        (GPTFeedForward(8, 32), "does not accept rows of shape [1, 1, 16]"),
+        (MixtralFeedForward(8, 32), "does not accept rows of shape [1, 1, 16]"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
 )

@@ -320,7 +320,7 @@ def losses(rank: int, world_size: int) -> dict[str, Any]:
             engine.step()
             of_run.append(loss.item())
         engine.destroy()
-        found[name] = of_run, sum("fsmoe.wires" in each for each in said)
+        found[name] = of_run, sum("fsmoe.comm_dtype" in each for each in said)
     return found
 
 

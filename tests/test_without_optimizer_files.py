@@ -117,7 +117,8 @@ def test_weights_are_loaded_where_files_of_the_optimizer_are_missing_or_cut_shor
         assert "optim_states.pt" in said, said
         assert "load_optimizer_states=False loads the weights without them" in said, said
     for said in (weights_of_3, module_of_3):
-        assert "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing: at ZeRO 3 the weights are in these files" in said
+        file = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        assert f"{file} is missing: at ZeRO 3 these files hold the weights as well" in said
     # In another layout, and by other numbers of ranks.
     at_0, at_2, in_bf16, _ = SAVED
     pairs = [(at_2, Layout(4, 2, 1)), (at_0, Layout(4, 4, 3)), (in_bf16, Layout(4, 2, 3, "bfloat16"))]

@@ -100,7 +100,7 @@ def test_a_word_of_before_is_said_to_have_a_new_one() -> None:
         (
             {"esp_size": 2, "expert_tensor_parallel_size": 4},
             "fsmoe.expert_tensor_parallel_size = 4 and fsmoe.esp_size = 2: must be one of the two, which are names of "
-            "the same; leave fsmoe.esp_size out",
+            "the same key; remove fsmoe.esp_size",
         ),
         ({"gate": {"k": 2, "top_k": 2}}, "fsmoe.gate.top_k = 2 and fsmoe.gate.k = 2: must be one of the two"),
         (
@@ -134,7 +134,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
         ),
         (
             {"num_chunks": {"max": 8}, "autotune": False},
-            'fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true or "auto", and it is false; leave it out',
+            'fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true or "auto", and it is false; remove it',
         ),
         (
             {"autotune": True, "deterministic": True},

@@ -191,7 +191,7 @@ def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
     names = [name for name, layer in layers.items() if getattr(layer, "sequence_parallel", False)]
     if names and mp_size > 1:
         raise ConfigError(
-            f"{BLOCK}.enabled = false, but {', '.join(names)} have sequence_parallel = True and mpu has {mp_size} "
+            f"{BLOCK}.enabled = false, but sequence_parallel = True in {', '.join(names)} and mpu has {mp_size} "
             "tensor-parallel ranks: DeepSpeed's layer assumes that these have equal tokens and drops all but a "
             f"part. Set {BLOCK}.enabled to true, or pass whole sequences and remove sequence_parallel"
         )

@@ -180,7 +180,7 @@ def test_growth_without_the_ranks_that_it_counts_from_is_refused(tmp_path: Path)
     data = with_change(GOOD, (*path, "alpha_ms_per_rank"), 0.01)
     assert loaded(tmp_path, data).operations["inter.all_to_all"].among(5).alpha_ms == pytest.approx(0.33)
     del data["operations"]["inter.all_to_all"]["ranks"]
-    with pytest.raises(ValueError, match=r"all_to_all: ranks is missing, and alpha_ms_per_rank counts from there"):
+    with pytest.raises(ValueError, match=r"all_to_all: ranks is missing, which alpha_ms_per_rank is relative to"):
         loaded(tmp_path, data)
     with pytest.raises(ValueError, match=r"gemm.alpha_ms_per_rank: unknown key"):
         loaded(tmp_path, with_change(GOOD, ("operations", "gemm", "alpha_ms_per_rank"), 0.01))

@@ -157,7 +157,7 @@ def test_the_list_has_every_cluster_with_links_and_sources(capsys: pytest.Captur
 def test_only_what_is_wrong_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["clusters", "--check", "h100_400", "testbed_a"]) == 0
     text = capsys.readouterr().out
-    assert "h100_400: nothing to say against it" in text
+    assert "h100_400: no problems found" in text
     assert "testbed_a: missing: peak_tflops is missing" in text
     file = tmp_path / "mine.json"
     data = read_cluster_file("a100_200")[1] | {"num_nodes": "many"}

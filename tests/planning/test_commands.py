@@ -200,7 +200,7 @@ def test_what_was_not_given_is_shown_as_it_would_be_given(capsys) -> None:
 
 
 def test_more_nodes_than_were_measured_are_said_to_be_extrapolated(capsys) -> None:
-    sentence = "its numbers are of 8 node(s): what collectives among 99 take is extrapolated"
+    sentence = "its numbers are for 8 node(s): costs of collectives among 99 are extrapolated"
     for nodes in ("99", "8"):
         assert cli.main(["plan", "--cluster", "testbed_b", "--model", "gpt2-xl", *FEW, "--nodes", nodes]) == 0
         said = capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
             ["--model", "mixtral-8b"],
             "no model is called 'mixtral-8b', and there is no such file: did you mean 'mixtral-",
         ),
-        (["--preset", "fastmoe"], "no preset is called 'fastmoe': the choices are deepspeed, tutel, tutel_improved,"),
+        (["--preset", "fastmoe"], "unknown preset 'fastmoe': choose from deepspeed, tutel, tutel_improved,"),
         (
             ["--ep", "5"],
             "ep_size = 5 times expert_tensor_parallel_size = 4 = 20: must divide the 32 ranks of the world",
@@ -280,17 +280,17 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
         (["--capacity-factor", "much"], "--capacity-factor = 'much': must be a number, or none"),
         (["--capacity-factor", "-1"], "capacity_factor = -1.0: must be above 0, or none where nothing drops"),
         (["--ffn", "wide"], "ffn = 'wide': the choices are gpt, mixtral"),
-        (["--contention", "-1"], "--contention = '-1': the choices are measured, ideal, or a number of at least 0"),
-        (["--contention", "nan"], "--contention = 'nan': the choices are measured, ideal, or a number of at least 0"),
+        (["--contention", "-1"], "--contention = '-1': choose measured, ideal, or a number of at least 0"),
+        (["--contention", "nan"], "--contention = 'nan': choose measured, ideal, or a number of at least 0"),
         (["--solver", "newton"], "solver = 'newton': the choices are exact, slsqp"),
-        (["--gradient-solver", "sa"], "--gradient-solver = 'sa': the choices are dp, de"),
-        (["--alltoall", "3dh"], "--alltoall = '3dh': the choices are flat, 2dh"),
+        (["--gradient-solver", "sa"], "--gradient-solver = 'sa': choose from dp, de"),
+        (["--alltoall", "3dh"], "--alltoall = '3dh': choose from flat, 2dh"),
         (["--max-degree", "0"], "num_chunks.max = 0: must be a whole number from 1 to 256"),
         (["--chunk-bytes", "0"], "gradient_partition.chunk_bytes = 0: must be a whole number of at least 1"),
         (["--host-us", "-3"], "--host-us = -3.0: must be a finite number of at least 0"),
         (["--nodes", "0"], "--nodes = 0: must be at least 1"),
         (["--layers", "0"], "--layers = 0: must be at least 1"),
-        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: there is no folder /no/such/folder"),
+        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: no folder /no/such/folder"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(arguments: list[str], sentence: str, capsys) -> None:
@@ -316,8 +316,8 @@ def test_a_cluster_of_ones_own_plans_and_a_missing_operation_is_named(capsys, tm
     del data["operations"]["inter.all_reduce"]
     mine.write_text(json.dumps(data))
     assert cli.main(["plan", "--cluster", str(mine), *SMALL]) == 2
-    sentence = "cluster mine: operations.inter.all_reduce is missing, and the DP group (2 ranks, at most 1 in a node)"
-    assert f"{sentence} needs it: there are inter.all_to_all, " in capsys.readouterr().err
+    sentence = "cluster mine: operations.inter.all_reduce is missing, but the DP group (2 ranks, at most 1 in a node)"
+    assert f"{sentence} needs it: the file has inter.all_to_all, " in capsys.readouterr().err
 
 
 ON_TWO_NODES = [
@@ -349,10 +349,10 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
     [
         (
             [*ON_TWO_NODES, "--alltoall", "twice"],
-            "--alltoall = 'twice': the choices are flat, 2dh, once_per",
+            "--alltoall = 'twice': choose from flat, 2dh, once_per",
         ),
-        ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: only where whole experts"),
-        ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices for a token"),
+        ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: needs whole experts"),
+        ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices per token"),
     ],
 )
 def test_what_says_nothing_of_crossings_is_refused(arguments: list[str], message: str, capsys) -> None:

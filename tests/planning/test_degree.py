@@ -90,7 +90,9 @@ def test_the_papers_method_is_never_better_and_seldom_much_worse() -> None:
 def test_the_papers_method_speaks_of_two_links_only() -> None:
     drawn = random_phase(random.Random(8))
     shared = Phase(drawn.a2a, drawn.gather, drawn.expert, drawn.reduce, links="shared")
-    with pytest.raises(ValueError, match="solver = 'slsqp': the paper's four cases speak of two links"):
+    with pytest.raises(
+        ValueError, match="solver = 'slsqp': the paper's four cases need two parallel links, not one stream"
+    ):
         choose_slsqp(shared)
 
 

@@ -38,7 +38,7 @@ def check_laws(found: Partition, pieces: list[QueuedGradient], windows: list[Sen
                 assert each.size_bytes > 0
                 assert each.size_bytes == int(each.size_bytes)
                 sent += each.size_bytes
-                assert sent <= sum(p.size_bytes for p in there), "sent before it exists"
+                assert sent <= sum(p.size_bytes for p in there), "sent before it is computed"
                 # First in, first out: what has been sent by now reaches into this piece.
                 ends = np.cumsum([p.size_bytes for p in mine])
                 assert each.newest_layer == mine[int(np.searchsorted(ends, sent))].layer

@@ -146,11 +146,11 @@ def test_an_operation_that_is_missing_is_asked_for_only_by_groups_that_need_it()
     assert kind_costs(cluster, Groups(4, 4, ep=4))[A2A_IN] == LinearCost(1.0, 1.0)
     with pytest.raises(
         ValueError,
-        match=r"cluster mine: operations.inter.all_to_all is missing, and the EP group \(16 ranks, at most 4 in a "
-        r"node\) needs it: there are inter.all_reduce, ",
+        match=r"cluster mine: operations.inter.all_to_all is missing, but the EP group \(16 ranks, at most 4 in a "
+        r"node\) needs it: the file has inter.all_reduce, ",
     ):
         kind_costs(cluster, Groups(16, 4, ep=16))
-    with pytest.raises(ValueError, match=r"operations.gemm is missing, and every layer needs it: there are none"):
+    with pytest.raises(ValueError, match=r"operations.gemm is missing, but every layer needs it: the file has none"):
         kind_costs(Cluster("mine", 1, 1, {}), Groups(1, 1))
 
 

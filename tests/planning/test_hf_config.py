@@ -150,7 +150,7 @@ def test_another_name_of_a_family_is_the_same_family() -> None:
 
 @pytest.mark.parametrize("model_type", DENSE)
 def test_a_dense_model_has_nothing_to_plan(model_type: str) -> None:
-    with pytest.raises(ValueError, match=f'model_type = "{model_type}": has no experts: there is nothing to plan'):
+    with pytest.raises(ValueError, match=f'model_type = "{model_type}": has no experts, so there is nothing to plan'):
         read(model_type)
 
 
@@ -191,7 +191,7 @@ def test_a_dense_model_has_nothing_to_plan(model_type: str) -> None:
         (
             "qwen3_moe",
             {"mlp_only_layers": list(range(7))},
-            "none of its 7 layers has experts: there is nothing to plan",
+            "none of its 7 layers has experts, so there is nothing to plan",
         ),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers = 3: must be a list of whole numbers"),
     ],

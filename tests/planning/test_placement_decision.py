@@ -58,8 +58,8 @@ def test_a_move_that_pays_is_made_and_says_after_how_many_steps() -> None:
     assert found.breaks_even_after == math.ceil(moves_ms / (now_ms - after_ms)) > 1
     assert found.why == (
         f"L03: {num_moved(NOW, found.placement)} experts move: the fullest rank {found.before:.2f} -> "
-        f"{found.after:.2f} times the mean, {now_ms:.1f} -> {after_ms:.1f} ms a step, {moves_ms:.0f} ms to move: pays "
-        f"after {found.breaks_even_after} steps"
+        f"{found.after:.2f} times the mean, {now_ms:.1f} -> {after_ms:.1f} ms a step, {moves_ms:.0f} ms to move: "
+        f"breaks even after {found.breaks_even_after} steps"
     )
 
 
@@ -71,7 +71,7 @@ def test_a_move_that_pays_too_late_is_not_made() -> None:
     assert (found.gain_ms_per_step, found.moves_ms, found.breaks_even_after) == (0.0, 0.0, None)
     assert found.before == found.after > 2
     assert found.why.startswith("stays: ")
-    assert found.why.endswith(f": would pay after {steps} steps, not within {steps - 1}")
+    assert found.why.endswith(f": would break even after {steps} steps, not within {steps - 1}")
 
 
 @pytest.mark.parametrize("policy", [balanced, off])
@@ -138,7 +138,7 @@ def test_without_times_the_fullest_rank_has_to_fall_by_a_tenth_of_the_mean(more:
 @pytest.mark.parametrize(
     ("given_placement", "message"),
     [
-        (None, "the policy gives None: must be an ExpertPlacement"),
+        (None, "the policy returned None: must be an ExpertPlacement"),
         ([0, 1], "must be an ExpertPlacement"),
         (ExpertPlacement.at_start(8, 4), "of 8 experts on 4 rank.s.: must be of 16 on 4"),
         (ExpertPlacement.at_start(16, 2), "of 16 experts on 2 rank"),

@@ -186,7 +186,7 @@ def test_policies_are_found_by_name() -> None:
         ("ds_fsmoe.planning.placement_policies.evenly", "has no attribute 'evenly'"),
         (
             "ds_fsmoe.planning.placement_policies.AS_GOOD",
-            "that is no function: the choices are balanced, off, or a func",
+            "it is not a function: the choices are balanced, off, or a func",
         ),
         (".place", "the choices are balanced"),
     ],

@@ -230,7 +230,7 @@ def test_unknown_names_are_refused_with_the_choices() -> None:
         ValueError, match=r"no model is called 'gpt5', .*the choices are .*gpt2-xl, mixtral-7b, mixtral-22b"
     ):
         load_model("gpt5")
-    with pytest.raises(ValueError, match="no preset is called 'fsmo': the choices are deepspeed, "):
+    with pytest.raises(ValueError, match="unknown preset 'fsmo': choose from deepspeed, "):
         plan_by_name(Planner({}), "fsmo", [])
     assert {each.num_layers for each in MODELS.values()} == {48, 32, 56}
 

@@ -223,7 +223,7 @@ def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
     files = ["--json", str(tmp_path / "plan.json"), "--gantt"]
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "2", *files]) == 0
     text = capsys.readouterr().out
-    lines = [line.split() for line in text[text.index("two halves of a micro-batch") :].splitlines()]
+    lines = [line.split() for line in text[text.index("two-batch overlap, relative to best") :].splitlines()]
     shown = {" ".join(line[:-7]) or line[0]: line for line in lines if line and line[0].startswith("best")}
     assert len(shown) >= 1
     assert "best, in halves" in text
@@ -234,12 +234,12 @@ def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
 def test_one_sample_is_said_to_have_no_halves_and_layers_that_recompute_have(capsys) -> None:
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "1"]) == 0
     text = capsys.readouterr().out
-    assert "--halves: the batch is halved, and one sample has no halves" in text
+    assert "--two-batch-overlap: needs at least two samples in a batch: --samples 2" in text
     assert "in halves" not in text
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3", "--recompute"]) == 0
     assert "in halves" in capsys.readouterr().out
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3"]) == 0
-    assert "taken as if both halves had 1.5" in capsys.readouterr().out
+    assert "computed as if both sub-batches had 1.5" in capsys.readouterr().out
 
 
 def test_gradients_are_also_tried_in_the_next_layer_and_all_of_them_are_sent() -> None:

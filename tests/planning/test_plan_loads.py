@@ -76,7 +76,7 @@ def test_a_table_says_what_placing_experts_would_give(capsys, tmp_path) -> None:
     assert rows["second"][-1] == "stays"
     assert f"{steps['now']:.2f} ms with these loads, {steps['placed']:.2f} ms placed" in text
     weights = 2 * 1024 * 4096
-    assert f"an expert that moves takes {weights * 12 / 1e6:.1f} MB" in text
+    assert f"moving an expert sends {weights * 12 / 1e6:.1f} MB" in text
 
 
 def test_even_rows_take_what_the_plan_says(capsys, tmp_path) -> None:
@@ -107,7 +107,7 @@ def test_an_option_of_before_for_spare_places_is_said_to_mean_nothing(capsys, tm
     assert outs[0].out == outs[1].out
     assert outs[0].err == ""
     assert outs[1].err.count("\n") == 1
-    assert "--spare-experts 1: means nothing any more" in outs[1].err
+    assert "--spare-experts 1: is ignored, as experts have no replicas since version 0.2.0" in outs[1].err
 
 
 def test_a_recording_counts_by_its_groups_of_ranks(capsys, tmp_path) -> None:
@@ -130,7 +130,7 @@ def test_a_recording_counts_by_its_groups_of_ranks(capsys, tmp_path) -> None:
     ]
     arguments += ["--mp", "1", "--esp", "1", "--ep", "2", "--loads", file, "--json", str(out)]
     assert cli.main(arguments) == 0
-    assert "spread evenly" not in capsys.readouterr().out
+    assert "distributed evenly" not in capsys.readouterr().out
     found = json.loads(out.read_text())["placement"]["layers"][0]
     mean_RE = counts_NRE.mean(axis=0)
     seen = ObservedRouting((mean_RE[[0, 2]] + mean_RE[[1, 3]]) / 2, (0, 0))
@@ -142,7 +142,7 @@ def test_rows_of_other_ranks_are_spread_evenly(capsys) -> None:
     arguments = [*ON_TWO_NODES, "--experts", "64", "--top-k", "8", "--loads", OLMOE]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "the file is of other ranks than 8: their rows are spread evenly over these" in text
+    assert "the file is for another number of ranks than 8: its rows are distributed evenly over these" in text
     assert all(f"model.layers.{layer}.mlp.experts" in text for layer in range(4))
 
 
@@ -152,9 +152,9 @@ def test_rows_of_other_ranks_are_spread_evenly(capsys) -> None:
         (["--loads", OLMOE], "layer model.layers.0.mlp.experts has 64 experts, and the model 16: the choices are a "),
         (["--loads", "/no/such.npz"], "/no/such.npz: no such folder or file of recorded routing"),
         (["--loads", "/no/such.json"], "--loads = /no/such.json: cannot be read as JSON"),
-        (["--loads", OLMOE, "--capacity-factor", "1.2"], "only where no token is dropped (--capacity-factor none)"),
-        (["--loads", OLMOE, "--imbalance", "2"], "--imbalance = 2: not with --loads"),
-        (["--loads", OLMOE, "--ep", "1"], "only where experts lie on several ranks"),
+        (["--loads", OLMOE, "--capacity-factor", "1.2"], "needs --capacity-factor none;"),
+        (["--loads", OLMOE, "--imbalance", "2"], "--imbalance = 2: cannot be combined with --loads"),
+        (["--loads", OLMOE, "--ep", "1"], "needs experts on several ranks"),
     ],
 )
 def test_what_cannot_be_placed_is_one_sentence(arguments: list[str], sentence: str, capsys) -> None:
@@ -193,4 +193,4 @@ def test_a_recording_without_choices_is_refused(capsys, tmp_path) -> None:
     groups = {0: (0, 1), 1: (0, 1)}
     file = as_recording(tmp_path / "rows.npz", np.zeros((1, 2, 16), dtype=int), groups)
     assert cli.main([*ON_TWO_NODES, "--loads", file]) == 2
-    assert f"--loads = {file}: no token chose an expert there" in capsys.readouterr().err
+    assert f"--loads = {file}: contains no choices of tokens" in capsys.readouterr().err

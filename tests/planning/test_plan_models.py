@@ -144,7 +144,7 @@ def test_drawing_and_tracing_take_a_model_of_unequal_layers(own: Path, capsys) -
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--model", "olmoe"], "--hf-config = {own}: not with --model, which is another model"),
+        (["--model", "olmoe"], "--hf-config = {own}: cannot be combined with --model"),
         (["--width", "64"], "--width = 64: {name} has its own; it can be given where all sizes are"),
         (["--heads", "8"], "--heads = 8: {name} has its own"),
         (["--kv-heads", "8"], "--kv-heads = 8: {name} has its own"),
@@ -169,7 +169,7 @@ def test_what_does_not_go_with_a_model_of_its_own_is_refused(
 def test_a_dense_model_is_refused_by_its_file(own: Path, capsys) -> None:
     (own / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     assert cli.main([*PLAN, "--hf-config", str(own)]) == 2
-    assert "has no experts: there is nothing to plan" in capsys.readouterr().err
+    assert "has no experts, so there is nothing to plan" in capsys.readouterr().err
 
 
 def test_a_name_of_the_hub_without_transformers_is_answered_with_what_is_missing() -> None:

@@ -144,7 +144,7 @@ def test_arrays_of_another_kind_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"profile of paths|must be at least|more paths"):
         PathProfile.from_arrays(arrays | {name: value})
     del arrays[name]
-    with pytest.raises(ValueError, match=f"without {name}"):
+    with pytest.raises(ValueError, match=f"a profile of paths lacks {name}"):
         PathProfile.from_arrays(arrays)
 
 

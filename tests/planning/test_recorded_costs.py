@@ -86,7 +86,7 @@ def test_a_job_without_measurements_is_read_back_too() -> None:
     assert again == job
     assert not again.is_measured
     assert job_of().is_measured
-    with pytest.raises(ValueError, match="nothing tells what tasks of these layers cost"):
+    with pytest.raises(ValueError, match="no costs are known for the tasks of these layers"):
         again.options("off", (0.0, 0.0))
 
 
@@ -101,14 +101,14 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     [
         (lambda data: data.update(format=99), "format 99"),
         (lambda data: data.pop("kinds"), "KeyError: 'kinds'"),
-        (lambda data: data.update(mode="sometimes"), "'sometimes' where the choices are"),
+        (lambda data: data.update(mode="sometimes"), "unknown value 'sometimes': choose from"),
         (lambda data: data.update(rest_ms=[1.0]), "IndexError"),
-        (lambda data: data.update(layers=["L00", "L07"]), "says nothing of L07"),
+        (lambda data: data.update(layers=["L00", "L07"]), "no costs for L07"),
         (lambda data: data["kinds"][0]["groups"].update(ep=3), "must divide"),
         (lambda data: data["kinds"][0]["ways"]["flat"].update(planned="pigeons"), "'pigeons'"),
         (
             lambda data: data["kinds"][0]["ways"]["flat"]["measured"]["operations"]["all-to-all"].update(sizes=[1]),
-            "needed are three",
+            "needs three",
         ),
     ],
 )

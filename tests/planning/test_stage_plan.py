@@ -122,7 +122,7 @@ def test_a_send_costs_what_an_all_to_all_between_two_ranks_moves() -> None:
     without = {name: each for name, each in TESTBED.operations.items() if name != "inter.all_to_all"}
     gather = TESTBED.operation("inter.all_gather", "a test").among(2)
     assert send_cost(replace(TESTBED, operations=without), Lane.INTER).ms(1e6) == pytest.approx(gather.ms(2e6))
-    with pytest.raises(ValueError, match=r"operations.intra.all_to_all is missing, and what a stage sends"):
+    with pytest.raises(ValueError, match=r"operations.intra.all_to_all is missing, but what a stage sends"):
         send_cost(replace(TESTBED, operations={}), Lane.INTRA)
 
 

@@ -181,7 +181,7 @@ def test_a_kind_without_a_cost_is_named() -> None:
     phase = random_phase(random.Random(3))
     costs = bare_block(phase)[1]
     del costs[REDUCE]
-    message = "no cost for REDUCE: there are costs for A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD"
+    message = "no cost for REDUCE; costs exist for A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD"
     with pytest.raises(ValueError, match=message):
         simulate(bare_schedule(phase, 2), costs)
 
@@ -254,7 +254,7 @@ def test_a_cost_of_the_host_by_kind_that_is_the_same_for_all_is_that_cost(conten
 
 def test_a_kind_without_a_cost_of_the_host_and_a_cost_that_is_none_are_named() -> None:
     costs = dict.fromkeys(CHUNK_KINDS, LinearCost(0, 1))
-    with pytest.raises(ValueError, match="no cost of the host for EXPERT: there are costs for A2A_IN, A2A_OUT"):
+    with pytest.raises(ValueError, match="no host cost for EXPERT; host costs exist for A2A_IN, A2A_OUT"):
         simulate(in_and_out(2), costs, host_ms={A2A_IN: 0.1, A2A_OUT: 0.1})
     with pytest.raises(ValueError, match="host_ms of EXPERT = -1: must be a finite number of at least 0"):
         simulate(in_and_out(2), costs, host_ms=dict.fromkeys(CHUNK_KINDS, 0.1) | {EXPERT: -1})

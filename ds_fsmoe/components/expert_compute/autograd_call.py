@@ -229,7 +229,7 @@ class AutogradCall:
             if run is None:
                 known = ", ".join(f"[{first}, {last})" for first, last in self._runs)
                 raise ValueError(
-                    f"slots [{start}, {stop}): graphs are kept of {known} only; for other chunks in the backward "
+                    f"slots [{start}, {stop}): graphs are kept of {known} only; for other chunks in the backward, "
                     "pass same_chunks=False"
                 )
             if self.takes_rows:
