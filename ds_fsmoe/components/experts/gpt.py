@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network of GPT: two linear layers with an activation between."""
+"""The feed-forward network of GPT: two linear layers with an activation between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GPTFeedForward(ExpertBase):
         model_dim: M.
         expert_dim: H.
         activation: ``"relu"``, ``"gelu"`` or ``"silu"``.
-        bias: whether the two linear layers have one.
+        bias: whether the two linear layers have a bias.
 
     Raises:
         ValueError: unknown activation.

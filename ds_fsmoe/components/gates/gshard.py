@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GShard's noisy top-k gate: while training, each logit gets noise whose size the token decides."""
+"""GShard's noisy top-k gate: in training, each logit gets noise whose size depends on the token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GShardSettings(ChoiceSettings):
 
 @register_gate("gshard")
 class GShardGate(TokenChoiceGate):
-    """``h = x Wg + N(0, 1) * softplus(x Wnoise)`` while training, else ``x Wg``; the k largest; weights: softmax over
+    """``h = x Wg + N(0, 1) * softplus(x Wnoise)`` in training, else ``x Wg``; the k largest; weights: softmax over
     those k.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
@@ -33,11 +33,11 @@ class GShardGate(TokenChoiceGate):
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
+        k: experts per token, 2 by default.
         noise: ``False``: no noise in training either, and no ``w_noise``.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

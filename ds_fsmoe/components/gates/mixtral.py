@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral's gate: softmax over the logits of the chosen experts alone."""
+"""Mixtral's gate: softmax over the logits of the chosen experts only, so that a token's weights sum to 1."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class MixtralGate(TokenChoiceGate):
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
-        z_loss_factor: see there; a tenth of the balance loss unless it is given, as in ST-MoE (1e-3 and 1e-2).
+        k: experts per token, 2 by default.
+        z_loss_factor: see there; by default a tenth of the balance loss, as in ST-MoE (1e-3 and 1e-2).
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of Qwen's MoE models: softmax over all experts, renormalised over the chosen ones if asked for."""
+"""The gate of Qwen's MoE models: softmax over all experts, renormalised over the chosen ones with
+``norm_topk_prob``."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ class QwenGate(MixtralGate):
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
-        z_loss_factor: see there; ``0.1`` unless it is given.
+        k: experts per token, 2 by default.
+        z_loss_factor: see there; ``0.1`` by default.
         norm_topk_prob: weights sum to 1, as Mixtral's do (Qwen3); ``False``: they are the plain probabilities (Qwen1.5,
             Qwen2).
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sigmoid gate of BASE layers and StableMoE: what an expert weighs does not depend on the other experts."""
+"""The sigmoid gate of BASE layers and StableMoE: an expert's weight does not depend on the scores of the others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SigmoidGate(TokenChoiceGate):
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 1 unless it is given.
+        k: experts per token, 1 by default.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switch Transformer's gate: the chosen expert's probability is its weight, and a full expert takes no more tokens."""
+"""Switch Transformer's gate: a choice weighs its probability, and a full expert drops later tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SwitchSettings(ChoiceSettings):
 
     drop_policy: str = option("position", choices=("probs", "position"))
     jitter: float = option(0.01, least=0)
-    """While training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter."""
+    """In training, the router's input is multiplied by random numbers between 1 - jitter and 1 + jitter."""
 
 
 @register_gate("switch")
@@ -31,12 +31,12 @@ class SwitchGate(TokenChoiceGate):
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 1 unless it is given.
-        drop_policy: see there; ``"position"`` unless it is given.
-        jitter: while training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter.
+        k: experts per token, 1 by default.
+        drop_policy: see there; ``"position"`` by default.
+        jitter: in training, the router's input is multiplied by random numbers between 1 - jitter and 1 + jitter.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders: from tokens to expert slots and back. One order per file."""
+"""The orders that the package has, one per file: each permutes tokens into expert slots and results back."""
