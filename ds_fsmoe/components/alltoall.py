@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class RowsToSend(Protocol):
-    """The numbers of rows that an all-to-all sends and receives."""
+    """Holds the numbers of rows that an all-to-all sends and receives."""
 
     @property
     def sends(self) -> Sequence[int]:

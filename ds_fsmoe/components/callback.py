@@ -16,7 +16,7 @@ from ds_fsmoe.components.routing import RoutingBase
 
 @dataclass(frozen=True)
 class CallbackArgs:
-    """The arguments of a hook.
+    """Holds the arguments of a hook.
 
     Args:
         tensor: the data at this stage; its shape is documented at each hook of :class:`CallbackBase`.
@@ -40,7 +40,8 @@ class CallbackArgs:
 
 
 class CallbackBase:
-    """Six hooks, each of which does nothing here. A hook returns a replacement tensor, or ``None`` to change nothing.
+    """Defines six hooks, each of which does nothing here. A hook returns a replacement tensor, or ``None`` to change
+    nothing.
 
     The first and the last hook are called once per forward, under autograd. The four between them are called for each
     chunk on the chunk's lane: in the forward with tokens, in the backward with gradients. Their order is the same in

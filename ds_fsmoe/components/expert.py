@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertArgs:
-    """The arguments of an expert.
+    """Holds the arguments of an expert.
 
     Args:
         tokens: [..., M], the received rows; rows of empty slots are zero.
@@ -37,7 +37,7 @@ class ExpertArgs:
 
 
 class ExpertBase(nn.Module):
-    """One expert. A subclass computes its rows in :meth:`do_experts`, as in the paper's listing 1.
+    """Represents one expert. A subclass computes its rows in :meth:`do_experts`, as in the paper's listing 1.
 
     An expert's law: it is row-wise. Row i of the result depends on row i of the input alone, so tokens may be split
     into any chunks. Any ``nn.Module`` from [..., M] to [..., M] that keeps this law is an expert too. This class adds
@@ -96,5 +96,5 @@ class LocalExperts(nn.Module):
     def forward(self, x_GeCM: torch.Tensor) -> torch.Tensor:
         """Compute [G, e, C, M], the rows of G ranks for e experts, to the same shape."""
         outputs = [expert(x_GeCM[:, i]) for i, expert in enumerate(self.experts)]
-        # As in stock: an expert may return (output, bias) and keeps the bias to itself.
+        # As in stock: an expert may return (output, bias), and the bias is ignored.
         return torch.stack([each[0] if isinstance(each, tuple) else each for each in outputs], dim=1)

@@ -247,7 +247,8 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class CapacitySettings:
-    """The options of a gate's capacity: experts per token, slots per expert, and which tokens a full expert drops."""
+    """Holds the options of a gate's capacity: experts per token, slots per expert, and which tokens a full expert
+    drops."""
 
     k: int = 1
     """Experts per token."""

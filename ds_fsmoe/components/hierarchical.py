@@ -33,7 +33,7 @@ Part = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Nodes:
-    """The node of each rank of a group. Ranks of a node need not be neighbours, and nodes may differ in size."""
+    """Holds the node of each rank of a group. Ranks of a node need not be neighbours, and nodes may differ in size."""
 
     node_of_rank: tuple[int, ...]
 
@@ -69,7 +69,7 @@ class Nodes:
 
 
 class HierarchicalAllToAll(AllToAllBase):
-    """An all-to-all in steps, each along one kind of link.
+    """Runs an all-to-all in steps, each along one kind of link.
 
     With ``links = ("intra", "inter")`` it runs as two tasks on two lanes. One chunk's step inside the node is then
     concurrent with another's step between nodes; the return has the steps in reverse order. With other links it is one

@@ -21,7 +21,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class ReplayedRouting:
-    """An earlier choice for a gate to replay: weights still come from the scores of the new call."""
+    """Holds an earlier choice for a gate to replay: weights still come from the scores of the new call."""
 
     experts_KS: torch.Tensor | None = None
     """[K, S] integers: the expert of every choice; -1 where a token chooses by itself."""
@@ -42,7 +42,7 @@ class ReplayedRouting:
 
 
 class RoutingBase(ABC):
-    """The decision of one gate call: the slots of tokens, and the weights of results.
+    """Holds the decision of one gate call: the slots of tokens, and the weights of results.
 
     Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert, R = E * C slots, or
     the rows in which they are stored. A gate returns a :class:`Routing`, a :class:`SlotRouting` or a
@@ -99,7 +99,7 @@ class RoutingBase(ABC):
 
 @dataclass(frozen=True)
 class Routing(RoutingBase):
-    """The decision of a gate in which each token chooses at most K experts.
+    """Holds the decision of a gate in which each token chooses at most K experts.
 
     Args:
         slots_KS: [K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was
@@ -155,7 +155,7 @@ class Routing(RoutingBase):
 
 
 class BareRouting(Routing):
-    """A decision with slots and weights only: counts and loss are computed on the first access."""
+    """Holds a decision with slots and weights only: counts and loss are computed on the first access."""
 
     @classmethod
     def of(
@@ -226,7 +226,7 @@ def kind_of(gate: Any) -> type[RoutingBase]:
 
 @dataclass(frozen=True)
 class DenseRouting(RoutingBase):
-    """The weights of every token in every slot, and of every slot in every token's result.
+    """Holds the weights of every token in every slot, and of every slot in every token's result.
 
     Args:
         dispatch_SR: [S, E * C] float: the weight of each token in each slot, 0 for a token that takes no part.
@@ -270,7 +270,7 @@ class DenseRouting(RoutingBase):
 
 @dataclass(frozen=True)
 class SlotRouting(RoutingBase):
-    """The decision of a gate whose experts choose: each slot has one token, or none.
+    """Holds the decision of a gate whose experts choose: each slot has one token, or none.
 
     A :class:`Routing` with K = E choices per token, nearly all dropped, would be equivalent. Restoring from it would
     read E * S rows instead of E * C.

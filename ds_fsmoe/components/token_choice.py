@@ -35,8 +35,8 @@ from ds_fsmoe.ops.reference import Slots, with_capacity
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceSettings(CapacitySettings):
-    """The options of the capacity, and the factors of the auxiliary losses. The model multiplies these losses by its
-    own factor."""
+    """Holds the options of the capacity, and the factors of the auxiliary losses. The model multiplies these losses by
+    its own factor."""
 
     balance_loss_factor: float = option(1.0, least=0)
     """Factor of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is 1 in balance."""
@@ -46,7 +46,7 @@ class ChoiceSettings(CapacitySettings):
 
 @dataclass(frozen=True)
 class Scores:
-    """A router's scores of every expert for every token."""
+    """Holds a router's scores of every expert for every token."""
 
     logits_SE: torch.Tensor
     """[S, E], before softmax or sigmoid."""

@@ -37,7 +37,7 @@ _current: ContextVar[SubBatch | None] = ContextVar("half", default=None)
 
 @dataclass(frozen=True, eq=False)
 class SubBatch:
-    """One of the sub-batches of two-batch overlap."""
+    """Represents one of the sub-batches of two-batch overlap."""
 
     pause: Callable[[], None]
     """Runs the other sub-batch, and returns when this one continues."""
@@ -63,7 +63,7 @@ def current_sub_batch() -> SubBatch | None:
 
 
 class CallOfExperts(Protocol):
-    """One call of this rank's experts; keeps the tensors of its backward."""
+    """Represents one call of this rank's experts; keeps the tensors of its backward."""
 
     def forward(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
         """Return the results of a chunk: slots [N, e, stop - start, M], or rows [stop - start, M] of the phase."""
@@ -228,7 +228,7 @@ class _Leave(torch.autograd.Function):
 
 
 class Call:
-    """One call of a layer, which may wait for its backward while other calls run.
+    """Runs one call of a layer, which may wait for its backward while other calls run.
 
     Args:
         pipeline: runs the call.

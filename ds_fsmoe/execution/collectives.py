@@ -41,7 +41,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class CommDtypes:
-    """The communication dtypes of a layer. A gradient has the dtype of its rows' exchange in the forward."""
+    """Holds the communication dtypes of a layer. A gradient has the dtype of its rows' exchange in the forward."""
 
     dispatch: CommDtype = "model"
     """The dtype of rows to the experts, and of their gradients."""
@@ -113,7 +113,8 @@ _LEG_BEFORE = {A2A_IN: A2A_IN_NODE, A2A_OUT_NODE: A2A_OUT}
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of a layer's tokens. A group of one rank is ``None``, and its collectives return their input."""
+    """Runs the collectives of a layer's tokens. A group of one rank is ``None``, and its collectives return their
+    input."""
 
     exchange: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
     """The all-to-all: ``(x, group) -> y`` sends block g of dimension 0 to rank g and is its own inverse."""

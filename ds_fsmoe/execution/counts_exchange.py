@@ -173,7 +173,7 @@ def raise_fault(headers_N: np.ndarray, block: RowBlock, name: str) -> None:
 
 @dataclass
 class CountsExchange:
-    """An exchange of counts in flight. Made by :meth:`begin`."""
+    """Represents an exchange of counts in flight. Made by :meth:`begin`."""
 
     block: RowBlock
     token_chunks: TokenChunks
@@ -359,7 +359,7 @@ def _pairs(forwarded: ForwardedRows) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class NodeRows:
-    """The rows of a decision, on the device, sorted by expert, and for each expert by token."""
+    """Describes the rows of a decision, on the device, sorted by expert, and for each expert by token."""
 
     counts_ET: torch.Tensor
     """[E, T] int64: the choices of each expert in each segment."""
@@ -381,7 +381,7 @@ class NodeRows:
 
 @dataclass
 class NodeExchange:
-    """An exchange of counts in flight, for node-deduplicated dispatch. Made by :meth:`begin`."""
+    """Represents an exchange of counts in flight, for node-deduplicated dispatch. Made by :meth:`begin`."""
 
     rows: NodeRows
     block: RowBlock

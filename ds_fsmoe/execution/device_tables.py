@@ -36,9 +36,9 @@ def is_capturing() -> bool:
 def allow_queries_in_captures() -> Iterator[None]:
     """Allow this thread to query events inside the block while other threads capture graphs.
 
-    CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an
-    event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were
-    recorded outside of captures, and nothing is waited for or allocated.
+    CUDA aborts a capture in the default mode if any thread of the process queries an event of any stream. A thread in
+    relaxed mode is exempt. That is safe here: the queried events were recorded outside of captures, and the block
+    neither waits nor allocates.
     """
     exchange = _exchange_capture_mode()
     mode = ctypes.c_int(_RELAXED)
@@ -65,7 +65,7 @@ def _exchange_capture_mode() -> Callable[..., int] | None:
 
 
 class HostCopy:
-    """A copy to the host in flight; for a tensor on the host, the tensor itself.
+    """Represents a copy to the host in flight; for a tensor on the host, the tensor itself.
 
     Args:
         tensor: any shape and dtype. It must not be changed before the copy has arrived.

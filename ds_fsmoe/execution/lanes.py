@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """A schedule that is ready to run."""
+    """Holds a schedule with its dependencies, ready to run."""
 
     steps: tuple[Step, ...]
     """The steps in the order of issue."""
@@ -150,7 +150,7 @@ class Observer:
 
 
 class Mark:
-    """The progress of a lane: (label of the run, task) of the task that began last and of the one that finished
+    """Holds the progress of a lane: (label of the run, task) of the task that began last and of the one that finished
     last."""
 
     __slots__ = ("begun", "finished")
@@ -161,7 +161,7 @@ class Mark:
 
 
 class LaneWork:
-    """The bodies, the label and the observer of one run."""
+    """Holds the bodies, the label and the observer of one run."""
 
     def __init__(self, bodies: Mapping[str, Body], label: str, observer: Observer | None) -> None:
         self._bodies = bodies
@@ -190,7 +190,7 @@ class LaneWork:
 
 
 class LaneRun(ABC):
-    """A run that has begun. Its tasks are started in the order of the list, up to a given index at a time.
+    """Represents a run that has begun. Its tasks are started in the order of the list, up to a given index at a time.
 
     Other runs may begin in between. Every rank starts the same tasks of the same runs in the same order.
     """
@@ -228,7 +228,7 @@ class LaneRun(ABC):
 
 
 class Lanes(ABC):
-    """All lanes of one engine.
+    """Runs schedules on all lanes of one engine.
 
     Only one run at a time may be active; runs that have begun and are paused do not count. A second run from another
     thread or from inside a body is refused (:class:`SerialLanes` allows the latter). An expert that contains another

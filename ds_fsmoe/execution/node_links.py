@@ -21,7 +21,7 @@ from ds_fsmoe.execution.device_tables import TABLES
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """The ranks of an EP group by node, and this rank's communicators along each kind of link."""
+    """Holds the ranks of an EP group by node, and this rank's communicators along each kind of link."""
 
     ranks: tuple[tuple[int, ...], ...]
     """The ranks of each node, as indices in the EP group; the index within a node is a rank's place."""

@@ -44,7 +44,7 @@ Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
 
 
 class Chunks:
-    """The chunks of a phase: their layout and their sizes.
+    """Represents the chunks of a phase: their layout and their sizes.
 
     Each subclass also has the operations of its rows. ``read`` returns the rows to send. ``dispatch``, ``gather``,
     ``reduce`` and ``combine`` send them, or ``leg`` sends by one of the two parts of an all-to-all. ``compute`` passes

@@ -42,7 +42,7 @@ from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT_NODE, EXPERT, Schedu
 
 
 class LayerExperts(Protocol):
-    """The experts of this rank."""
+    """Represents the experts of this rank, which make a call per forward."""
 
     parameters: tuple[torch.nn.Parameter, ...]
 
@@ -59,7 +59,7 @@ class LayerExperts(Protocol):
 
 @dataclass(frozen=True)
 class WholeExperts:
-    """The experts of this rank, as one module."""
+    """Represents the experts of this rank, as one module."""
 
     module: Callable[[torch.Tensor], Any]
     """Computes [N, e, C, M] to a tensor with as many elements."""
@@ -79,7 +79,7 @@ def unchunked(block: BlockPlan) -> BlockPlan:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The sizes of one call of a layer's experts on this rank."""
+    """Holds the sizes of one call of a layer's experts on this rank."""
 
     num_ranks: int
     """The number of ranks the rows came from, N."""
@@ -104,7 +104,7 @@ class CallSizes:
 
 @dataclass(frozen=True)
 class LayerPipeline:
-    """The experts' part of one layer: its schedules, lanes and collectives."""
+    """Runs the experts' part of one layer: its schedules, lanes and collectives."""
 
     lanes: Lanes
     collectives: Collectives

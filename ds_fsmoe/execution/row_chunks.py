@@ -27,7 +27,7 @@ AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The chunks of one call on rows."""
+    """Describes the chunks of one call on rows."""
 
     sizes: RowSizes
     num_experts: int
@@ -58,7 +58,7 @@ class RowLayout:
 
 
 class RowChunks(Chunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """Represents the chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: the collectives to the other ranks.
@@ -209,7 +209,7 @@ class RowChunks(Chunks):
 
 
 class NodeChunks(RowChunks):
-    """The chunks of a phase of node-deduplicated dispatch; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """Represents the chunks of a phase of node-deduplicated dispatch; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: those of the layer.

@@ -33,7 +33,7 @@ from ds_fsmoe.execution.node_links import NodeLinks
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """The number of chunks in each phase, and the segments that follow from them."""
+    """Holds the number of chunks in each phase, and the segments that follow from them."""
 
     forward: int
     backward: int
@@ -180,7 +180,7 @@ def moves(
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The ranks that share the experts of a layer, with this rank's place among them."""
+    """Holds the ranks that share the experts of a layer, with this rank's place among them."""
 
     group: dist.ProcessGroup | None
     """Their group; ``None`` for a rank that has all experts. Never used on a lane of links."""
@@ -220,7 +220,7 @@ ALONE = RowBlock(None)
 
 @dataclass(frozen=True)
 class ForwardedRows:
-    """The rows that a rank of an EP group forwards, and those of its own that others forward."""
+    """Describes the rows that a rank of an EP group forwards, and those of its own that others forward."""
 
     resting_here: tuple[tuple[int, ...], ...]
     """For each rank, the destinations of its rows that this rank forwards."""
@@ -230,7 +230,7 @@ class ForwardedRows:
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """The numbers of rows of one chunk that this rank sends and receives."""
+    """Holds the numbers of rows of one chunk that this rank sends and receives."""
 
     sends: list[int]
     """The rows to each of G ranks; in node-deduplicated dispatch, to each of n nodes."""
@@ -256,7 +256,7 @@ class ChunkSizes:
 
 @dataclass(frozen=True)
 class PhaseSizes:
-    """The chunks of one phase, and the places of their rows."""
+    """Describes the chunks of one phase, and the places of their rows."""
 
     chunks: tuple[ChunkSizes, ...]
     starts: tuple[int, ...]
@@ -284,7 +284,7 @@ class PhaseSizes:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """All sizes of a call."""
+    """Holds all sizes of a call."""
 
     num_rows: int
     """The number of rows that this rank sends."""
@@ -400,7 +400,7 @@ class RowCopies:
 
 @dataclass(frozen=True)
 class NodePhase(PhaseSizes):
-    """The chunks of one phase of node-deduplicated dispatch, and their copies."""
+    """Describes the chunks of one phase of node-deduplicated dispatch, and their copies."""
 
     to_ranks: RowCopies
     """The copies that this rank makes as a forwarding rank."""
@@ -410,7 +410,7 @@ class NodePhase(PhaseSizes):
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """The counts of a call on the host, from which all sizes follow."""
+    """Holds the counts of a call on the host, from which all sizes follow."""
 
     links: NodeLinks
     token_chunks: TokenChunks

@@ -33,8 +33,8 @@ from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT
 
 @dataclass(frozen=True)
 class CapacityChunks:
-    """A capacity that is split into chunks, some perhaps empty; their number depends on the plan, never on the
-    tokens."""
+    """Describes a capacity that is split into chunks, some perhaps empty; their number depends on the plan, never on
+    the tokens."""
 
     bounds: tuple[int, ...]
     """The bounds of the chunks, ascending from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
@@ -82,7 +82,7 @@ def chunk_capacity(capacity: int, degree: int) -> CapacityChunks:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The chunks of one call whose experts have equally many slots."""
+    """Describes the chunks of one call whose experts have equally many slots."""
 
     num_experts: int
     """The number of experts of all ranks, E."""
@@ -115,7 +115,7 @@ class SlotLayout:
 
 
 class SlotChunks(Chunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """Represents the chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: the collectives to the other ranks.

@@ -23,7 +23,7 @@ _HISTORY = 256
 
 
 class StreamLanes(Lanes):
-    """Two high-priority streams for the links; COMPUTE is the current stream when ``run`` is called.
+    """Runs links on two high-priority streams; COMPUTE is the current stream when ``run`` is called.
 
     One pass over the list issues all tasks from the caller's thread, in the same order on every rank, without a wait
     for the device. Both links wait for the work that the compute stream had before the run. The compute stream waits at
@@ -184,7 +184,7 @@ class _StreamRun(LaneRun):
 
 
 class _Events:
-    """A pool of reused events, each with the task that it was recorded after.
+    """Holds a pool of reused events, each with the task that it was recorded after.
 
     An event is free for the next record once the last wait for it has been issued, because a wait refers to the record
     before it. Waits are issued in the run that records: its events are free when it has ended.

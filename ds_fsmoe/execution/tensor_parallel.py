@@ -37,7 +37,7 @@ from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 @dataclass(frozen=True)
 class TensorParallelUse:
-    """How a layer takes part in the tensor parallelism around it; ignored without tensor parallelism."""
+    """Describes how a layer takes part in the tensor parallelism around it; ignored without tensor parallelism."""
 
     same_tokens: bool = True
     """Whether the ranks of an MP group have the same tokens; otherwise each has a part of a sequence."""
@@ -51,7 +51,7 @@ _Rows = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorParallelTokens:
-    """The ranks that have the same tokens, and their parts of the slots."""
+    """Splits slots between the ranks that have the same tokens."""
 
     group: dist.ProcessGroup
     """The group, used on the calling stream; never on a lane."""
@@ -127,7 +127,7 @@ class _Through(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SelfSplitCollectives(Collectives):
-    """The collectives for experts that shard themselves over the ranks of the ESP group and sum their own parts.
+    """Runs the collectives for experts that shard themselves over the ranks of the ESP group and sum their own parts.
 
     Their results are the same on all of these ranks, and so are, after the experts' own sum, the gradients of their
     input. Each rank continues with its own part, and nothing is summed a second time.

@@ -38,7 +38,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """The state of one thread at one moment."""
+    """Holds the state of one thread at one moment."""
 
     is_grad_enabled: bool
     is_inference: bool
@@ -85,7 +85,7 @@ class ThreadState:
 
 @dataclass(eq=False)
 class _Part:
-    """Some tasks of a lane, started together."""
+    """Holds some tasks of a lane, started together."""
 
     steps: tuple[Step, ...]
     is_walked: bool = False
@@ -96,7 +96,7 @@ _Jobs = SimpleQueue[tuple[Callable[[], None], LockType] | None]
 
 
 class ThreadLanes(Lanes):
-    """A persistent thread per link lane, made by the first run that needs it; COMPUTE is the caller's thread.
+    """Runs each link on a persistent thread, made by the first run that needs it; COMPUTE is the caller's thread.
 
     So autograd, random numbers and user code run in their own thread. Bodies on the links run under the caller's
     thread-local state (see :class:`ThreadState`).
@@ -273,12 +273,12 @@ def _locked_lock() -> LockType:
 
 
 class _Worker:
-    """A thread that runs its jobs in order. It ends when it is stopped or no longer referenced."""
+    """Runs jobs in order in a thread. It ends when it is stopped or no longer referenced."""
 
     def __init__(self, lane: Lane) -> None:
         self._jobs: _Jobs = SimpleQueue()
         weakref.finalize(self, self._jobs.put, None)
-        # The thread knows the queue only, or it would keep this object alive.
+        # The thread refers to the queue only; otherwise it would keep this object alive.
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=f"fsmoe-{lane}", daemon=True)
         self._thread.start()
 

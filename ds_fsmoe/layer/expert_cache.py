@@ -40,7 +40,7 @@ from ds_fsmoe.ops import Ops
 
 @dataclass(frozen=True)
 class ExpertCacheTable:
-    """The experts of each rank in a call, the same on every rank.
+    """Holds the experts of each rank in a call, the same on every rank.
 
     Every rank has as many places as the rank with most experts; places behind a rank's experts are empty. Place p is on
     rank ``p // per_rank``.
@@ -169,7 +169,7 @@ Where = Literal["host", "home"]
 
 @dataclass(frozen=True)
 class ExpertCacheMemory:
-    """The memory for the weights of one layer's experts, before it is filled."""
+    """Holds the memory for the weights of one layer's experts, before it is filled."""
 
     stacks: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name -> [E, ...] for each weight, in the host's memory; empty: weights are fetched."""
@@ -208,7 +208,7 @@ class ExpertCacheMemory:
 
 
 class AllOnHost:
-    """All experts, in host memory in which they are computed.
+    """Calls experts that are all in host memory in which they are computed.
 
     Args:
         form: the calls of experts.
@@ -237,7 +237,7 @@ class AllOnHost:
 
 
 class Buffered:
-    """Copies of the rank's experts, in one tensor for each weight, which grows as needed.
+    """Calls copies of the rank's experts, in one tensor for each weight, which grows as needed.
 
     Args:
         form: the calls of experts, and the weights of this rank's primary experts.
@@ -419,7 +419,7 @@ of which the first are those of these experts and all others are 0; and the rows
 
 @dataclass(frozen=True, eq=False)
 class ExpertForm:
-    """The experts of this rank in one layer, and calls of other experts with their structure."""
+    """Describes the experts of this rank in one layer, and calls of other experts with their structure."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Name -> the whole shape of a weight of one expert, also where ZeRO 3 partitions it."""

@@ -140,7 +140,7 @@ Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 @dataclass(frozen=True)
 class ChunkingFinding:
-    """A reason against running the experts of a layer in chunks, if there is one."""
+    """Holds a reason against running the experts of a layer in chunks, if there is one."""
 
     kind: Kind = "none"
     """The kind of the reason. "shape": the experts are wrong without chunks too; "unknown": the trial failed."""

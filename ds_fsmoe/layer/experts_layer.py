@@ -31,7 +31,7 @@ from ds_fsmoe.layer.state import ConvertedLayer, LayerRun
 
 
 class FSMoEExperts(ConvertedLayer):
-    """A base in front of the class of a module of experts, which replaces its forward. Made by conversion, never
+    """Replaces the forward of a module of experts, as a base in front of its class. Made by conversion, never
     constructed."""
 
     fsmoe: ExpertsState
@@ -226,7 +226,8 @@ def _route_as_chosen(
 
 
 class FSMoEParamWrapper(OpaqueModule):
-    """A base in front of PEFT's class, which replaces its forward. Made by conversion, never constructed."""
+    """Replaces the forward of PEFT's wrapper, as a base in front of its class. Made by conversion, never
+    constructed."""
 
     opaque: Handle | None = None
 
@@ -268,7 +269,7 @@ class FSMoEParamWrapper(OpaqueModule):
                 f"{experts.fsmoe.path}: adapter {name!r} of {self.parameter_name} was added after initialize(), so "
                 "its parameters are not in the optimizer; add it before"
             )
-        # Within GatheredParameters they have all experts.
+        # Within GatheredParameters A and B have all experts.
         num_experts = (shape_of(a) or (0,))[0] // self.r[name]
         return Adapter(self.parameter_name, a, b, self.scaling[name], num_experts)
 

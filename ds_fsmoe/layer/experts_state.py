@@ -234,7 +234,7 @@ def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedEx
 
 @dataclass(slots=True)
 class _Call(RowGroups):
-    """One call, with the ranges of its rows."""
+    """Holds one call, with the ranges of its rows."""
 
     rows_KS: torch.Tensor
     path: FastPath

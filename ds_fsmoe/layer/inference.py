@@ -41,7 +41,7 @@ _UNITS = 1 << 20
 
 @dataclass
 class LayerRecord:
-    """Statistics of the calls of one layer, the same on every rank."""
+    """Holds statistics of the calls of one layer, the same on every rank."""
 
     calls: int = 0
     compared: int = 0
@@ -68,7 +68,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a user, the same for all layers."""
+    """Holds the options of a user, the same for all layers."""
 
     most_per_rank: int = 4
     """The maximum number of experts of a rank, see :func:`~ds_fsmoe.planning.lina.expert_ranks.ranks_of_experts`."""
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(eq=False)
 class InferenceLayer:
-    """One layer whose experts change in each call.
+    """Represents one layer whose experts change in each call.
 
     It acts as the layer's placement, and replaces the layer's experts in a call: these are known only when the rows
     are.
@@ -137,7 +137,7 @@ class InferenceLayer:
         rows_E = rows_of_experts(routing)
         self.record.calls += 1
         if self.options.second_phase or self._table is None:
-            # A rank without a batch may know no k of its own, so it is agreed on with the counts.
+            # A rank without a batch may have no k, so ranks agree on it with the counts.
             *actual, ks = self.summed(torch.cat([rows_E, rows_E.new_full((1,), self.k)])).tolist()
             self._correct(np.array(actual), -(-ks // len(self.block.places)))
         self.record.copies += int(self._table.copies_E.sum())

@@ -37,7 +37,7 @@ from ds_fsmoe.ops import REFERENCE, Ops
 
 @dataclass(frozen=True)
 class MoEOutput:
-    """The results of a layer.
+    """Holds the results of a layer.
 
     Args:
         output: the output, [..., M], in the shape of the input.
@@ -59,7 +59,7 @@ class MoEOutput:
 
 
 class MOELayer(nn.Module):
-    """A layer that is built from parts, usable as any ``nn.Module``, with or without DeepSpeed.
+    """Runs a layer that is built from parts, usable as any ``nn.Module``, with or without DeepSpeed.
 
     Args:
         gate_impl: a gate; the layer passes it the sizes.
@@ -79,8 +79,8 @@ class MOELayer(nn.Module):
         overlap: ``False`` runs tasks one after another.
         ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; by default the
             reference in torch.
-        dispatch: ``"rows"``, unpadded dispatch: as many rows as tokens chose an expert; or ``"slots"``, padded dispatch:
-            as many slots as the fullest expert has. ``"auto"``: rows where the gate drops nothing.
+        dispatch: ``"rows"``, unpadded dispatch: as many rows as tokens chose an expert; or ``"slots"``, padded
+            dispatch: as many slots as the fullest expert has. ``"auto"``: rows where the gate drops nothing.
 
     Raises:
         ValueError: sizes do not match, or a part is not in the registry.

@@ -50,7 +50,7 @@ class Handle:
 
 
 class OpaqueModule(nn.Module):
-    """A module that compiled code calls as one operator."""
+    """Represents a module that compiled code calls as one operator."""
 
     @property
     def opaque(self) -> Handle | None:
@@ -100,7 +100,8 @@ class OpaqueModule(nn.Module):
 
 
 class _Call(bytearray):
-    """The memory of the tensor that represents a call until its backward; its data lives as long as the tensor."""
+    """Holds the memory of the tensor that represents a call until its backward; its data lives as long as the
+    tensor."""
 
     __slots__ = ("__weakref__", "edges", "gradients", "handle")
 

@@ -66,7 +66,7 @@ def refuse_copy(path: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Parts:
-    """The exchangeable parts of a layer that have no parameters, shared by all layers of a model."""
+    """Holds the exchangeable parts of a layer that have no parameters, shared by all layers of a model."""
 
     alltoall: AllToAllBase
     callbacks: tuple[CallbackBase, ...]

@@ -38,7 +38,7 @@ def takes_rows(dispatch: str, gate: Any) -> bool:
 
 @dataclass(frozen=True)
 class RowRouting:
-    """A decision as numbered rows."""
+    """Holds a decision as numbered rows."""
 
     routing: Routing
     """The decision, with all rows as the slots of one expert, for an order."""

@@ -76,7 +76,8 @@ class LayerHooks:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LayerRun(LayerCall):
-    """One call of a layer. Instruments may have replaced its gate, pipeline and experts before :meth:`token_path`."""
+    """Runs one call of a layer. Instruments may have replaced its gate, pipeline and experts before
+    :meth:`token_path`."""
 
     state: LayerState
     """The layer as data: its order, hooks, and expert placement."""
@@ -236,7 +237,7 @@ def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> s
 
 @dataclass(eq=False, repr=False)
 class LayerState:
-    """The state of a layer, its one attribute ``fsmoe`` inside DeepSpeed.
+    """Holds the state of a layer, its one attribute ``fsmoe`` inside DeepSpeed.
 
     Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_unchunked` and :meth:`attach`.
     A call that is active, or waits for its backward, keeps the pipeline it began with.
@@ -487,7 +488,7 @@ class LayerState:
 
 
 class ConvertedLayer(OpaqueModule):
-    """A base in front of a module's class, which replaces its forward. Made by conversion, never constructed."""
+    """Replaces the forward of a module, as a base in front of its class. Made by conversion, never constructed."""
 
     fsmoe: LayerState
     """All state of this package; without it the module is the original one."""

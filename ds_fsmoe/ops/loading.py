@@ -44,7 +44,7 @@ _ANSWER_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Ops:
-    """The operators of an MoE layer, all of one origin.
+    """Holds the operators of an MoE layer, all of one origin.
 
     Attributes:
         name: "reference", "plain" or "compiled".
@@ -119,7 +119,7 @@ def _unless_double(compiled: Callable[..., Any], plain: Callable[..., Any]) -> C
     return operator
 
 
-# Device type -> its compiled operators. On CUDA torch's own gather is as good as one of ours would be.
+# Device type -> its compiled operators. On CUDA torch's own gather is as fast as a custom one.
 COMPILED = {
     "cpu": _ON_CPU,
     "cuda": Ops(

@@ -25,7 +25,7 @@ _PLACES = "fsmoe_places"
 
 
 class Places(NamedTuple):
-    """The choices and tokens of numbered rows."""
+    """Holds the choices and tokens of numbered rows."""
 
     choice_N: Tensor
     """[N] int64: the choice of each row, ``token * K + choice``."""

@@ -33,7 +33,7 @@ PRIORITIES = ("choice", "token", "score")
 
 
 class Slots(NamedTuple):
-    """The expert and the slot of every choice of every token."""
+    """Holds the expert and the slot of every choice of every token."""
 
     experts_KS: Tensor
     """[K, S] int64: the expert of every choice, the best first, dropped choices included."""
@@ -44,7 +44,7 @@ class Slots(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The numbers of the rows of a decision. V: queues, one for each expert in each segment of the tokens."""
+    """Holds the numbers of the rows of a decision. V: queues, one for each expert in each segment of the tokens."""
 
     rows_KS: Tensor
     """[K, S] int64: the number of each choice among all rows, queue by queue; K * S for a choice without a row."""
@@ -67,7 +67,7 @@ def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
         [N, M] in the dtype of ``x_RM``: row ``index_N[n]`` of ``x_RM``, or zeros.
     """
     num_rows, width = x_RM.shape
-    # Empty slots select a row of zeros. Masking the result instead would multiply, and inf times 0 is nan.
+    # Empty slots select a row of zeros. A mask on the result would multiply instead, and inf times 0 is nan.
     padded_RM = torch.cat([x_RM, x_RM.new_zeros(1, width)])
     return padded_RM.index_select(0, places_of(index_N, num_rows))
 

@@ -136,7 +136,7 @@ def run_alternating(fibers: Sequence[Fiber]) -> None:
 
 
 class Again:
-    """One block's forward in both sub-batches, which may run once more.
+    """Runs one block's forward in both sub-batches, which may run once more.
 
     Args:
         forward: the block's forward.
@@ -481,7 +481,7 @@ def check_output(value: Any, batch: int) -> None:
 
 
 class Pending:
-    """A tensor that is computed at the first access.
+    """Represents a tensor that is computed at the first access.
 
     Args:
         complete: computes it; called once.

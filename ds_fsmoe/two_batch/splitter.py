@@ -340,7 +340,7 @@ def _drop_out(blocks: Sequence[Block]) -> bool:
 
 @dataclass(eq=False)
 class Block:
-    """A block of a chain, whose result is the input of the next one."""
+    """Represents a block of a chain, whose result is the input of the next one."""
 
     path: str
     """Its path in the model."""

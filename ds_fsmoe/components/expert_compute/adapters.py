@@ -28,7 +28,7 @@ _COLUMNS = 8
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter of one weight, in PEFT's layout."""
+    """Represents one adapter of one weight, in PEFT's layout."""
 
     weight: str
     """The name of the weight in the module of the experts."""

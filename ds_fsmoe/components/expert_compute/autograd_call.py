@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AutocastState:
-    """The settings of autocast in a thread at some moment."""
+    """Holds the settings of autocast in a thread at some moment."""
 
     settings: tuple[tuple[str, bool, torch.dtype], ...]
     """Device type, whether autocast is enabled for it, and the dtype that it casts to."""
@@ -63,7 +63,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random-number generators of the host and of one device, at some moment."""
+    """Holds the state of the random-number generators of the host and of one device, at some moment."""
 
     device: torch.device
     of_host: torch.Tensor
@@ -139,7 +139,7 @@ Aliases = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Run:
-    """A recorded call, with its graph."""
+    """Holds a recorded call, with its graph."""
 
     leaf: torch.Tensor
     """Replaces the rows in the graph. It is empty: the graph has saved the values that it needs."""
@@ -249,7 +249,7 @@ class AutogradCall:
                 self.saved.take(start, stop)
         else:
             run = self._record_again(start, stop, groups)
-        if weights is not None:  # only rows have any: of one expert N is 1
+        if weights is not None:  # only rows have weights: then N is 1 for one expert
             weights.add_products(dy.flatten(0, -2), run.y.flatten(0, -2))
             dy = weights.apply(dy.flatten(0, -2)).view(dy.shape)
         aliases = [run.aliases[id(each)] for each in self._wanted]
@@ -279,7 +279,7 @@ class AutogradCall:
         # inside a backward, where checkpointing would run the whole forward once more for it.
         with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
             leaf = x.detach().requires_grad_()
-            # Not the leaf itself: autocast remembers the casts of leaves, as if they were weights.
+            # Not the leaf itself: autocast caches the casts of leaves, as if they were weights.
             y = self._called.call(leaf.view_as(leaf), groups, aliases)
         edge = get_gradient_edge(y) if y.requires_grad else None
         leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)

@@ -28,7 +28,7 @@ class ContractError(ValueError):
 
 @dataclass(frozen=True)
 class Contract:
-    """The layout of the weights that a module of experts declares."""
+    """Describes the layout of the weights that a module of experts declares."""
 
     has_bias: bool
     is_transposed: bool

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PhaseRows(Protocol):
-    """The sizes of one phase of a call on rows."""
+    """Holds the sizes of one phase of a call on rows."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -49,7 +49,7 @@ class PhaseRows(Protocol):
 
 
 class CallRows(Protocol):
-    """The sizes of a call on rows."""
+    """Holds the sizes of a call on rows."""
 
     @property
     def forward(self) -> PhaseRows:

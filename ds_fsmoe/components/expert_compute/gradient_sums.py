@@ -212,7 +212,7 @@ class GradientSums:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters by id, and their sum in one tensor."""
+    """Holds parameters by id, and their sum in one tensor."""
 
     ids: tuple[int, ...]
     sum: _Sum

@@ -28,7 +28,7 @@ _WORTH_A_LAUNCH_BYTES = 16 * 2**20
 
 @dataclass(slots=True)
 class RowGroups:
-    """The rows of each expert, which are adjacent."""
+    """Describes the rows of each expert, which are adjacent."""
 
     sizes: list[int]
     """The number of rows of each of k experts, on the host."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """The weights of the rows of one chunk, and the memory for their gradients."""
+    """Holds the weights of the rows of one chunk, and the memory for their gradients."""
 
     weights_R: torch.Tensor
     gradients_R: torch.Tensor
@@ -62,7 +62,7 @@ class RowWeights:
 
 
 class UnbiasedShardLinear(nn.Linear):
-    """The last linear layer of a shard whose bias another shard adds.
+    """Computes the last linear layer of a shard whose bias another shard adds.
 
     It has a bias, so that names and shapes equal those of ``nn.Linear``, but does not add it: the shards' results are
     summed, and the bias counts once. The bias has a gradient of zeros.
@@ -100,7 +100,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LinearWeights:
-    """The parameters of a plain linear layer. It avoids a module's lookup of parameters by name in every call."""
+    """Holds the parameters of a plain linear layer. It avoids a module's lookup of parameters by name in every call."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -144,7 +144,7 @@ class LinearWeights:
 
 
 class StackedLinear:
-    """k linear layers of one shape, each with its own rows, all of which want the same gradients.
+    """Computes k linear layers of one shape, each with its own rows, all of which want the same gradients.
 
     Args:
         linears: the layers.
@@ -216,7 +216,7 @@ def _whole(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | No
 
 
 class GroupedLinear:
-    """k linear layers of one shape, each for some of the rows [R, I], which are sorted by expert.
+    """Computes k linear layers of one shape, each for some of the rows [R, I], which are sorted by expert.
 
     Args:
         of: their weights as one view.

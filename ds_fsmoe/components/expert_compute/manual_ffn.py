@@ -27,7 +27,7 @@ from ds_fsmoe.components.expert_compute.linears import apply_linear, is_plain_li
 
 @dataclass(frozen=True)
 class Activation:
-    """An element-wise function whose result and gradient both follow from one kept tensor."""
+    """Describes an element-wise function whose result and gradient both follow from one kept tensor."""
 
     kept: Callable[[torch.Tensor], torch.Tensor]
     """Maps the pre-activation, which it may overwrite, to the kept tensor."""

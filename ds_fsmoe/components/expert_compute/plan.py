@@ -41,7 +41,7 @@ _OF_PARAMETER = operator.attrgetter("__class__", "requires_grad", "dtype", "devi
 
 @dataclass(frozen=True, eq=False)
 class PlannedExpert:
-    """An expert in its hand-written form."""
+    """Holds an expert in its hand-written form."""
 
     form: ManualExpert
     """The form; with its layers as plain weights where that changes nothing."""

@@ -80,7 +80,7 @@ class SavedTensors:
         """
         if not self._pieces:
             raise ValueError(f"slots [{start}, {stop}): no forward has saved them yet")
-        if start == stop:  # no slots: none of any piece
+        if start == stop:  # an empty chunk
             return _part(next(iter(self._pieces.values())), 0, 0)
         if self._order is not None:
             return self._picked(start, stop, self._order)

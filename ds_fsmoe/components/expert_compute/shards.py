@@ -78,7 +78,7 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
             values = values[ours] if cut == 0 else values[:, ours]
         new_of_old[old] = _shard_from(old, values)
 
-    # The copy finds the new parameters in place of the old ones, which are never copied whole.
+    # deepcopy uses the new parameters in place of the old ones, which are never copied whole.
     shard = copy.deepcopy(expert, {id(old): new for old, new in new_of_old.items()})
     new_form = manual_form(shard)
     assert new_form is not None

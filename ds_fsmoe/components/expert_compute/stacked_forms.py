@@ -123,7 +123,7 @@ class ModuleExperts:
 
 
 class ModuleWeights:
-    """One of the two stacked weights of all experts, and its bias.
+    """Represents one of the two stacked weights of all experts, and its bias.
 
     It has the interface of :class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`. Weights are read, and
     cast, at each use.
@@ -217,7 +217,7 @@ class OwnExperts:
 
 
 class _ForwardOf(nn.Module):
-    """A module whose forward is another function, called with the parameters of the module inside it."""
+    """Runs another function as its forward, called with the parameters of the module inside it."""
 
     def __init__(self, inner: nn.Module, forward: OwnForward) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu
 
 @register_expert("gpt")
 class GPTFeedForward(ExpertBase):
-    """``fc2(activation(fc1(x)))``, from [..., M] to [..., M].
+    """Computes ``fc2(activation(fc1(x)))``, from [..., M] to [..., M].
 
     Args:
         model_dim: M.

@@ -14,7 +14,7 @@ from ds_fsmoe.registry import register_expert
 
 @register_expert("mixtral")
 class MixtralFeedForward(ExpertBase):
-    """``w2(silu(w1(x)) * w3(x))``, from [..., M] to [..., M].
+    """Computes ``w2(silu(w1(x)) * w3(x))``, from [..., M] to [..., M].
 
     The names w1 (gate), w2 (down) and w3 (up) are those of Mixtral's checkpoints; none has a bias.
 

@@ -21,7 +21,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     k: int = 2
     balance_loss_factor: float = option(0.0, least=0)
@@ -40,7 +40,7 @@ class DeepSeekSettings(ChoiceSettings):
 
 @register_gate("deepseek")
 class DeepSeekGate(TokenChoiceGate):
-    """``s = sigmoid(x Wg)``; the k experts of the kept groups with the largest ``s + balance_bias``; weights ``s``.
+    """Takes the k experts of the kept groups with the largest ``s + balance_bias``, weighted by ``s = sigmoid(x Wg)``.
 
     The bias, [E] float32 whatever dtype the model has, is a buffer ``balance_bias``, saved with the model.
     ``update_gates`` changes it after an optimizer step, as the layer's engine does. It counts the choices of forwards
@@ -93,7 +93,7 @@ class DeepSeekGate(TokenChoiceGate):
         self.register_buffer("counted_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
     def weights_sum_to_1(self) -> bool:
-        # Times a constant, which teaches no more.
+        # The sum is then the constant scaling factor, whatever the scores are.
         return self.settings.norm_topk_prob
 
     def score(self, x_SM: torch.Tensor) -> Scores:

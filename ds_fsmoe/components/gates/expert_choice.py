@@ -114,7 +114,7 @@ class ExpertChoiceGate(GateBase):
         weights_ET = scores_SE.t().gather(1, tokens_ET)
         counts_E = torch.full((num_experts,), num_taken, device=x_SM.device)
         if used_S is not None:
-            # Where there are too few for all slots, masked ones have come along.
+            # An expert that takes more tokens than are used has chosen masked ones too.
             is_used_ET = used_S[tokens_ET] & is_token_ET
             tokens_ET = tokens_ET.masked_fill(~is_used_ET, num_tokens)
             weights_ET = weights_ET.masked_fill(~is_used_ET, 0.0)

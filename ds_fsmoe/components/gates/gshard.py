@@ -16,7 +16,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class GShardSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     k: int = 2
     noise: bool = True
@@ -25,8 +25,7 @@ class GShardSettings(ChoiceSettings):
 
 @register_gate("gshard")
 class GShardGate(TokenChoiceGate):
-    """``h = x Wg + N(0, 1) * softplus(x Wnoise)`` in training, else ``x Wg``; the k largest; weights: softmax over
-    those k.
+    """Takes the k largest ``h = x Wg + N(0, 1) * softplus(x Wnoise)``, weighted by a softmax over those k.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
@@ -34,7 +33,7 @@ class GShardGate(TokenChoiceGate):
 
     Args:
         k: experts per token, 2 by default.
-        noise: ``False``: no noise in training either, and no ``w_noise``.
+        noise: ``False``: no noise in training, and no ``w_noise``; evaluation has no noise.
 
     Raises:
         ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.

@@ -15,7 +15,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     k: int = 2
     z_loss_factor: float = option(0.1, least=0)
@@ -24,7 +24,7 @@ class MixtralSettings(ChoiceSettings):
 
 @register_gate("mixtral")
 class MixtralGate(TokenChoiceGate):
-    """``h = x Wg``; the k largest; weights: softmax over those k, so that they sum to 1.
+    """Takes the k largest ``h = x Wg``, weighted by a softmax over those k, so that weights sum to 1.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
@@ -61,5 +61,5 @@ class MixtralGate(TokenChoiceGate):
         return Scores(logits_SE, F.softmax(logits_SE, dim=1))
 
     def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
-        # The same as probabilities over their sum, without their underflow.
+        # Equal to probabilities divided by their sum, without their underflow.
         return F.softmax(scores.logits_SE.gather(1, expert_SK), dim=1)

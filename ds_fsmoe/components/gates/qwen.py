@@ -16,7 +16,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class QwenSettings(MixtralSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     norm_topk_prob: bool = False
     """Weights sum to 1, as Mixtral's do (Qwen3); false: they are the plain probabilities (Qwen1.5, Qwen2)."""
@@ -24,7 +24,7 @@ class QwenSettings(MixtralSettings):
 
 @register_gate("qwen")
 class QwenGate(MixtralGate):
-    """``p = softmax(x Wg)``; the k largest; weights ``p``, over their sum with ``norm_topk_prob``.
+    """Takes the k largest ``p = softmax(x Wg)``, weighted by ``p``, divided by their sum with ``norm_topk_prob``.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 

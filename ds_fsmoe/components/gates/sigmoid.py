@@ -12,7 +12,7 @@ from ds_fsmoe.registry import register_gate
 
 @register_gate("sigmoid")
 class SigmoidGate(TokenChoiceGate):
-    """``h = x Wg``; the k largest; weights ``sigmoid(h)``, not renormalised.
+    """Takes the k largest ``h = x Wg``, weighted by ``sigmoid(h)``, not renormalised.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 

@@ -78,7 +78,7 @@ class SoftMoEGate(GateBase):
             num_used = torch.full((), num_tokens, device=x_SM.device)
         else:
             is_masked_S1 = ~used_S.unsqueeze(1)
-            # Not minus infinity, of which the softmax is nan where nothing else is left.
+            # Not minus infinity: if all tokens are masked, the softmax would be nan.
             lowest = torch.finfo(logits_SR.dtype).min
             dispatch_SR = F.softmax(logits_SR.masked_fill(is_masked_S1, lowest), dim=0).masked_fill(is_masked_S1, 0.0)
             combine_SR = combine_SR.masked_fill(is_masked_S1, 0.0)

@@ -15,7 +15,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     drop_policy: str = option("position", choices=("probs", "position"))
     jitter: float = option(0.01, least=0)
@@ -24,7 +24,7 @@ class SwitchSettings(ChoiceSettings):
 
 @register_gate("switch")
 class SwitchGate(TokenChoiceGate):
-    """``p = softmax(x Wg)``; the k largest; weights ``p``, not renormalised.
+    """Takes the k largest ``p = softmax(x Wg)``, weighted by ``p``, not renormalised.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 

@@ -35,7 +35,7 @@ _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
 
 @dataclass(frozen=True, kw_only=True)
 class TopKSettings(CapacitySettings):
-    """The constants of a top-k decision. Defaults are those of ``deepspeed.moe.layer.MoE``.
+    """Holds the constants of a top-k decision. Defaults are those of ``deepspeed.moe.layer.MoE``.
 
     ``drop_policy`` is for k >= 3; for k = 1 and k = 2 each formula has its own rule.
     """
@@ -56,7 +56,7 @@ class TopKSettings(CapacitySettings):
 
 @register_gate("topk")
 class LinearGate(SettingsGate):
-    """One matrix ``wg`` [E, M] scores the experts; each token takes its k best, as in DeepSpeed's own layers.
+    """Scores experts by one matrix ``wg`` [E, M]; each token takes its k best, as in DeepSpeed's own layers.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 

@@ -22,7 +22,7 @@ _LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class XMoESettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     routing_dim: int | None = option(None, least=1)
     """Dimensions in which tokens and experts are compared; by default half the number of experts, at least 2."""
@@ -32,7 +32,7 @@ class XMoESettings(ChoiceSettings):
 
 @register_gate("xmoe")
 class XMoEGate(TokenChoiceGate):
-    """``h_i = cos(Wproj x, wg_i) / temperature``; ``p = softmax(h)``; the k largest; weights ``p``.
+    """Takes the k largest ``h_i = cos(Wproj x, wg_i) / temperature``, weighted by ``p = softmax(h)``.
 
     The temperature is learned as its logarithm, and never falls below 0.01.
 
