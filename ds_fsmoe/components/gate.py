@@ -188,8 +188,8 @@ def in_backward() -> bool:
 def dropping_capacity(num_tokens: int, num_experts: int, factor: float, min_capacity: int) -> int:
     """Return the capacity C when tokens are dropped: ``max(ceil(S / E * factor), min_capacity)``.
 
-    S / E, the factor and their product are each rounded to float32 before the product is rounded up, as in stock
-    DeepSpeed. So 10 tokens on one expert at a factor of 1.1 get 11 slots, where float64 would give 12.
+    S / E, the factor and their product are each rounded to float32, as in stock DeepSpeed. So 10 tokens on one expert
+    at a factor of 1.1 get 11 slots, where float64 would give 12.
     """
     exact = torch.tensor(factor, dtype=torch.float32, device="cpu") * (num_tokens / num_experts)
     return max(int(torch.ceil(exact)), min_capacity)

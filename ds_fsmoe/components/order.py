@@ -19,7 +19,7 @@ class OrderBase(ABC):
     """Moves tokens into the slots that a gate chose (order) and results back to their tokens (i-order).
 
     An order's law: with one slot per token and weight 1, ``restore(arrange(x)) == x``. A subclass defines
-    :meth:`arrange`, [S, M] to [E, C, M], and :meth:`restore`, [E, C, M] to [S, M], and declares the kinds of routing
+    :meth:`arrange`, [S, M] to [E, C, M], and :meth:`restore`, [E, C, M] to [S, M]. It declares the kinds of routing
     that it reads.
 
     Examples:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common part of gates in which each token chooses its experts.
 
-It goes from scores to the k best experts of each token, drops tokens of full experts, and returns slots, weights,
-counts and losses. A gate defines the scores of experts and the weight of a choice. No loop runs over tokens, and the
+It chooses the k best experts of each token, and drops tokens of full experts. It returns slots, weights, counts and
+losses. A gate defines the scores of experts and the weight of a choice. No loop runs over tokens, and the
 host waits for the device only for the size of a dropless capacity.
 """
 

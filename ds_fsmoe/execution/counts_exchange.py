@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges the numbers of rows between the ranks that share the experts of a layer, ahead of the first chunk.
 
-Each rank sends every other, in one exchange, the number of its rows for that rank's experts in each segment of the
-tokens (:mod:`~ds_fsmoe.execution.row_sizes`). All sizes of both phases follow from these counts. The host waits for
-them once per call, since the memory of received rows depends on them. A layer with unpadded dispatch calls it in each
-forward.
+In one exchange, each rank sends every other the number of its rows for that rank's experts. These are counts per
+segment of the tokens (:mod:`~ds_fsmoe.execution.row_sizes`). All sizes of both phases follow from these counts. The
+host waits for them once per call, since the memory of received rows depends on them. A layer with unpadded dispatch
+calls it in each forward.
 
 Letters: E experts of all ranks, e experts on this rank, T segments, r chunks, G ranks of an EP group, P of an ESP
 group, N = P * G the ranks that rows come from, B the same ranks in the order of their group.

@@ -25,17 +25,17 @@ _HISTORY = 256
 class StreamLanes(Lanes):
     """Runs links on two high-priority streams; COMPUTE is the current stream when ``run`` is called.
 
-    One pass over the list issues all tasks from the caller's thread, in the same order on every rank, without a wait
-    for the device. Both links wait for the work that the compute stream had before the run. The compute stream waits at
-    the end for both links. In between a stream waits for an event only where a task needs one on another lane.
+    One pass over the list issues all tasks from the caller's thread, without a wait for the device. The order is the
+    same on every rank. Both links wait for the work that the compute stream had before the run. The compute stream
+    waits at the end for both links. In between a stream waits for an event only where a task needs one on another lane.
 
     Bodies issue collectives with ``async_op=False``, which run on the lane's stream. With ``async_op=True`` they would
     run on the process group's own stream, outside the order of the lane.
 
-    Memory: the allocator ties a tensor to the stream it was made on, and may reuse its memory there once the last
+    Memory: the allocator ties a tensor to the stream it was made on. It may reuse the memory there once the last
     reference is gone. It does not know readers on other streams. So the caller of ``run`` must keep every tensor that
-    is made on one lane and used on another until ``run`` returns, tensors of an earlier run included. Then the streams
-    are joined, the next run waits for the compute stream, and references may be dropped, without a host wait.
+    is made on one lane and used on another until ``run`` returns. This includes tensors of an earlier run. Then the
+    streams are joined, the next run waits for the compute stream, and references may be dropped, without a host wait.
 
     With ``one_link`` both links share one stream, in the order of the list. This is for cases where two concurrent
     collectives could wait for each other across ranks.
@@ -186,8 +186,8 @@ class _StreamRun(LaneRun):
 class _Events:
     """Holds a pool of reused events, each with the task that it was recorded after.
 
-    An event is free for the next record once the last wait for it has been issued, because a wait refers to the record
-    before it. Waits are issued in the run that records: its events are free when it has ended.
+    An event is free for the next record once the last wait for it has been issued: a wait refers to the record before.
+    Waits are issued in the run that records: its events are free when it has ended.
     """
 
     def __init__(self) -> None:

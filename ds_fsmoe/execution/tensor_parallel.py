@@ -3,8 +3,8 @@
 
 ``ds_fsmoe.layer.state`` calls :class:`TensorParallelTokens` around the experts' part of such a layer.
 
-*The same tokens.* Tensor-parallel attention ends in an all-reduce, so the ``mp`` ranks of a group reach the layer with
-the same tokens, and their gates decide alike. Each rank sends ``1/mp`` of the slots to the experts, and the results are
+*The same tokens.* Tensor-parallel attention ends in an all-reduce. So the ``mp`` ranks of a group have the same tokens
+at the layer, and their gates decide alike. Each rank sends ``1/mp`` of the slots to the experts, and the results are
 gathered. Stock's ``drop_tokens`` and ``gather_tokens`` do this on the capacity (sharded_moe.py:686-742), whether or not
 the experts are tensor-parallel. A rank has the same part as in stock, and so the same numbers. The drop's backward
 gathers gradients, so that every rank has the whole gradient of its tokens. The gather's backward takes the rank's own
@@ -129,8 +129,8 @@ class _Through(torch.autograd.Function):
 class SelfSplitCollectives(Collectives):
     """Runs the collectives for experts that shard themselves over the ranks of the ESP group and sum their own parts.
 
-    Their results are the same on all of these ranks, and so are, after the experts' own sum, the gradients of their
-    input. Each rank continues with its own part, and nothing is summed a second time.
+    Their results are the same on all of these ranks. After the experts' own sum, so are the gradients of their input.
+    Each rank continues with its own part, and nothing is summed a second time.
     """
 
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,8 @@ class ThreadLanes(Lanes):
     another lane sleeps until that one is done. A task only needs earlier ones, and every lane keeps the order of the
     list. So the earliest task that is not done can always run, and no deadlock is possible.
 
-    After an error every lane skips the rest of its list, so that all waiting lanes continue, and ``run`` waits for
-    tasks that are running. For a collective whose other ranks never come, this takes until the collective's timeout. A
+    After an error every lane skips the rest of its list, so that all waiting lanes continue. ``run`` waits for tasks
+    that are running. For a collective whose other ranks never come, this takes until the collective's timeout. A
     KeyboardInterrupt ends that wait too; the link's thread is then free when its task is over.
     """
 

@@ -333,8 +333,7 @@ class FastPath:
 class _Up(torch.autograd.Function):
     """Arranges the tokens and multiplies them by the first weights.
 
-    It is separate from :class:`_Down` so that the gradient of the second weights is passed on before that of the first
-    is computed.
+    It is separate from :class:`_Down`, so that the second weights' gradient is passed on before the first is computed.
     """
 
     @staticmethod

@@ -74,8 +74,8 @@ class MOELayer(nn.Module):
         group: the ranks that share the experts; ``None`` means this process alone. Every rank must start with the same
             gate parameters: the layer broadcasts none.
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
-        pipeline_degree: the number of chunks; (forward, backward) if they differ. A layer whose experts would compute
-            something else in chunks, as with dropout, is detected at its first forward and runs in one chunk.
+        pipeline_degree: the number of chunks; (forward, backward) if they differ. Experts that would compute something
+            else in chunks, as with dropout, are detected at the first forward. Their layer runs in one chunk.
         overlap: ``False`` runs tasks one after another.
         ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; by default the
             reference in torch.

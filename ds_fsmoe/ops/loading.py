@@ -175,7 +175,7 @@ def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
     """Return the operators to train with. Collective for "auto" and "required": every rank must call it.
 
     The library comes from the installed wheel if that contains one, and is built otherwise. The rank with LOCAL_RANK 0
-    on each node builds first, so that one process per node compiles, then the others load the result. Ranks agree on
+    on each node builds first, so that one process per node compiles. The others then load the result. Ranks agree on
     the outcome, so all compute with the same operators.
 
     Args:

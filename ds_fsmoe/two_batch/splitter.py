@@ -6,8 +6,8 @@ forward in training runs unchanged and is observed: the blocks' arguments and re
 into the next block. Ranks agree on the observations. After such a result the sub-batches continue into the next block
 without being joined.
 
-Ranks agree once per forward, at its first block, whether it is split, because different numbers of calls of layers on
-the ranks would deadlock. Each rank alone decides whether sub-batches are joined between two blocks: the calls of
+Ranks agree once per forward, at its first block, whether it is split: different numbers of calls of layers would
+deadlock. Each rank alone decides whether sub-batches are joined between two blocks: the calls of
 layers, and their order, are the same.
 """
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 1DH all-to-all: one rank of each node sends and receives for the whole node (HetuMoE: Nie et al., 2022)."""
+"""The 1DH all-to-all: one rank of each node sends and receives for the whole node (HetuMoE: Nie et al., 2022).
+
+Messages between nodes are fewer and larger than in ``two_steps``, but only one rank per node sends them.
+``hierarchical`` runs its steps.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 2DH all-to-all: first inside the nodes, then between ranks of the same local number (Tutel: Hwang et al.,
-2023)."""
+"""The 2DH all-to-all: first inside the nodes, then between ranks of the same local number (Tutel: Hwang et al., 2023).
+
+All ranks of a node send between nodes, unlike in ``leaders``. ``hierarchical`` runs its steps, in two lanes.
+"""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ class ExpertSet:
     ) -> ExpertCall:
         """Return one forward call of the layer, under the present autocast settings.
 
-        An expert is computed by its hand-written form if it has one and no hook, autocast or compilation needs the
-        calls of its modules. Otherwise it is computed through autograd.
+        An expert is computed by its hand-written form if it has one. It is computed through autograd if not, and where
+        hooks, autocast or compilation need the calls of its modules.
 
         Args:
             needs_backward: ``False`` keeps nothing.

@@ -5,8 +5,8 @@ The pipeline of a layer calls :meth:`ExpertCall.forward` and :meth:`ExpertCall.b
 splits chunks by expert; ``written_call`` and ``autograd_call`` compute them.
 
 A chunk has slots, equally many of each expert, or rows, as many of each expert as tokens chose it. The rows of a chunk
-are sorted by expert, and within an expert by segment of the tokens. So all rows of an expert in a call are one run, and
-a chunk of either phase is a range of it. An expert that is computed alone is computed as on slots.
+are sorted by expert, and within an expert by segment of the tokens. So all rows of an expert in a call are one run. A
+chunk of either phase is a range of it. An expert that is computed alone is computed as on slots.
 
 Letters: N ranks the rows came from, e experts on this rank, k of them together, C slots per expert, c a chunk of them,
 R rows of a chunk, M width.
@@ -91,9 +91,10 @@ class ExpertRun:
 class ExpertCall:
     """Computes the chunks of one forward call; made by :meth:`ExpertSet.call`. It keeps what its backward needs.
 
-    ``forward`` is called for chunks that together contain each slot once, then ``backward`` likewise, with the same
-    chunks or others, in any order, and last ``gradients``. A chunk may be empty. Experts are row-wise by law, which
-    permits other chunks. Chunks of rows are those that were announced. After ``gradients`` the backward may run again.
+    ``forward`` is called for chunks that together contain each slot once. Then ``backward`` is called likewise, with
+    the same chunks or others, in any order, and last ``gradients``. A chunk may be empty. Experts are row-wise by law,
+    which permits other chunks. Chunks of rows are those that were announced. After ``gradients`` the backward may run
+    again.
 
     Nothing is recorded on the caller's graph, whatever its grad mode. Results are new memory. The rows passed to
     ``forward`` are kept without a copy, and must not be overwritten before the backward.

@@ -221,8 +221,8 @@ class _Group:
 class _Sum:
     """Sums up terms; a sum of one term is that term, bit for bit.
 
-    A 16-bit sum is rounded at every addition. To keep the error of many chunks near that of one, matrices are summed a
-    few at a time, and these partial sums are then added up. Vectors, being small, are summed in float32.
+    A 16-bit sum is rounded at every addition. To keep the error small, matrices are summed a few at a time, and these
+    partial sums are then added up. Vectors, being small, are summed in float32.
     """
 
     def __init__(self, dims_before: int = 0) -> None:

@@ -111,7 +111,7 @@ def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool
 def add_weight_gradient(
     x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: RowGroups, sum_k: torch.Tensor
 ) -> bool:
-    """Add the gradient of the weight to a sum, expert by expert, if that is cheaper than a new tensor and an addition.
+    """Add the gradient of the weight to a sum, expert by expert, if that is cheaper than a new tensor.
 
     torch's grouped product cannot add in place.
 

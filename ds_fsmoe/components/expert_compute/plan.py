@@ -2,7 +2,7 @@
 """Plans how the experts of a rank are computed, and keeps the plan until something about them changes.
 
 ``calls`` checks the plan ahead of each call. Modules, parameters and hooks belong to the user and may change at any
-time, so all of them are compared with their earlier state. The check compares identities in one pass with little Python
+time. So all of them are compared with their earlier state. The check compares identities in one pass with little Python
 code.
 """
 

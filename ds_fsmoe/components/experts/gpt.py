@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network of GPT: two linear layers with an activation between them."""
+"""The feed-forward network of GPT: two linear layers with an activation between them. :class:`MOELayer` creates it by
+its name ``"gpt"``, the default."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network of Mixtral: SwiGLU, three linear layers without bias."""
+"""The feed-forward network of Mixtral: SwiGLU, three linear layers without bias. :class:`MOELayer` creates it by its
+name ``"mixtral"``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """The gate of DeepSeek-V3: sigmoid scores, experts from a few groups only, and balance without an auxiliary loss.
 
 A bias per expert is added to its score for the choice of experts, and nowhere else. After every optimizer step it rises
-by a fixed speed for an expert with fewer tokens than the mean, and falls for one with more.
+by a fixed speed for an expert with fewer tokens than the mean. For one with more it falls.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expert-choice gate: each expert takes the tokens with its highest scores (Zhou et al. 2022, arXiv:2202.09368)."""
+"""The expert-choice gate: each expert takes the tokens with its highest scores (Zhou et al. 2022, arXiv:2202.09368).
+
+It returns a :class:`SlotRouting`; gates derived from ``token_choice`` return a :class:`Routing`. A config selects it by
+``fsmoe.gate.type = "expert_choice"``.
+"""
 
 from __future__ import annotations
 

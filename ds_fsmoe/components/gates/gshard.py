@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GShard's noisy top-k gate: in training, each logit gets noise whose size depends on the token."""
+"""GShard's noisy top-k gate: in training, each logit gets noise whose size depends on the token.
+
+A config selects it by ``fsmoe.gate.type = "gshard"``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral's gate: softmax over the logits of the chosen experts only, so that a token's weights sum to 1."""
+"""Mixtral's gate: softmax over the logits of the chosen experts only, so that a token's weights sum to 1.
+
+A config selects it by ``fsmoe.gate.type = "mixtral"``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of Qwen's MoE models: softmax over all experts, renormalised over the chosen ones with
-``norm_topk_prob``."""
+"""The gate of Qwen's MoE models: softmax over all experts.
+
+With ``norm_topk_prob`` it is Mixtral's gate, renormalised over the chosen experts. A config selects it by
+``fsmoe.gate.type = "qwen"``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sigmoid gate of BASE layers and StableMoE: an expert's weight does not depend on the scores of the others."""
+"""The sigmoid gate of BASE layers and StableMoE: an expert's weight does not depend on the scores of the others.
+
+A config selects it by ``fsmoe.gate.type = "sigmoid"``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switch Transformer's gate: a choice weighs its probability, and a full expert drops later tokens."""
+"""Switch Transformer's gate: a choice weighs its probability, and a full expert drops later tokens.
+
+A config selects it by ``fsmoe.gate.type = "switch"``.
+"""
 
 from __future__ import annotations
 

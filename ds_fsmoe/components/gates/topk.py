@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate of stock DeepSpeed: top-1, top-2 and top-k of a linear router, number for number.
 
-Stock uses three formulas, for k = 1, k = 2 and k >= 3 (from GShard and Switch Transformer), with a fixed order of
-random draws. This module reproduces all three, without waiting for the device when tokens are dropped. Converted layers
-of stock call :func:`route_top_k`; :class:`LinearGate` is the gate for other layers.
+Stock uses three formulas, for k = 1, k = 2 and k >= 3, with a fixed order of random draws. They come from Switch
+Transformer and GShard. This module reproduces all three, without waiting for the device when tokens are dropped.
+Converted layers of stock call :func:`route_top_k`; :class:`LinearGate` is the gate for other layers.
 """
 
 from __future__ import annotations

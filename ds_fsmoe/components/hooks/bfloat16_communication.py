@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook that halves the communication volume of float32 models: rows are sent in bfloat16, and computed in their own
-dtype."""
+"""A hook that halves the communication volume of float32 models: rows are sent in bfloat16, and computed in their
+dtype.
+
+The option ``fsmoe.comm_dtype`` sends 8-bit rows instead, without a hook.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook for multimodal input: it reshapes a layer's tokens from another model's layout."""
+"""A hook for multimodal input: it reshapes a layer's tokens from another model's layout.
+
+It is an example of hooks at a layer's start and end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 
 
 class FramesAsTokens(CallbackBase):
-    """Routes video [B, T, N, M], T frames of N patches, as text [B, T * N, M], and restores the shape of the output.
+    """Routes video [B, T, N, M], T frames of N patches, as text [B, T * N, M]. The output has the input's shape.
 
     Other input stays unchanged. In a config: ``"hooks": ["ds_fsmoe.FramesAsTokens"]``.
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense order, for SoftMoE: every slot is a weighted mean of all tokens, and every token's result of all slots'
-results."""
+results.
+
+It reads only :class:`DenseRouting`; the other orders read the other kinds.
+"""
 
 from __future__ import annotations
 

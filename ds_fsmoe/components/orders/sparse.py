@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse order: one pass each way, which reads every slot and every choice once."""
+"""The sparse order: one pass each way, which reads every slot and every choice once.
+
+It is the default where tokens or slots choose; ``einsum`` has the same results.
+"""
 
 from __future__ import annotations
 
