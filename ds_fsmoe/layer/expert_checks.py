@@ -309,7 +309,8 @@ class Uncut:
             x: [..., M], its input.
 
         Raises:
-            LayerError: the experts change shapes, or they are not row-wise and the check is on.
+            LayerError: the experts change shapes; they are not row-wise and the check is on; or they are sharded, and
+                their module must be called itself.
             DisagreementError: as for LayerError, where ranks have different experts.
         """
         key = layer.fsmoe.label, layer.training
