@@ -65,7 +65,7 @@ class LazyRows:
         return self.ends_V - torch.searchsorted(self._sorted_N, self._queues_V)
 
     def __iter__(self) -> Any:
-        """Return the fields of :class:`ds_fsmoe.ops.reference.Rows`, in their order."""
+        """Return an iterator over the fields of :class:`ds_fsmoe.ops.reference.Rows`, in their order."""
         return iter((self.rows_KS, self.counts_V, self.ends_V, self.fault))
 
 
