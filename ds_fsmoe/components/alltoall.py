@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of all-to-alls."""
+"""Defines the base class of all-to-alls, which exchange rows between the ranks of a group.
+
+``alltoalls`` holds the algorithms, and ``hierarchical`` the base of those that go over several hops. Layers call an
+all-to-all for dispatch and combine.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +16,33 @@ import torch.distributed as dist
 
 
 class RowsToSend(Protocol):
-    """How many rows an all-to-all moves."""
+    """Holds the numbers of rows that an all-to-all sends and receives."""
 
     @property
     def sends(self) -> Sequence[int]:
-        """The rows to each rank of the group."""
+        """Return the number of rows to each rank of the group."""
 
     @property
     def receives(self) -> Sequence[int]:
-        """The rows from each rank of the group."""
+        """Return the number of rows from each rank of the group."""
 
     @property
     def between(self) -> Mapping[tuple[int, int], int] | None:
-        """The rows from one rank to another, of those pairs whose rows come by here; ``None`` unless the all-to-all
-        passes rows on."""
+        """Return the rows of each (source, destination) whose rows this rank sends, receives or forwards.
+
+        ``None`` unless the all-to-all forwards rows.
+        """
 
 
 class AllToAllBase(ABC):
     """Exchanges equal blocks between the ranks of a group. A subclass defines :meth:`exchange`.
 
-    An all-to-all's law: block g of the input goes to rank g of the group, and doing it twice is the identity. Calling
-    one, ``alltoall(x, group)``, is :meth:`exchange` with autograd: x is [G * n, ...], n of dimension 0 for each of the
-    G ranks, and so is the result. A group of one rank, or ``None``, leaves x as it is.
+    An all-to-all's law: block g of the input goes to rank g of the group, and two exchanges are the identity. A call,
+    ``alltoall(x, group)``, is :meth:`exchange` with autograd. Both x and the result are [G * n, ...]: n rows of
+    dimension 0 for each of G ranks. For a group of one rank, or ``None``, a call returns x.
 
     Examples:
-        One that sends copies of all to all, and keeps what is meant for its rank:
+        One that sends all blocks to all ranks, and keeps those for its own rank:
 
         >>> import torch, torch.distributed as dist, ds_fsmoe
         >>> class ByGathering(ds_fsmoe.AllToAllBase):
@@ -50,7 +56,7 @@ class AllToAllBase(ABC):
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Send block g of dimension 0 to rank g; block g of the result came from rank g. No autograd.
+        """Send block g of dimension 0 to rank g, and return the received blocks, that of rank 0 first. No autograd.
 
         Args:
             x: contiguous, dimension 0 divisible by the group's size.
@@ -58,9 +64,9 @@ class AllToAllBase(ABC):
         """
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
-        """Send some rows to each rank, not equally many. No autograd.
+        """Send a different number of rows to each rank. No autograd.
 
-        An all-to-all that leaves this out is used for slots only.
+        An all-to-all without this method is used for padded dispatch only.
 
         Args:
             x_RM: contiguous, the rows for rank 0 first.
@@ -74,22 +80,23 @@ class AllToAllBase(ABC):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether it defines :meth:`exchange_rows`."""
+        """Return True if the class defines :meth:`exchange_rows`."""
         return type(self).exchange_rows is not AllToAllBase.exchange_rows
 
     def __call__(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """:meth:`exchange` with autograd; a group of one rank, or none, leaves ``x`` as it is."""
+        """Exchange blocks with autograd; for a group of one rank, or ``None``, return ``x``."""
         if group is None or dist.get_world_size(group) == 1:
             return x
         return _Exchange.apply(x, self, group)
 
 
 class NodeDeduplicated:
-    """Marks an all-to-all that is run in two levels, a row of a token crossing to each node once."""
+    """Marks an all-to-all that runs in two levels and sends a token to each node once."""
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all is a permutation of blocks and its own inverse, so the gradient travels the same way back."""
+    """Differentiates an all-to-all, which is a permutation of blocks and its own inverse: the gradient takes the same
+    exchange."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, alltoall: AllToAllBase, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's six hooks: user code may read or replace the tokens on their way through a layer."""
+"""Defines the paper's six hooks, by which user code reads or replaces tokens between the stages of a layer.
+
+A layer calls them in forward and backward; ``hooks`` holds the hooks of the package.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from ds_fsmoe.components.routing import RoutingBase
 
 @dataclass(frozen=True)
 class CallbackArgs:
-    """The arguments of a hook.
+    """Holds the arguments of a hook.
 
     Args:
-        tensor: the data at this point of the way, in the shape that each hook of :class:`CallbackBase` says.
+        tensor: the data at this stage; its shape is documented at each hook of :class:`CallbackBase`.
         routing: the gate's decision; ``None`` before the gate has run.
         direction: ``"forward"``, with tokens, or ``"backward"``, with gradients.
         layer: the name of the layer in its model.
-        chunk: which chunk ``tensor`` is: of the tokens where rows travel, of the capacity where slots do.
+        chunk: the number of the chunk: of the tokens in unpadded dispatch, of the capacity in padded dispatch.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -37,15 +40,16 @@ class CallbackArgs:
 
 
 class CallbackBase:
-    """Six hooks, all of which do nothing here. Each returns a tensor to go on with, or ``None`` to change nothing.
+    """Defines six hooks, each of which does nothing here. A hook returns a replacement tensor, or ``None`` to change
+    nothing.
 
-    The first and the last are called once per forward, under autograd. The four between them are called for each chunk
-    on the chunk's lane, in the forward with tokens and in the backward with gradients, in the same order of travel:
-    dispatch is the way to the experts, combine the way back. They are not under autograd, so a hook that is no
-    identity has to do in one direction what is the adjoint of what it does in the other.
+    The first and the last hook are called once per forward, under autograd. The four between them are called for each
+    chunk on the chunk's lane: in the forward with tokens, in the backward with gradients. Their order is the same in
+    both directions: dispatch goes to the experts, combine returns. They are not under autograd, so a hook that changes
+    values must apply its adjoint in the other direction.
 
-    The four are given slots, [E, c, M], or, where rows travel instead (docs/rows.md), as many as there are, [rows, M].
-    A tensor with another number of rows is refused then: the other ranks know how many come.
+    The four receive slots, [E, c, M], or in unpadded dispatch (docs/rows.md) rows, [rows, M]. A result with another
+    number of rows is refused, since the other ranks have the old number.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -62,19 +66,23 @@ class CallbackBase:
     """
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """Before the gate: the layer's input [..., M]. The result may have other leading dimensions."""
+        """Read or replace the layer's input [..., M], ahead of the gate. The result may have other leading
+        dimensions."""
 
     def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """Before the first all-to-all: [E, c, M] or [rows, M], contiguous. Another type or width travels as it is."""
+        """Read or replace [E, c, M] or [rows, M], contiguous, ahead of the first all-to-all.
+
+        A result of another dtype or width is sent as it is.
+        """
 
     def after_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the first all-to-all: [E, c, M] or [rows, M], for this rank's experts from every rank."""
+        """Read or replace the rows for this rank's experts after the first all-to-all: [E, c, M] or [rows, M]."""
 
     def before_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the experts, before the second all-to-all: [E, c, M] or [rows, M]."""
+        """Read or replace the experts' results ahead of the second all-to-all: [E, c, M] or [rows, M]."""
 
     def after_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the second all-to-all: [E, c, M] or [rows, M], this rank's rows from every expert."""
+        """Read or replace the results of this rank's tokens after the second all-to-all: [E, c, M] or [rows, M]."""
 
     def before_moe_end_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """The layer's output, in the shape ``before_moe_start_hook`` left."""
+        """Read or replace the layer's output, in the shape that ``before_moe_start_hook`` returned."""

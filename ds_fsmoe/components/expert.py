@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of experts, and the call of the experts of one rank."""
+"""Defines the base class of experts, and the module that calls the experts of one rank.
+
+``experts`` holds the experts of the package, and ``expert_compute`` computes experts in the chunks of a layer.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertArgs:
-    """The arguments of an expert.
+    """Holds the arguments of an expert.
 
     Args:
-        tokens: [..., M]: the rows that arrived, empty slots (zero rows) among them.
+        tokens: [..., M], the received rows; rows of empty slots are zero.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -34,11 +37,11 @@ class ExpertArgs:
 
 
 class ExpertBase(nn.Module):
-    """One expert. A subclass says what is done to its tokens in :meth:`do_experts`, as in the paper's listing 1.
+    """Represents one expert. A subclass computes its rows in :meth:`do_experts`, as in the paper's listing 1.
 
-    An expert's law: it is row-wise. Row i of the result depends on row i of the input alone, so that tokens may be
-    cut into chunks in any way. Any ``nn.Module`` from [..., M] to [..., M] that keeps this law is an expert too; this
-    class is there for the name the paper uses.
+    An expert's law: it is row-wise. Row i of the result depends on row i of the input alone, so tokens may be split
+    into any chunks. Any ``nn.Module`` from [..., M] to [..., M] that keeps this law is an expert too. This class adds
+    the paper's method name.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -51,7 +54,7 @@ class ExpertBase(nn.Module):
     """
 
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:
-        """Return the expert's output for rows, [..., M], row by row.
+        """Return the expert's results, [..., M], row by row.
 
         Args:
             args: the rows are ``args.tokens``, [..., M].
@@ -59,10 +62,10 @@ class ExpertBase(nn.Module):
         raise TypeError(f"{type(self).__name__} must define do_experts(args)")
 
     def written(self) -> ManualExpert | None:
-        """The same computation with its gradients by hand, or ``None``: then autograd differentiates it.
+        """Return the same computation with hand-written gradients; ``None`` to have autograd differentiate it.
 
-        It is used in place of ``do_experts`` while nothing hooks this module, and it is what lets the expert be
-        sharded. A subclass that defines ``do_experts`` or ``forward`` anew is not taken at its parent's word.
+        It replaces ``do_experts`` while this module has no hooks, and makes the expert shardable. It is ignored for a
+        subclass that overrides ``do_experts`` or ``forward`` without it.
         """
         return None
 
@@ -71,7 +74,7 @@ class ExpertBase(nn.Module):
 
 
 class LocalExperts(nn.Module):
-    """The experts of one rank, called one after another through ``module(...)``, so that module hooks run.
+    """Calls the experts of one rank one after another through ``module(...)``, so that module hooks run.
 
     Args:
         expert: copied ``num_local_experts`` times.
@@ -84,13 +87,14 @@ class LocalExperts(nn.Module):
         make_contiguous(self.experts)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LocalExperts:
-        """Whatever gives the parameters other memory (``to``, ``half``, ``cuda``) comes here."""
+        """Apply ``fn`` as in torch (``to``, ``half``, ``cuda``), then make the new memory of the experts contiguous
+        again."""
         super()._apply(fn, recurse)
         make_contiguous(self.experts)
         return self
 
     def forward(self, x_GeCM: torch.Tensor) -> torch.Tensor:
-        """[G, e, C, M] rows from G ranks for e experts to the same shape."""
+        """Compute [G, e, C, M], the rows of G ranks for e experts, to the same shape."""
         outputs = [expert(x_GeCM[:, i]) for i, expert in enumerate(self.experts)]
-        # As in stock: an expert may return (output, bias) and keeps the bias to itself.
+        # As in stock: an expert may return (output, bias), and the bias is ignored.
         return torch.stack([each[0] if isinstance(each, tuple) else each for each in outputs], dim=1)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of gates."""
+"""Defines the base class of gates, their typed options, and the arithmetic that routers share.
+
+Layers call a gate once per forward; ``token_choice`` adds what gates have in common in which tokens choose.
+``update_gates`` runs after each optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +31,31 @@ class GateCallOptions:
     """Holds the options that a layer sets on its gate for the next call, whether the gate is ours or stock's."""
 
     ops: Ops = REFERENCE
-    """The operators to use, where there are any for what it does; whoever takes the gate in says which."""
+    """The custom operators to use; the layer sets them."""
     says_entropy: bool = False
-    """The routing has the entropy of its decisions."""
+    """The routing contains the entropy of its decisions."""
     needs_capacity: bool = True
-    """Ranks have to agree on a capacity that drops nothing. False where rows are sent instead of slots."""
+    """Ranks must agree on a capacity that drops nothing. False for unpadded dispatch."""
     takes_given: ClassVar[bool] = False
-    """Each token chooses experts here, so the choice can be :attr:`given`."""
+    """Each token chooses its experts, so that a choice can be :attr:`given`."""
     given: ReplayedRouting | None = None
-    """The choice to go by in the next call, instead of the highest scores; whoever calls the gate says so. Weights,
-    losses and what is drawn at random stay those of the call."""
+    """The choice to replay in the next call, instead of the highest scores; the caller of the gate sets it. Weights,
+    losses and random numbers are those of the call."""
     takes_width: int | None = None
-    """M of the tokens it is for; ``None`` before it is built."""
+    """M of the tokens; ``None`` before the gate is built."""
 
 
 class GateBase(GateCallOptions, nn.Module):
     """Decides for every token which experts it goes to.
 
-    A gate is made without sizes (``LinearGate(k=2)``) and gets them from the layer that takes it in, through
-    :meth:`build`; that is how the paper's listing 2 writes it. Its :meth:`forward` takes x_SM [S, M] and returns a
-    decision, :class:`RoutingBase`.
+    A gate is created without sizes (``LinearGate(k=2)``), as in the paper's listing 2. Its layer passes the sizes to
+    :meth:`build`. Its :meth:`forward` takes x_SM [S, M] and returns a decision, :class:`RoutingBase`.
 
     A gate's law: every slot names a token in range or is empty, no expert takes a token twice, the capacity is
     respected, the weights match the gate's formula.
 
     Examples:
-        One that sends token i to expert i % E, whatever it is, and drops none:
+        One that sends token i to expert i % E, and drops none:
 
         >>> import torch, ds_fsmoe
         >>> class InTurn(ds_fsmoe.GateBase):
@@ -71,11 +74,11 @@ class GateBase(GateCallOptions, nn.Module):
     """
 
     gives: ClassVar[type[RoutingBase]] = Routing
-    """The kind of its decision; "auto" takes the order that goes with it."""
+    """The kind of its decision; ``"auto"`` chooses the order for this kind."""
     _is_built = False
 
     def __init__(self) -> None:
-        # Written out, so that a gate's signature names its options: that of nn.Module takes anything.
+        # Defined here so that a gate's signature names its options: that of nn.Module accepts anything.
         super().__init__()
 
     def build_once(self, model_dim: int, num_experts: int) -> None:
@@ -86,7 +89,7 @@ class GateBase(GateCallOptions, nn.Module):
             num_experts: E, over all ranks.
 
         Raises:
-            ValueError: impossible sizes, or a gate that another layer has already.
+            ValueError: a size below 1, or a gate that already belongs to a layer.
         """
         if self._is_built:
             raise ValueError(f"this {type(self).__name__} belongs to another layer: create a gate per layer")
@@ -111,52 +114,53 @@ class GateBase(GateCallOptions, nn.Module):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> RoutingBase:
-        """Route the tokens.
+        """Route the tokens, and return the decision.
 
         Args:
             x_SM: [S, M], this rank's tokens.
             used_token_S: [S], nonzero for tokens that take part; ``None`` means all do.
-            group: the ranks that exchange tokens with this one and so must agree on the capacity.
+            group: the ranks that exchange tokens and must agree on the capacity.
         """
         raise TypeError(f"{type(self).__name__} must define forward(x_SM, used_token_S, group)")
 
     def counts_to_sum(self) -> torch.Tensor | None:
-        """The counts of this rank since the last optimizer step, for a gate that learns from counts.
+        """Return this rank's counts since the last optimizer step, for a gate that learns from counts.
 
         Returns:
-            Integers, of the same shape on all ranks; ``None``, on all of them, if there is nothing to learn.
+            Integers of the same shape on all ranks; ``None`` on all ranks if the gate learns nothing.
         """
         return None
 
     def after_optimizer_step(self, counts: torch.Tensor) -> None:
-        """An optimizer step was taken. Called if there are counts to sum, on all ranks with the same numbers.
+        """Update the gate after an optimizer step, by counts that are equal on all ranks. Called only if there are
+        counts.
 
         Args:
-            counts: the sum over all ranks of what :meth:`counts_to_sum` gave; over ranks with the same tokens too, so
-                only proportions mean something.
+            counts: the sum over all ranks of :meth:`counts_to_sum`. Ranks with the same tokens count too, so only
+                proportions mean something.
         """
 
     def describe(self) -> str:
-        """A few words for a report."""
+        """Return a few words about the gate for a report."""
         return type(self).__name__
 
 
 def update_gates(gates: Iterable[GateBase], groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
     """Update gates by their counts; every rank calls this after each optimizer step.
 
-    An engine of ours does that by itself. Collective where a gate has counts: one all-reduce over each of the groups
-    for all gates together.
+    An engine of ours calls it by itself. Collective where a gate has counts: one all-reduce over each group for all
+    gates together.
 
     Args:
         gates: in the same order on all ranks.
-        groups: the ranks to sum over, one group after another; ``None`` means all there are.
+        groups: the groups to sum over, one after another; ``None`` means all ranks.
 
     Examples:
         >>> import torch, ds_fsmoe
         >>> gate = ds_fsmoe.DeepSeekGate(k=2, bias_update_speed=0.1)
         >>> gate.build_once(model_dim=8, num_experts=4)
         >>> with torch.no_grad():
-        ...     _ = gate.wg.weight.fill_(0.0)  # all experts are alike, and the first are taken
+        ...     _ = gate.wg.weight.fill_(0.0)  # all experts score the same, and the first two are chosen
         >>> routing = gate(torch.randn(6, 8))
         >>> ds_fsmoe.update_gates([gate])
         >>> bool((gate.balance_bias != 0).all())
@@ -176,25 +180,26 @@ def update_gates(gates: Iterable[GateBase], groups: Sequence[dist.ProcessGroup |
 
 
 def in_backward() -> bool:
-    """Whether this thread is within a backward: a forward there is one computed again (activation checkpointing)."""
+    """Return True within a backward of this thread: a forward there is a recomputed one (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
 
 
 @functools.lru_cache(maxsize=256)
 def dropping_capacity(num_tokens: int, num_experts: int, factor: float, min_capacity: int) -> int:
-    """C when tokens are dropped: ``max(ceil(S / E * factor), min_capacity)``.
+    """Return the capacity C when tokens are dropped: ``max(ceil(S / E * factor), min_capacity)``.
 
-    S / E, the factor and their product are each rounded to float32 before the product is rounded up, as in stock
-    DeepSpeed: 10 tokens on one expert at a factor of 1.1 get 11 slots, where float64 would give 12.
+    S / E, the factor and their product are each rounded to float32, as in stock DeepSpeed. So 10 tokens on one expert
+    at a factor of 1.1 get 11 slots, where float64 would give 12.
     """
     exact = torch.tensor(factor, dtype=torch.float32, device="cpu") * (num_tokens / num_experts)
     return max(int(torch.ceil(exact)), min_capacity)
 
 
 def dropless_capacity(counts_E: torch.Tensor, group: dist.ProcessGroup | None) -> int:
-    """C when nothing is dropped: the largest count of tokens that any rank of ``group`` sends to any expert.
+    """Return the capacity C when no token is dropped: the largest count of tokens from any rank of ``group`` to any
+    expert.
 
-    The one place in a step where the host has to wait for the device: buffers cannot be sized otherwise.
+    The host waits for the device here, and nowhere else in a step: the size of buffers depends on it.
     """
     largest = counts_E.max()
     with waiting("the capacity that ranks agree on"):
@@ -203,24 +208,21 @@ def dropless_capacity(counts_E: torch.Tensor, group: dist.ProcessGroup | None) -
         return int(largest)
 
 
-# ---- Options of a gate as the fields of a dataclass beside it: typed, checked when the gate is made, named in
-# every error
-#
-# What a config may write under ``fsmoe.gate`` is read from the gate's signature, and for a gate of this kind that is
-# the signature of its settings.
+# ---- Options of a gate as the fields of a dataclass: typed, checked when the gate is created, named in every error
+# The config's options under ``fsmoe.gate`` are read from the gate's signature, here that of its settings.
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "null"}
 
 
 class OptionError(ValueError):
-    """A value that an option of a part cannot have.
+    """Reports a value that an option of a part does not allow.
 
     Args:
         owner: the name of the part's class.
         name: the option.
-        value: what was given for it.
-        problem: what it has to be instead.
+        value: the refused value.
+        problem: what the value must be instead.
 
     Examples:
         >>> import ds_fsmoe
@@ -239,40 +241,41 @@ class OptionError(ValueError):
 def option(
     default: Any, *, least: float | None = None, above: float | None = None, choices: tuple[str, ...] = ()
 ) -> Any:
-    """A field of settings, with limits besides its type."""
+    """Return a dataclass field with limits on its value besides its type."""
     return field(default=default, metadata={"least": least, "above": above, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapacitySettings:
-    """How many experts a token takes, how many tokens an expert takes, and who stays when it is full."""
+    """Holds the options of a gate's capacity: experts per token, slots per expert, and which tokens a full expert
+    drops."""
 
     k: int = 1
     """Experts per token."""
     capacity_factor: float | None = option(1.0, above=0)
-    """Slots per expert over the mean number of choices, while training; ``None``: nothing is dropped."""
+    """Slots per expert over the mean number of choices, in training; ``None``: nothing is dropped."""
     eval_capacity_factor: float = option(1.0, above=0)
-    """The same while evaluating."""
+    """The same in evaluation."""
     min_capacity: int = option(4, least=0)
-    """Slots per expert at the least."""
+    """Minimum number of slots per expert."""
     drop_tokens: bool = True
-    """False: as many slots as the fullest expert needs on any rank."""
+    """False: as many slots as the fullest expert of all ranks needs."""
     drop_policy: str = option("probs", choices=("probs", "position"))
-    """Who stays in a full expert: the largest ``"probs"``, or first come by ``"position"``."""
+    """Which tokens a full expert keeps: the largest ``"probs"``, or the first by ``"position"``."""
 
     def __post_init__(self) -> None:
         if self.capacity_factor is None:
             object.__setattr__(self, "drop_tokens", False)
 
     def factor(self, training: bool) -> float:
-        """The capacity factor in force, where tokens are dropped."""
+        """Return the capacity factor for training or evaluation, where tokens are dropped."""
         return (self.capacity_factor if training else self.eval_capacity_factor) or 1.0
 
     def check(self, owner: str) -> None:
-        """Hold every field against its type and its bounds.
+        """Check every field's type and bounds.
 
         Raises:
-            OptionError: the first that does not fit.
+            OptionError: the first field that does not fit.
         """
         types = typing.get_type_hints(type(self))
         for each in fields(self):
@@ -284,7 +287,7 @@ class CapacitySettings:
 
 def _problem(value: Any, kinds: tuple[type, ...], bounds: typing.Mapping[str, Any]) -> str | None:
     """Return the problem of a value; ``None`` if there is none."""
-    # True is an int in Python, and here it is not.
+    # True is an int in Python, but not a number here.
     fits = type(value) in kinds or (type(value) is int and float in kinds)
     if bounds.get("choices"):
         return None if value in bounds["choices"] else f"the choices are {', '.join(map(repr, bounds['choices']))}"
@@ -304,10 +307,10 @@ P = ParamSpec("P")
 
 
 def takes_options_of(settings: Callable[P, CapacitySettings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
-    """A decorator that gives a gate's ``__init__`` the fields of its settings for keyword parameters.
+    """Return a decorator that gives a gate's ``__init__`` the fields of its settings as keyword parameters.
 
-    So an editor, ``help`` and a type checker know the options of a gate, and they are written down once. What is
-    decorated is ``def __init__(self) -> None: ...``, whose body does not run.
+    An editor, ``help`` and a type checker then know the options of a gate, which are defined only once. The decorated
+    function is ``def __init__(self) -> None: ...``; its body does not run.
     """
 
     def takes_options(declared: Any) -> Callable[Concatenate[Any, P], None]:
@@ -322,10 +325,10 @@ def takes_options_of(settings: Callable[P, CapacitySettings]) -> Callable[[Any],
 
 
 class SettingsGate(GateBase):
-    """A gate whose options are the fields of :attr:`Settings`, given by name.
+    """A gate whose options are the fields of :attr:`Settings`, passed by name.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
     """
 
     Settings: ClassVar[type[CapacitySettings]] = CapacitySettings
@@ -349,16 +352,16 @@ class SettingsGate(GateBase):
         self.settings.check(type(self).__name__)
 
     def check_k(self, num_experts: int) -> None:
-        """What the settings alone cannot tell.
+        """Check k against the number of experts.
 
         Raises:
-            OptionError: more choices than experts, or none.
+            OptionError: k below 1 or above the number of experts.
         """
         if not 1 <= self.settings.k <= num_experts:
             raise self.wrong("k", f"must be between 1 and num_experts ({num_experts})")
 
     def wrong(self, name: str, problem: str) -> OptionError:
-        """The error to raise for a setting that does not fit the layer."""
+        """Return the error for a setting that does not fit the layer."""
         return OptionError(type(self).__name__, name, getattr(self.settings, name), problem)
 
     def describe(self) -> str:
@@ -367,18 +370,18 @@ class SettingsGate(GateBase):
         return f"{super().describe()}, k = {settings.k}, {capacity}"
 
 
-# ---- A router's arithmetic: in float32 at the least, whatever the model computes in
+# ---- A router's arithmetic: in float32 or wider, whatever the model's dtype
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """In which matrix products keep the type of their factors."""
+    """Return a context without autocast, in which matrix products keep the dtype of their factors."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def linear_scores(x_SM: torch.Tensor, weight_NM: torch.Tensor) -> torch.Tensor:
-    """``x * W^T`` [S, N] in float32, for float64 tokens in float64; under autocast too.
+    """Compute ``x * W^T`` [S, N] in float32, or in float64 for float64 tokens; under autocast too.
 
     Args:
         x_SM: [S, M], of any float type.
@@ -390,7 +393,7 @@ def linear_scores(x_SM: torch.Tensor, weight_NM: torch.Tensor) -> torch.Tensor:
 
 
 def mix(weights_NR: torch.Tensor, rows_RM: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of rows [N, M], in the type of the rows; products and sums are in float32 at the least.
+    """Compute weighted sums of rows [N, M], in the dtype of the rows; products and sums are in float32 or wider.
 
     Args:
         weights_NR: [N, R], of any float type.
@@ -402,7 +405,7 @@ def mix(weights_NR: torch.Tensor, rows_RM: torch.Tensor) -> torch.Tensor:
 
 
 def which_are_used(used_token_S: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
-    """The mask of a layer's caller as [S] booleans.
+    """Return the caller's token mask as [S] booleans; ``None`` if all tokens take part.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -416,7 +419,7 @@ def which_are_used(used_token_S: torch.Tensor | None, num_tokens: int) -> torch.
 
 
 def mean_over_used(values_S: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
-    """Over the first dimension, as far as it is used; 0 where nothing is."""
+    """Return the mean over the first dimension of the used entries; 0 if none is used."""
     if used_S is None:
         return values_S.sum(dim=0) / max(len(values_S), 1)
     masked_S = values_S.masked_fill(~used_S.view(-1, *[1] * (values_S.dim() - 1)), 0.0)
@@ -424,11 +427,11 @@ def mean_over_used(values_S: torch.Tensor, used_S: torch.Tensor | None) -> torch
 
 
 def entropy_of(weights_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
-    """Scalar, in nats, without a gradient: of a token's probabilities, as a mean over the tokens that take part.
+    """Return the entropy of a token's probabilities, a scalar in nats without gradient, as a mean over the used tokens.
 
     Args:
-        weights_SE: [S, E], not negative; over their sum they are a token's probabilities.
-        used_S: [S] booleans; ``None``: all take part.
+        weights_SE: [S, E], not negative; divided by their sum they are a token's probabilities.
+        used_S: [S] booleans; ``None``: all tokens take part.
     """
     weights_SE = weights_SE.detach().to(torch.promote_types(weights_SE.dtype, torch.float32))
     tiny = torch.finfo(weights_SE.dtype).tiny

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bases and helpers for gates of one's own, at the path that scripts of version 0.2.0 import."""
+"""Re-exports the bases and helpers of custom gates from ``gate``.
+
+Scripts of version 0.2.0 import them from this path.
+"""
 
 from ds_fsmoe.components.gate import CapacitySettings, OptionError, SettingsGate, option, takes_options_of
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hierarchical all-to-alls: which way a block takes over the nodes, and the steps that follow from it.
+"""Hierarchical all-to-alls: the path of each block over the nodes, and the hops that follow from it.
 
-A block on its way from rank s to rank d rests on other ranks in between. Where it rests is all that tells one algorithm
-from another; who talks to whom in a step, how many blocks each sends, and how they are laid out anew from step to step
-are worked out here, once for all algorithms and for nodes of any shape.
+A block from rank s to rank d is forwarded by other ranks. An algorithm defines only the forwarding ranks. This module
+derives the peers, message sizes and layouts of each hop, for nodes of any shape. ``alltoalls`` holds the algorithms;
+``ds_fsmoe.layer.parts`` builds a :class:`Route` per layer.
 
 Ranks are numbered within their group throughout.
 """
@@ -26,26 +26,26 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll, exchange_flat
 Link = Literal["intra", "inter"]
 """Between ranks of one node, or between nodes."""
 SizesOfPairs = Mapping[tuple[int, int], int]
-"""The rows from one rank of a group to another, by (source, destination), of those that come by here."""
+"""The rows of each (source, destination) that this rank sends, receives or forwards."""
 Part = tuple[int, ...]
-"""Ranks that talk to each other in a step, ascending."""
+"""Ranks that communicate with each other in a step, ascending."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """On which nodes the ranks of a group lie. They need not be neighbours, nor equally many on each node."""
+    """Holds the node of each rank of a group. Ranks of a node need not be neighbours, and nodes may differ in size."""
 
     node_of_rank: tuple[int, ...]
 
     @classmethod
     def of(cls, nodes: Iterable[object]) -> Nodes:
-        """From whatever names the node of each rank; nodes are numbered as they come."""
+        """Return the nodes for a name of each rank's node; nodes are numbered in the order of appearance."""
         numbers: dict[object, int] = {}
         return cls(tuple(numbers.setdefault(node, len(numbers)) for node in nodes))
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks of the group."""
         return len(self.node_of_rank)
 
     @cached_property
@@ -60,66 +60,71 @@ class Nodes:
         return {rank: local for ranks in self._ranks_of_node.values() for local, rank in enumerate(ranks)}
 
     def neighbours(self, rank: int) -> Part:
-        """The ranks on the node of this one, itself among them, ascending."""
+        """Return the ranks on the node of ``rank``, itself included, ascending."""
         return self._ranks_of_node[self.node_of_rank[rank]]
 
     def local_rank(self, rank: int) -> int:
-        """Which of its neighbours it is."""
+        """Return the rank's index among its neighbours."""
         return self._local_ranks[rank]
 
 
 class HierarchicalAllToAll(AllToAllBase):
-    """An all-to-all in steps, each along one kind of link.
+    """Runs an all-to-all in steps, each along one kind of link.
 
-    With ``links = ("intra", "inter")`` it is run as two tasks on two lanes, one chunk's step inside the node beside
-    another's between nodes, and on the way back the other way round. With other links it is one task that has both
-    lanes to itself. On a group that lies on one kind of link it is the flat all-to-all.
+    With ``links = ("intra", "inter")`` it runs as two tasks on two lanes. One chunk's step inside the node is then
+    concurrent with another's step between nodes; the return has the steps in reverse order. With other links it is one
+    task that uses both lanes alone. On a group with one kind of link it is the flat all-to-all.
     """
 
     links: ClassVar[tuple[Link, ...]]
-    """What each step goes along."""
+    """The kind of link of each step."""
 
     @abstractmethod
     def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        """Where a block rests after each step but the last, which brings it to its destination. A step may leave it
-        where it is. The same on every rank: it follows from the arguments alone."""
+        """Return the rank that has a block after each step but the last, which ends at the destination.
+
+        A rank may appear twice in a row: that step does not move the block. The result depends on the arguments alone,
+        so it is equal on every rank.
+        """
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """See :meth:`AllToAllBase.exchange`. Of the group's nodes nothing is known here, so it goes the flat way, which
-        has the same result; :class:`Route` goes this algorithm's."""
+        """Exchange blocks by the flat all-to-all, which has the same result; see :meth:`AllToAllBase.exchange`.
+
+        The group's nodes are unknown here; :class:`Route` runs this algorithm's own steps.
+        """
         return FlatAllToAll().exchange(x, group)
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
-        """See :meth:`AllToAllBase.exchange_rows`; the flat way, as :meth:`exchange`."""
+        """Exchange rows by the flat all-to-all; see :meth:`AllToAllBase.exchange_rows` and :meth:`exchange`."""
         return FlatAllToAll().exchange_rows(x_RM, group, sizes)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One rank's part in one step."""
+    """Holds one rank's part in one step: what it sends and receives, and in which order."""
 
     link: Link
     pack: tuple[int, ...]
-    """The order in which it sends the blocks that it has."""
+    """The order in which this rank sends its blocks."""
     sends: tuple[int, ...]
-    """How many of them to each rank of its part."""
+    """The number of blocks to each rank of its part."""
     receives: tuple[int, ...]
-    """How many from each."""
+    """The number of blocks from each rank of its part."""
     unpack: tuple[int, ...]
-    """The order in which they are passed on."""
+    """The order of the received blocks in the result."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """(source, destination) of each block that it has."""
+    """(source, destination) of each block ahead of the step."""
     received_pairs: tuple[tuple[int, int], ...] = ()
-    """(source, destination) of each block that it receives, in the order of arrival."""
+    """(source, destination) of each received block, in the order of arrival."""
 
     def go(
         self, blocks: torch.Tensor, group: dist.ProcessGroup | None, between: SizesOfPairs | None = None
     ) -> torch.Tensor:
-        """[blocks that it has, ...] to [blocks that it has afterwards, ...]; no autograd.
+        """Exchange blocks in this step: [blocks before, ...] to [blocks after, ...]; no autograd.
 
         Args:
-            blocks: contiguous; with ``between`` the rows of blocks that are not equally large, one after another.
-            group: of its part; ``None`` where that is this rank alone.
+            blocks: contiguous; with ``between`` the rows of blocks of unequal size, one block after another.
+            group: of its part; ``None`` where the part is this rank alone.
             between: the rows of each (source, destination).
         """
         sizes = received_sizes = None
@@ -135,17 +140,17 @@ class Hop:
 
 
 def _sums_of_runs(sizes: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """The sums of runs of so many sizes each."""
+    """Return the sums of consecutive runs of ``sizes`` with the given lengths."""
     ends = (0, *itertools.accumulate(lengths))
     return [sum(sizes[start:stop]) for start, stop in itertools.pairwise(ends)]
 
 
 def _in_order(blocks: torch.Tensor, order: tuple[int, ...], sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """The blocks of dimension 0 in this order, which names each of them once; themselves, if that is theirs.
+    """Return the blocks of dimension 0 in another order, a permutation; the input itself if the order is unchanged.
 
     Args:
         blocks: [blocks, ...], or [rows, ...] where sizes are given.
-        order: which block comes first, second, and so on.
+        order: the index of the first block, the second, and so on.
         sizes: the rows of each block; ``None``: 1.
     """
     runs = _runs(order)
@@ -159,7 +164,7 @@ def _in_order(blocks: torch.Tensor, order: tuple[int, ...], sizes: Sequence[int]
 
 @lru_cache(maxsize=256)
 def _runs(order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """[start, stop) of what lies in one piece."""
+    """Return [start, stop) of each consecutive run of blocks in an order."""
     runs: list[tuple[int, int]] = []
     for block in order:
         if runs and block == runs[-1][1]:
@@ -170,16 +175,16 @@ def _runs(order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 class BlockPaths:
-    """Where every block of a group is after each step.
+    """Computes the rank that has each block of a group after each step.
 
     Args:
         alltoall: the algorithm.
         nodes: of the group.
-        back: the way back: every block goes the way its answer came, so the steps are those of the way in from the
-            last to the first.
+        back: use the return: every block takes the path of its answer in reverse, so the steps run from the last to the
+            first.
 
     Raises:
-        ValueError: the algorithm names ranks that there are not, or sends along another link than it says.
+        ValueError: the algorithm names ranks outside the group, or sends along another link than it declares.
     """
 
     def __init__(self, alltoall: HierarchicalAllToAll, nodes: Nodes, back: bool = False) -> None:
@@ -196,8 +201,11 @@ class BlockPaths:
         self._paths = {(s, d): paths[d, s][::-1] for s, d in pairs} if back else paths
 
     def parts(self, step: int) -> tuple[Part, ...]:
-        """The ranks that talk to each other in a step, in parts that do not; those that talk to nobody are parts of
-        one. Every rank is in one part, and all of them come to the same parts."""
+        """Return the ranks that communicate with each other in a step, as disjoint parts.
+
+        A rank that communicates with no other is a part of one. Every rank is in one part, and the result is equal on
+        all ranks.
+        """
         part_of = {rank: {rank} for rank in range(self.nodes.size)}
         for path in self._paths.values():
             one, other = (part_of[rank] for rank in path[step : step + 2])
@@ -207,8 +215,12 @@ class BlockPaths:
         return tuple(sorted({tuple(sorted(part)) for part in part_of.values()}))
 
     def forwarded_blocks(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Return of whose blocks a rank has to know the sizes: of each other rank the destinations of those of its
-        blocks that rest here, on their way or on the way of their answers; and what this rank tells each so."""
+        """Return the blocks that a rank forwards, and those that others forward for it, whose sizes they must exchange.
+
+        Returns:
+            For each other rank, the destinations of its blocks that this rank forwards in either direction; and for
+            each other rank, the destinations of this rank's blocks that it forwards.
+        """
         hears: list[list[int]] = [[] for _ in range(self.nodes.size)]
         tells: list[list[int]] = [[] for _ in range(self.nodes.size)]
         for (source, destination), path in self._paths.items():
@@ -238,12 +250,12 @@ class BlockPaths:
         )
 
     def _sent_to(self, step: int, rank: int) -> list[tuple[int, int]]:
-        """The blocks that a rank has after a step, sender after sender."""
+        """Return the blocks that a rank has after a step, ordered by sender."""
         found = [pair for pair, path in self._paths.items() if path[step + 1] == rank]
         return sorted(found, key=lambda pair: (self._paths[pair][step], pair[::-1]))
 
     def _sending_order(self, step: int, pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        # By destination first, then by source: on nodes of neighbours the last step needs no order of its own then.
+        # By destination, then by source: on nodes of neighbouring ranks the last step then needs no reordering.
         return self._paths[pair][step + 1], pair[::-1]
 
 
@@ -267,24 +279,28 @@ def _check(paths: Mapping[tuple[int, int], tuple[int, ...]], alltoall: Hierarchi
 
 @dataclass(frozen=True)
 class Route:
-    """The steps of an all-to-all for one rank, with their communicators."""
+    """Holds the steps of an all-to-all for one rank, with their communicators. A layer calls it in place of the
+    algorithm."""
 
     hops: tuple[Hop, ...]
     groups: tuple[dist.ProcessGroup | None, ...]
-    """Of this rank's part in each step; ``None`` where it is alone."""
+    """The group of this rank's part in each step; ``None`` where it is alone."""
 
     def step(self, number: int, blocks: torch.Tensor, between: SizesOfPairs | None = None) -> torch.Tensor:
-        """[blocks, ...], contiguous, to [blocks, ...]: at first one for each rank, and at the end one from each. With
-        ``between`` rows, see :meth:`Hop.go`."""
+        """Run one step: [blocks, ...], contiguous, to [blocks, ...].
+
+        The first step starts with a block for each rank; the last ends with a block from each. With ``between`` the
+        blocks are rows; see :meth:`Hop.go`.
+        """
         return self.hops[number].go(blocks, self.groups[number], between)
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
-        """All steps: see :meth:`AllToAllBase.exchange_rows`."""
+        """Run all steps on rows; see :meth:`AllToAllBase.exchange_rows`."""
         assert sizes.between is not None
         return self._all_steps(x_RM, sizes.between)
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """All steps: see :meth:`AllToAllBase.exchange`."""
+        """Run all steps on blocks; see :meth:`AllToAllBase.exchange`."""
         size = group.size()
         return self._all_steps(x.view(size, x.shape[0] // size, *x.shape[1:])).view(x.shape)
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of orders."""
+"""Defines the base class of orders, which permute tokens into slots and results back.
+
+A layer calls its order around dispatch and combine; ``orders`` holds the orders of the package.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ from ds_fsmoe.ops import REFERENCE, Ops
 
 
 class OrderBase(ABC):
-    """Moves tokens into the slots a gate gave them (order) and results back to their tokens (i-order).
+    """Moves tokens into the slots that a gate chose (order) and results back to their tokens (i-order).
 
     An order's law: with one slot per token and weight 1, ``restore(arrange(x)) == x``. A subclass defines
-    :meth:`arrange`, [S, M] to [E, C, M], and :meth:`restore`, [E, C, M] to [S, M], and says which routing it reads.
+    :meth:`arrange`, [S, M] to [E, C, M], and :meth:`restore`, [E, C, M] to [S, M]. It declares the kinds of routing
+    that it reads.
 
     Examples:
         >>> import torch, ds_fsmoe
         >>> class OneByOne(ds_fsmoe.OrderBase):
         ...     def arrange(self, x_SM, routing):
-        ...         x_RM = x_SM.new_zeros(routing.num_slots + 1, x_SM.shape[1])  # the last one takes what was dropped
+        ...         x_RM = x_SM.new_zeros(routing.num_slots + 1, x_SM.shape[1])  # the last row takes dropped tokens
         ...         for slots_S in routing.slots_KS:
         ...             x_RM[slots_S] = x_SM
         ...         return x_RM[:-1].view(routing.num_experts, routing.capacity, -1)
@@ -37,24 +41,24 @@ class OrderBase(ABC):
     """
 
     reads: ClassVar[tuple[type[RoutingBase], ...]] = (Routing,)
-    """The kinds of routing it can go by."""
+    """The kinds of routing that it reads."""
     ops: Ops = REFERENCE
-    """The operators to use, where there are any for what it does; whoever takes the order in says which."""
+    """The custom operators to use; the layer sets them."""
 
     @abstractmethod
     def arrange(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """Lay out the tokens to send: [E, C, M] slots; a slot that no token took is zero.
+        """Copy tokens into slots [E, C, M]; a slot without a token is zero.
 
         Args:
             x_SM: [S, M], the tokens of this rank.
-            routing: of one of the kinds in ``reads``.
+            routing: a decision of one of the kinds in ``reads``.
         """
 
     @abstractmethod
     def restore(self, y_ECM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """Put results in their places: [S, M], the weighted sum over a token's slots, zero where all were dropped.
+        """Return the result of each token, [S, M]: the weighted sum over its slots, zero where all were dropped.
 
         Args:
-            y_ECM: [E, C, M], what the experts made of the slots.
-            routing: the one by which they were laid out.
+            y_ECM: [E, C, M], the experts' results.
+            routing: the decision by which the slots were filled.
         """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision of a gate. There is a kind of routing for every kind of decision; an order reads some of them.
+"""Defines the decisions of gates, one class per kind of decision; an order reads some of the kinds.
 
-Here is what all kinds have in common, and the usual one, in which every token chooses its experts.
+This module has the common base, and the usual kind, in which every token chooses its experts. It converts that kind to
+and from the form of DeepSpeed's own gate.
 """
 
 from __future__ import annotations
@@ -15,37 +16,38 @@ from typing import Any, ClassVar
 import torch
 
 Place = Callable[[torch.Tensor], torch.Tensor]
-"""Slot numbers, any shape, to the numbers of their rows: for one that is none, the number of rows."""
+"""Slot numbers, any shape, to the numbers of their rows; the number for "no slot" becomes the number of rows."""
 
 
 @dataclass(frozen=True)
 class ReplayedRouting:
-    """A choice that was made before, for a gate to go by again: its weights still come from the scores of its call."""
+    """Holds an earlier choice for a gate to replay: weights still come from the scores of the new call."""
 
     experts_KS: torch.Tensor | None = None
-    """[K, S] integers: the expert of every choice; -1 where a token is to choose by itself."""
+    """[K, S] integers: the expert of every choice; -1 where a token chooses by itself."""
     leaves_some: bool = False
-    """Says whether some tokens are to choose by themselves."""
+    """True if some tokens choose by themselves."""
     slots_KS: torch.Tensor | None = None
-    """[K, S]: the slot of every choice, see :class:`Routing`; ``None``: the gate decides who stays in a full expert."""
+    """[K, S]: the slot of every choice, see :class:`Routing`; ``None``: the gate decides which are dropped."""
     capacity: int | None = None
     """C of these slots."""
     tokens_R: torch.Tensor | None = None
-    """[R]: the token in each slot, of a gate whose experts choose."""
+    """[R]: the token in each slot, for a gate whose experts choose."""
 
     def completed(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return [K, S] int64: the experts, where tokens are to choose by themselves those of ``own``."""
+        """Return the experts, [K, S] int64; where tokens choose by themselves, those of ``own()``."""
         assert self.experts_KS is not None
         experts_KS = self.experts_KS.long()
         return torch.where(experts_KS < 0, own(), experts_KS) if self.leaves_some else experts_KS
 
 
 class RoutingBase(ABC):
-    """The decision of one gate call: the slots of tokens, and the weights of results.
+    """Holds the decision of one gate call: the slots of tokens, and the weights of results.
 
     Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert, R = E * C slots, or
-    the rows in which they lie. A gate gives a :class:`Routing`, a :class:`SlotRouting` or a :class:`DenseRouting`. All
-    have ``aux_loss``, a scalar, ``counts_E`` [E] and the other attributes below, and an order that reads the kind.
+    the rows in which they are stored. A gate returns a :class:`Routing`, a :class:`SlotRouting` or a
+    :class:`DenseRouting`. All have ``aux_loss``, a scalar, ``counts_E`` [E] and the other attributes below, and an
+    order that reads the kind.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -59,57 +61,57 @@ class RoutingBase(ABC):
     """
 
     order: ClassVar[str] = "sparse"
-    """Name of the order that "auto" takes."""
+    """Name of the order that ``"auto"`` chooses."""
 
     aux_loss: torch.Tensor
-    """Scalar: the load-balancing loss, to be added to the model's loss by the model; 0 where there is none."""
+    """Scalar: the load-balancing loss, which the model adds to its own loss; 0 for a gate without one."""
     counts_E: torch.Tensor
-    """[E] int64: how many tokens of this rank chose each expert, before any was dropped."""
+    """[E] int64: the tokens of this rank that chose each expert, before any was dropped."""
     capacity: int
-    """C: slots of each expert for this rank's tokens; the same on every rank that exchanges tokens."""
+    """C: slots of each expert for this rank's tokens; equal on all ranks that exchange tokens."""
     num_experts: int
     """E."""
     entropy: torch.Tensor | None = None
-    """Scalar, in nats: of a token's probabilities over experts, as a mean over tokens. Where it was asked for."""
+    """Scalar, in nats: the entropy of a token's probabilities, as a mean over tokens; ``None`` unless requested."""
 
     @property
     def num_slots(self) -> int:
-        """R = E * C, which is also the index that stands for "none"."""
+        """Return the number of slots, R = E * C, which is also the index for "no slot"."""
         return self.num_experts * self.capacity
 
     def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scalars: how many choices have found a place, and of how many."""
+        """Return two scalars: the number of choices that were not dropped, and the number of all choices."""
         return self.counts_E.sum(), self.counts_E.sum()
 
     def given(self) -> ReplayedRouting | None:
-        """The data with which a gate repeats its decision; ``None`` where it has no choice."""
+        """Return the data with which a gate repeats its decision; ``None`` for a gate that makes no choice."""
         return None
 
     @abstractmethod
     def relaid(self, place: Place, capacity: int) -> RoutingBase:
-        """The same decision, for rows that lie elsewhere than ``expert * C + position``.
+        """Return the same decision for rows that are not stored at ``expert * C + position``.
 
         Args:
-            place: where the row of each slot lies.
-            capacity: how many rows there are per expert, at least C; those that are no slot's are empty.
+            place: returns the row of each slot.
+            capacity: the rows per expert, at least C; rows without a slot are empty.
         """
 
 
 @dataclass(frozen=True)
 class Routing(RoutingBase):
-    """Each token has chosen, at most K experts.
+    """Holds the decision of a gate in which each token chooses at most K experts.
 
     Args:
         slots_KS: [K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was
             dropped.
-        weights_KS: [K, S] float: what the expert's output is multiplied with; 0 where the choice was dropped.
+        weights_KS: [K, S] float: the factor on the expert's output; 0 where the choice was dropped.
         aux_loss: a scalar, see :class:`RoutingBase`.
         counts_E: [E] int64: the tokens of this rank that chose each expert, before any was dropped.
         capacity: C.
         num_experts: E.
         entropy: a scalar, see :class:`RoutingBase`.
-        experts_KS: [K, S] int64: the expert of every choice, also where it was dropped; ``None``: the gate does not
-            say.
+        experts_KS: [K, S] int64: the expert of every choice, dropped ones included; ``None`` if the gate does not
+            provide it.
 
     Examples:
         Three tokens, two experts with two slots each; the last token is dropped:
@@ -132,11 +134,12 @@ class Routing(RoutingBase):
 
     @property
     def limits_E(self) -> torch.Tensor | None:
-        """[E]: as many slots of each expert as may be taken; ``None``: however many are."""
+        """Return the maximum number of taken slots of each expert, [E]; ``None`` for no limit."""
         return self.counts_E
 
     def chosen(self) -> torch.Tensor:
-        """[K, S] int64: the expert of every choice; E where it was dropped and the gate does not say more."""
+        """Return the expert of every choice, [K, S] int64; E for a dropped choice of a gate that does not provide
+        it."""
         if self.experts_KS is not None:
             return self.experts_KS
         return self.slots_KS.div(max(1, self.capacity), rounding_mode="floor")
@@ -152,7 +155,7 @@ class Routing(RoutingBase):
 
 
 class BareRouting(Routing):
-    """A decision of which nothing is known but the slots and weights: counts and loss are made when somebody asks."""
+    """Holds a decision with slots and weights only: counts and loss are computed on the first access."""
 
     @classmethod
     def of(
@@ -192,16 +195,16 @@ class BareRouting(Routing):
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the rows of all slots lie, both ways."""
+    """Maps slots to rows, and rows to slots."""
 
     row_of_slot: torch.Tensor
-    """[E * C] int64."""
+    """[E * C] int64: the row of each slot."""
     slot_of_row: torch.Tensor
-    """[R] int64, E * C for a row that is no slot's."""
+    """[R] int64: the slot of each row, E * C for a row without one."""
 
 
 def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> RowPlaces | None:
-    """Return the effect of ``place`` on all slots; ``None`` if every slot's row has the slot's own number."""
+    """Return the mapping of ``place`` on all slots; ``None`` if every slot's row has the slot's own number."""
     slots = torch.arange(num_slots, device=device)
     row_of_slot = place(slots)
     if row_of_slot is slots and num_rows == num_slots:
@@ -211,31 +214,30 @@ def find_places(place: Place, num_slots: int, num_rows: int, device: torch.devic
 
 
 def kind_of(gate: Any) -> type[RoutingBase]:
-    """The kind of routing that a gate, or a class of gates, gives: its attribute ``gives``.
+    """Return the kind of routing that a gate, or a gate class, declares in its attribute ``gives``.
 
-    What says nothing gives a :class:`Routing`: stock's own gates, and whatever a user wraps around them.
+    The default is :class:`Routing`: stock's gates, and wrappers of users around them.
     """
     return getattr(gate, "gives", Routing)
 
 
-# ---- Routing in which every slot is a mixture of all tokens, and every token's result one of all slots'
-# results
+# ---- Routing in which every slot is a mixture of all tokens, and every token's result of all slots' results
 
 
 @dataclass(frozen=True)
 class DenseRouting(RoutingBase):
-    """Weights of every token in every slot, and of every slot in every token's result.
+    """Holds the weights of every token in every slot, and of every slot in every token's result.
 
     Args:
-        dispatch_SR: [S, E * C] float: of each token in each slot, 0 for a token that takes no part.
-        combine_SR: [S, E * C] float: of each slot's result in each token's; 0 for a token that takes no part.
+        dispatch_SR: [S, E * C] float: the weight of each token in each slot, 0 for a token that takes no part.
+        combine_SR: [S, E * C] float: the weight of each slot in each token's result, 0 for a token that takes no part.
         aux_loss: a scalar, see :class:`RoutingBase`.
         counts_E: [E] int64: the tokens that take part, for every expert.
         capacity: C.
         num_experts: E.
         entropy: a scalar, see :class:`RoutingBase`.
-        places: where the slots' rows lie, if not in the order of the columns. The two matrices are by far the largest
-            tensors here, so it is rows that are moved, and not columns.
+        places: the rows of the slots, if not in the order of the columns. The two matrices are by far the largest
+            tensors here, so rows are moved instead of columns.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -263,20 +265,19 @@ class DenseRouting(RoutingBase):
         return replace(self, places=places, capacity=capacity)
 
 
-# ---- Routing in which slots choose: an expert fills each of its slots with one token, and a token may be in
-# any number
+# ---- Routing in which slots choose: an expert fills each slot with one token, and a token may be in any number
 
 
 @dataclass(frozen=True)
 class SlotRouting(RoutingBase):
-    """Each slot has one token, or none.
+    """Holds the decision of a gate whose experts choose: each slot has one token, or none.
 
-    A :class:`Routing` could say it with K = E choices per token, nearly all of them dropped; restoring from that would
+    A :class:`Routing` with K = E choices per token, nearly all dropped, would be equivalent. Restoring from it would
     read E * S rows instead of E * C.
 
     Args:
-        tokens_R: [R] int64: the token in each slot, ``num_tokens`` where there is none.
-        weights_R: [R] float: what the slot's result is multiplied with; 0 where there is no token.
+        tokens_R: [R] int64: the token in each slot, ``num_tokens`` for an empty slot.
+        weights_R: [R] float: the factor on the slot's result; 0 for an empty slot.
         num_tokens: S.
         aux_loss: a scalar, see :class:`RoutingBase`.
         counts_E: [E] int64: the tokens in the slots of each expert.
@@ -303,7 +304,8 @@ class SlotRouting(RoutingBase):
     entropy: torch.Tensor | None = None
 
     def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that some expert has taken, and how many there are; those that take no part count as not taken."""
+        """Return two scalars: the tokens that an expert has taken, and all tokens; those that take no part count as not
+        taken."""
         is_taken = self.tokens_R.new_zeros(self.num_tokens + 1).index_fill_(0, self.tokens_R, 1)[:-1]
         return is_taken.sum(), torch.full_like(is_taken.sum(), self.num_tokens)
 
@@ -314,7 +316,7 @@ class SlotRouting(RoutingBase):
         places = find_places(place, self.num_slots, self.num_experts * capacity, self.tokens_R.device)
         if places is None:
             return self
-        # One more slot than there are stands for none.
+        # The slot behind the last one means "no slot".
         tokens = torch.cat([self.tokens_R, self.tokens_R.new_full((1,), self.num_tokens)])
         weights = torch.cat([self.weights_R, self.weights_R.new_zeros(1)])
         return replace(
@@ -322,15 +324,14 @@ class SlotRouting(RoutingBase):
         )
 
 
-# ---- A decision in the form in which DeepSpeed's own gate returns it, and back: what hooks on that gate are
-# shown
+# ---- Conversion to and from the form of DeepSpeed's own gate, for hooks on that gate
 #
 # Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert.
 
 
 StockRoutes = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""(auxiliary loss, C, E, experts [K, S] int32, positions [K, S] int32, weights [K, S], counts [E]). A choice that was
-dropped has expert -1 and position 0."""
+"""(auxiliary loss, C, E, experts [K, S] int32, positions [K, S] int32, weights [K, S], counts [E]). A dropped
+choice has expert -1 and position 0."""
 StockMasks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """(auxiliary loss, weights [S, E, C], the same as true or false, counts [E])."""
 
@@ -352,7 +353,7 @@ def stock_routes(routing: Routing) -> StockRoutes:
 def stock_masks(routing: Routing) -> StockMasks:
     """Return the routing as DeepSpeed's gate returns it without ``sparse_routes``."""
     num_tokens = routing.slots_KS.shape[1]
-    # One column more, for what was dropped.
+    # One extra column takes dropped choices.
     weights_SR = routing.weights_KS.new_zeros(num_tokens, routing.num_slots + 1)
     weights_SR = weights_SR.scatter_add(1, routing.slots_KS.t(), routing.weights_KS.t())[:, :-1]
     weights_SEC = weights_SR.reshape(num_tokens, routing.num_experts, routing.capacity)
@@ -360,7 +361,7 @@ def stock_masks(routing: Routing) -> StockMasks:
 
 
 def routing_of(routes: Any) -> Routing:
-    """The decision that DeepSpeed's layer would read from such a tuple."""
+    """Return the decision that DeepSpeed's layer reads from such a tuple."""
     aux_loss, capacity, num_experts, expert_KS, position_KS, weights_KS, counts_E = routes
     capacity = int(capacity)
     slots_KS = torch.where(expert_KS >= 0, expert_KS.long() * capacity + position_KS.long(), num_experts * capacity)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common part of gates in which each token chooses its experts.
 
-Scores -> the k best experts of each token -> who stays in a full expert -> slots, weights, counts, losses. A gate says
-how experts are scored and what a choice weighs; the rest is here. Nothing goes over single tokens, and nothing waits
-for the device but the size of a capacity that drops nothing.
+It chooses the k best experts of each token, and drops tokens of full experts. It returns slots, weights, counts and
+losses. A gate defines the scores of experts and the weight of a choice. No loop runs over tokens, and the
+host waits for the device only for the size of a dropless capacity.
 """
 
 from __future__ import annotations
@@ -35,48 +35,49 @@ from ds_fsmoe.ops.reference import Slots, with_capacity
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceSettings(CapacitySettings):
-    """Capacity options plus the weights of the auxiliary losses. The model applies its own factor on top."""
+    """Holds the options of the capacity, and the factors of the auxiliary losses. The model multiplies these losses by
+    its own factor."""
 
     balance_loss_factor: float = option(1.0, least=0)
-    """Of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is 1 in balance."""
+    """Factor of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is 1 in balance."""
     z_loss_factor: float = option(0.0, least=0)
-    """Of ``mean(logsumexp(logits) ** 2)``, which keeps the router's logits small (ST-MoE)."""
+    """Factor of ``mean(logsumexp(logits) ** 2)``, which keeps the router's logits small (ST-MoE)."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A router's scores of every expert for every token."""
+    """Holds a router's scores of every expert for every token."""
 
     logits_SE: torch.Tensor
     """[S, E], before softmax or sigmoid."""
     affinity_SE: torch.Tensor
-    """[S, E], positive. A full expert keeps the tokens in which it is largest, and a token's affinities, over their
-    sum, are the probabilities of the balance loss."""
+    """[S, E], positive. A full expert keeps the tokens with the largest affinity. Divided by their sum, a token's
+    affinities are the probabilities of the balance loss."""
     preference_SE: torch.Tensor | None = None
-    """[S, E], of which a token takes the k largest; ``None``: of the logits."""
+    """[S, E]: a token chooses the k largest; ``None``: the k largest logits."""
 
 
 class TokenChoiceGate(SettingsGate):
-    """A gate with one matrix ``wg`` [E, M] (unless it builds something else) in which each token chooses.
+    """A gate in which each token chooses, with one matrix ``wg`` [E, M] unless a subclass builds something else.
 
-    A subclass defines :meth:`score`, and :meth:`weigh` if a choice weighs something else than its affinity.
-    Tokens that take no part (``used_token_S``) have no say in the losses either. Called with x_SM [S, M], it returns a
-    :class:`Routing` of K = k choices for each of the S tokens.
+    A subclass defines :meth:`score`, and :meth:`weigh` if a choice's weight is not its affinity. Tokens that take no
+    part (``used_token_S``) do not count in the losses. Called with x_SM [S, M], it returns a :class:`Routing` of K = k
+    choices for each of the S tokens.
 
     Args:
         k: experts per token.
-        capacity_factor: slots per expert over the mean number of choices, while training; ``None``: nothing is dropped.
-        eval_capacity_factor: the same while evaluating.
-        min_capacity: slots per expert at the least.
-        drop_tokens: ``False``: as many slots as the fullest expert needs on any rank.
-        drop_policy: who stays in a full expert: ``"probs"``, the tokens with the largest affinity, or ``"position"``,
-            the first ones.
-        balance_loss_factor: of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is 1 in
-            balance. A model multiplies the whole auxiliary loss with a factor of its own on top.
-        z_loss_factor: of ``mean(logsumexp(logits) ** 2)``, which keeps the router's logits small (ST-MoE).
+        capacity_factor: slots per expert over the mean number of choices, in training; ``None``: nothing is dropped.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: minimum number of slots per expert.
+        drop_tokens: ``False``: as many slots as the fullest expert of all ranks needs.
+        drop_policy: the tokens that a full expert keeps: ``"probs"``, those with the largest affinity, or
+            ``"position"``, the first ones.
+        balance_loss_factor: factor of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is
+            1 in balance. A model multiplies the whole auxiliary loss by its own factor.
+        z_loss_factor: factor of ``mean(logsumexp(logits) ** 2)``, which keeps the router's logits small (ST-MoE).
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -109,22 +110,22 @@ class TokenChoiceGate(SettingsGate):
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
 
     def weights_sum_to_1(self) -> bool:
-        """Whether the weights of a token's k choices do, whatever the scores are."""
+        """Return True if the weights of a token's k choices sum to 1 for any scores."""
         return False
 
     def score(self, x_SM: torch.Tensor) -> Scores:
-        """Score the experts; called with autocast switched off.
+        """Score the experts for each token; called with autocast off.
 
         Args:
-            x_SM: [S, M], float32 or float64, in which the arithmetic is to be as well.
+            x_SM: [S, M], float32 or float64; the computation must use the same dtype.
         """
         raise TypeError(f"{type(self).__name__} must define score(x_SM)")
 
     def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
-        """Return [S, K]: the weights of the chosen experts' outputs, if they have room for the token.
+        """Return the weights of the chosen experts' outputs, [S, K]; the caller sets those of dropped choices to 0.
 
         Args:
-            scores: what :meth:`score` has returned.
+            scores: the result of :meth:`score`.
             expert_SK: [S, K] int64, the chosen experts of each token, the best first.
         """
         return scores.affinity_SE.gather(1, expert_SK)
@@ -162,7 +163,10 @@ class TokenChoiceGate(SettingsGate):
 
 
 def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings, training: bool) -> int:
-    """C by the factor in force; where nothing is to be dropped S, which is room for all, see :func:`last_capacity`."""
+    """Return the capacity C by the factor of the phase; S, which fits all tokens, where none is dropped.
+
+    :func:`last_capacity` reduces the latter to the agreed capacity.
+    """
     if not settings.drop_tokens:
         return num_tokens
     return dropping_capacity(num_tokens, num_experts, settings.factor(training) * settings.k, settings.min_capacity)
@@ -171,7 +175,7 @@ def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings
 def best_slots(
     ops: Ops, scores_SE: torch.Tensor, k: int, capacity: int, used_S: torch.Tensor | None, given: ReplayedRouting | None
 ) -> Slots:
-    """Slots for the k best experts of each token, or for those that are given, in the order of the tokens.
+    """Return slots for the k best experts of each token, or for replayed ones, in the order of the tokens.
 
     Args:
         ops: the operators to use.
@@ -179,7 +183,7 @@ def best_slots(
         k: the choices of a token.
         capacity: C.
         used_S: [S] booleans, or ``None``.
-        given: the choice to go by.
+        given: the choice to replay.
     """
     if given is None:
         return ops.top_k_slots(scores_SE, k, capacity, used_S, "token")
@@ -198,15 +202,15 @@ def last_capacity(
     needs_capacity: bool = True,
     given: ReplayedRouting | None = None,
 ) -> tuple[Slots, int]:
-    """The slots and the capacity to go by: if nothing is dropped, what the fullest expert of all ranks needs.
+    """Return the final slots and capacity; if no token is dropped, what the fullest expert of all ranks needs.
 
     Args:
-        slots: taken with the capacity of :func:`first_capacity`.
-        capacity: that one.
+        slots: assigned with the capacity of :func:`first_capacity`.
+        capacity: of :func:`first_capacity`.
         settings: of the gate.
-        group: the ranks that have to agree; they wait for each other, and the host for the device.
+        group: the ranks that must agree; they wait for each other, and the host for the device.
         needs_capacity: see :attr:`GateBase.needs_capacity`.
-        given: the choice to go by; if it has slots, they and their capacity are it.
+        given: the choice to replay; if it has slots, these and their capacity are returned.
     """
     if given is not None and given.slots_KS is not None and given.capacity is not None:
         return slots._replace(slots_KS=given.slots_KS), given.capacity
@@ -219,7 +223,7 @@ def last_capacity(
 def _aux_loss(
     scores: Scores, counts_E: torch.Tensor, used_S: torch.Tensor | None, settings: ChoiceSettings
 ) -> torch.Tensor:
-    """The losses that the settings ask for, each with its factor, as a mean over the tokens that take part."""
+    """Return the losses of the settings, each times its factor, as a mean over the tokens that take part."""
     logits_SE = scores.logits_SE
     loss = logits_SE.new_zeros(())
     if settings.balance_loss_factor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of the experts' part of a layer, in the graph of autograd: at once, or in three steps with pauses between.
+"""Runs one call of a layer's experts in autograd's graph: at once, or in three steps with two pauses.
 
-With pauses, forward and backward each begin (tokens set out for the experts), go on (experts compute, results set out)
-and end (results are there), and what another part of the batch has to compute runs in between.
+``pipeline`` creates a :class:`Call` per forward; ``phase`` runs its chunks. With pauses, forward and backward each send
+rows to the experts, compute and send results, and receive them. The other sub-batch computes in the pauses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from ds_fsmoe.planning.phase_plan import PhasePlan
 
 
-# ---- Lets a call of a layer pause while its tokens travel, so that another part of the batch computes
-# meanwhile
+# ---- Pauses of a call while its tokens are sent, in which another sub-batch computes
 #
-# Whoever runs parts of a batch in turns calls the layers inside of :meth:`SubBatch.running`; a call that finds a half
-# there pauses twice, see :func:`with_pauses`. What runs in a pause is the same on every rank.
+# Two-batch overlap calls the layers of a sub-batch inside :meth:`SubBatch.running`. Such a call pauses twice, see
+# :func:`with_pauses`. The work in a pause is the same on every rank.
 
 
 _current: ContextVar[SubBatch | None] = ContextVar("half", default=None)
@@ -38,12 +37,12 @@ _current: ContextVar[SubBatch | None] = ContextVar("half", default=None)
 
 @dataclass(frozen=True, eq=False)
 class SubBatch:
-    """One of the parts of a batch that take turns."""
+    """Represents one of the sub-batches of two-batch overlap."""
 
     pause: Callable[[], None]
-    """Lets the others compute, and returns when it is this part's turn again."""
+    """Runs the other sub-batch, and returns when this one continues."""
     is_last_in_backward: bool
-    """True if its backward comes last, when the layers behind have all their gradients: then some may travel."""
+    """True if its backward comes last: the layers behind it then have all their gradients, which may be sent."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -56,19 +55,18 @@ class SubBatch:
 
 
 def current_sub_batch() -> SubBatch | None:
-    """Return the part of a batch for which a layer is called now; ``None``: the whole batch."""
+    """Return the sub-batch for which a layer is called now; ``None`` for the whole batch."""
     return _current.get()
 
 
-# ---- One call of the experts' part of a layer, in the graph of autograd: at once, or in three steps with
-# pauses between
+# ---- One call of a layer's experts in autograd's graph: at once, or in three steps with pauses
 
 
 class CallOfExperts(Protocol):
-    """One call of this rank's experts; keeps the tensors of its backward."""
+    """Represents one call of this rank's experts; keeps the tensors of its backward."""
 
     def forward(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the results of a chunk, slots [N, e, stop - start, M] or rows [stop - start, M] of the phase."""
+        """Return the results of a chunk: slots [N, e, stop - start, M], or rows [stop - start, M] of the phase."""
 
     def backward(
         self,
@@ -78,7 +76,7 @@ class CallOfExperts(Protocol):
         weights_R: torch.Tensor | None = None,
         gradients_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the gradients of the rows of a chunk; of rows with weights also add to these weights' gradients."""
+        """Return the gradients of the rows of a chunk; for rows with weights, also add to the weights' gradients."""
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
 
@@ -90,12 +88,11 @@ class CallOfExperts(Protocol):
 
 
 Layout = SlotLayout | RowLayout
-"""Says how the rows of a call lie, and how they are cut."""
+"""The layout of the rows of a call, and their chunks."""
 
 
 class GradientWindow(Protocol):
-    """Other data that travels in a layer's backward: gradients that the backward has already finished, slice by
-    slice."""
+    """Gradients of dense layers that the backward has finished, sent during a layer's backward slice by slice."""
 
     def open(self, label: str) -> Sequence[Any]: ...
 
@@ -117,12 +114,13 @@ def with_pauses(
     sub_batch: SubBatch,
     needs_backward: bool,
 ) -> torch.Tensor:
-    """Run a call as :class:`AtOnce` does, and pause twice; its backward pauses where autograd has other work that is
-    younger in the graph, which is that of the other part of the batch.
+    """Run a call as :class:`AtOnce` does, with two pauses in each direction.
+
+    The backward pauses where autograd has younger nodes in its graph, which are those of the other sub-batch.
 
     Args:
         call, x_RM, weights_R, parameters: see :class:`AtOnce`.
-        half: the part of the batch that is run.
+        sub_batch: the sub-batch that is run.
         needs_backward: whether there will be a backward.
     """
     try:
@@ -134,21 +132,21 @@ def with_pauses(
             return call.end_forward()
         entered = _Enter.apply(x_RM, weights_R, call)
         sub_batch.pause()
-        # Nodes are as old as their calls: parameters come in here, where their gradients are made.
+        # A node's age is that of its call: parameters are inputs here, where their gradients are computed.
         computed = _Compute.apply(entered, call, *parameters)
         sub_batch.pause()
         return _Leave.apply(computed, call)
     except BaseException:
-        # Of the other half, or this one: its tokens may be on their way.
+        # An error of either sub-batch: this one's tokens may be in flight.
         call.give_up()
         raise
 
 
 class AtOnce(torch.autograd.Function):
-    """Runs a call and returns its rows: ``apply(x_RM, weights_R, call, *parameters)``; its backward runs at once, too.
+    """Runs a call and returns its rows: ``apply(x_RM, weights_R, call, *parameters)``; its backward runs at once too.
 
-    The weights of choices are given where results are added up on the way. The parameters are what stands for those of
-    the experts in the graph: inputs, so that each gets its gradient from here once per backward.
+    The weights of choices are passed where results are added up before combine. The parameters are aliases of the
+    experts' parameters: as inputs, each gets its gradient here once per backward.
     """
 
     @staticmethod
@@ -173,7 +171,7 @@ class AtOnce(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Sends tokens to the experts; in the backward, their gradients are there."""
+    """Sends tokens to the experts; in the backward, returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_RM: torch.Tensor, weights_R: torch.Tensor | None, call: Call) -> torch.Tensor:
@@ -223,21 +221,21 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_RM: torch.Tensor) -> _Gradients:
-        # Under checkpointing both halves run again here, on every rank ahead of the same collectives.
+        # Under checkpointing both sub-batches run again here, on every rank ahead of the same collectives.
         (_,) = ctx.saved_tensors
         ctx.call.begin_backward(dy_RM)
         return dy_RM.new_empty(0), None
 
 
 class Call:
-    """One call, which may wait for its backward while other calls run.
+    """Runs one call of a layer, which may wait for its backward while other calls run.
 
     Args:
-        pipeline: that runs it.
-        layout: how its rows lie.
-        experts: the call of the experts; ``None``: they are called beside the lanes.
+        pipeline: runs the call.
+        layout: the layout of its rows.
+        experts: the call of the experts; ``None``: they are called outside the lanes.
         hook: the layer's hook.
-        half: the part of the batch that it is for; ``None``: all, and nothing pauses.
+        sub_batch: the sub-batch of the call; ``None``: the whole batch, without pauses.
     """
 
     def __init__(
@@ -254,7 +252,7 @@ class Call:
         self._hook = hook
         self._sub_batch = sub_batch
         self._observer = pipeline.observer
-        # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
+        # Gradients of dense layers behind this one are complete only after the last sub-batch's backward.
         self._window = pipeline.window if sub_batch is None or sub_batch.is_last_in_backward else None
         self._phase: PhaseRun | None = None
         self._run: LaneRun | None = None
@@ -262,36 +260,35 @@ class Call:
         self._kept_rows: list[torch.Tensor] = []
 
     def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Run the forward on the rows and return as many."""
+        """Run the forward on the rows, and return as many results."""
         self.begin_forward(x_RM)
         return self.end_forward()
 
     def begin_forward(self, x_RM: torch.Tensor) -> None:
-        """Send the rows to the experts, if the call pauses."""
+        """Start the forward; if the call pauses, send the rows to the experts."""
         self._begin("forward", x_RM.detach(), self._pipeline.forward, (), {})
 
     def go_on_forward(self) -> None:
-        """Compute, and send results back."""
+        """Compute the experts, and send results back."""
         self._run.go(len(self._tasks))
 
     def end_forward(self) -> torch.Tensor:
-        """Return as many rows as there were, when all is done."""
+        """Wait for all tasks, and return as many rows as were passed."""
         return self._end().result()
 
     def take_back(self, ctx: Any) -> None:
         """Restore the saved tensors of the experts, ahead of the backward."""
-        # Read before anything runs: under checkpointing this is where the forward is run again.
+        # Read before anything runs: under checkpointing this runs the forward again.
         self.experts.restore(ctx.saved_tensors)
-        # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
-        # rows that came over a link would be handed to the next chunk that comes: these stay until the streams are
-        # joined, as they would if they had been received into memory made whole beforehand.
+        # Each tensor is freed after its last use. On streams that use is only issued by then, and the memory of
+        # received rows would be reused for the next chunk: so these are kept until the streams are joined.
         self._kept_rows = self.experts.rows() if self._pipeline.lanes.runs_behind else []
-        # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
-        # but memory depends on it, and a torch that cannot do it yet goes without.
+        # Unless the graph is retained, autograd need not keep them: each is freed after its last use. This saves memory
+        # only, and is skipped on a torch without it.
         getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
 
     def begin_backward(self, dy_RM: torch.Tensor) -> None:
-        """Send the gradients of results to the experts, if the call pauses."""
+        """Start the backward; if the call pauses, send the gradients of results to the experts."""
         window = self._window
         grad_slices = () if window is None else window.open(self._pipeline.label)
         bodies: dict[str, Body] = {}
@@ -301,19 +298,19 @@ class Call:
         self._begin("backward", dy_RM, self._pipeline.backward, slices, bodies)
 
     def go_on_backward(self) -> _Gradients:
-        """Compute, send gradients of rows back, and return those of the experts' parameters."""
+        """Compute the experts' backward, send gradients of rows back, and return those of the experts' parameters."""
         self._run.go(len(self._tasks))
         return self.experts.gradients()
 
     def end_backward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradient of the rows and those of choices' weights, when all is done."""
+        """Wait for all tasks, and return the gradients of the rows and of the choices' weights."""
         phase = self._end()
         if self._window is not None:
             self._window.close()
         return phase.result(), phase.weight_gradients()
 
     def give_up(self) -> None:
-        """Finish tasks that are in flight, and start no more."""
+        """Finish tasks that are in flight, and start no others."""
         run, self._phase, self._run = self._run, None, None
         if run is not None:
             run.abandon()
@@ -337,7 +334,7 @@ class Call:
         if self._sub_batch is None:
             schedule = plan.sending(slices)
         else:
-            # In the backward the halves come the other way round.
+            # In the backward the sub-batches come in reverse order.
             schedule, pause = plan.paused(slices, is_second=self._sub_batch.is_last_in_backward == plan.backward)
         self._tasks = schedule.tasks
         bodies |= phase.communication(schedule)

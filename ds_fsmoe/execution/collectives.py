@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives that move a chunk between ranks: plain functions on tensors, without autograd, each for one lane.
+"""The collectives that send a chunk between ranks: functions on tensors without autograd, each for one lane.
+
+``ds_fsmoe.layer.parts`` creates one :class:`Collectives` per layer, and the bodies in ``phase`` call it. ``node_links``
+has the exchanges of node-deduplicated dispatch.
 
 Letters: G ranks of an EP group, P of an ESP group, N = P * G the ranks that rows came from, e experts on this rank.
 """
@@ -18,21 +21,19 @@ from ds_fsmoe.execution.row_sizes import ALONE, ChunkSizes, ForwardedRows, RowBl
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
-# ---- What rows are on the wire: as they are, or bytes of 8-bit floating-point numbers with a scale for each
-# row
+# ---- Communication dtypes: the model's own, or bytes of 8-bit floating-point numbers with a scale for each row
 #
-# A row travels as M bytes and the four of its scale, in one message with the others, so the order of collectives and
-# the number of rows stay what they are. The scale is the row's largest magnitude over the largest number of the
-# format, so a row means the same in every chunk. Nothing is added up in the narrow format: sums over ranks take rows
-# as they are.
+# A row is sent as M bytes and the four of its scale, in one message with the others. The order of collectives and the
+# number of rows do not change. The scale is the row's largest magnitude over the largest number of the format, so a
+# row means the same in every chunk. Sums over ranks are computed in the layer's own dtype.
 #
 # Letters: R rows, M width.
 
 
 CommDtype = Literal["model", "fp8"]
-"""``"model"``: rows travel in the layer's own type."""
+"""``"model"``: rows are sent in the layer's own dtype."""
 FP8 = torch.float8_e4m3fn
-"""Three bits of mantissa: with a scale for each row its range is enough for gradients, too."""
+"""Three bits of mantissa: with a scale for each row its range is enough for gradients too."""
 _LARGEST = torch.finfo(FP8).max
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 SCALE_BYTES = 4
@@ -40,20 +41,20 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class CommDtypes:
-    """The wires of a layer. The backward's gradients take the wire of their hop the other way."""
+    """Holds the communication dtypes of a layer. A gradient has the dtype of its rows' exchange in the forward."""
 
     dispatch: CommDtype = "model"
-    """From tokens to experts, and of gradients back from there."""
+    """The dtype of rows to the experts, and of their gradients."""
     combine: CommDtype = "model"
-    """From experts to tokens, and of gradients to the experts."""
+    """The dtype of results to the tokens, and of their gradients."""
 
     def of(self, direction: Literal["forward", "backward"]) -> tuple[CommDtype, CommDtype]:
-        """Return the wires of a phase's way in and of its way out."""
+        """Return the dtypes of a phase's first and of its second all-to-all."""
         return (self.dispatch, self.combine) if direction == "forward" else (self.combine, self.dispatch)
 
     @property
     def narrow(self) -> tuple[bool, bool]:
-        """Whether rows are converted for dispatch, and for combine."""
+        """Return whether rows are converted for dispatch, and for combine."""
         return self.dispatch != "model", self.combine != "model"
 
     def shares(self, width: int, element_bytes: int) -> tuple[float, float]:
@@ -62,7 +63,7 @@ class CommDtypes:
 
 
 FULL = CommDtypes()
-"""Rows travel in the layer's own type, both ways."""
+"""Rows are sent in the layer's own dtype in both all-to-alls."""
 
 
 def _share(comm_dtype: CommDtype, width: int, element_bytes: int) -> float:
@@ -70,27 +71,26 @@ def _share(comm_dtype: CommDtype, width: int, element_bytes: int) -> float:
 
 
 def quantized_rows(x_RM: torch.Tensor) -> torch.Tensor:
-    """Return rows as bytes, [R, M + 4] uint8. A row with a number that is not finite has none that is."""
+    """Return rows as bytes, [R, M + 4] uint8. A row with a nan or infinite element has no finite element afterwards."""
     rows_RM = x_RM.flatten(1).float()
-    # Below that a scale has too few bits of its own; a row of zeros has any.
+    # A smaller scale would have too few bits; for a row of zeros any scale is right.
     scale_R1 = torch.linalg.vector_norm(rows_RM, torch.inf, dim=1, keepdim=True).div_(_LARGEST).clamp_(min=_LEAST_SCALE)
     bytes_RB = torch.empty(len(rows_RM), rows_RM.shape[1] + SCALE_BYTES, dtype=torch.uint8, device=x_RM.device)
-    # A quotient may be larger than the largest number by its last bit, and is rounded to that.
+    # A quotient may exceed the largest number by its last bit, and is rounded to that number.
     bytes_RB[:, :-SCALE_BYTES] = (rows_RM / scale_R1).to(FP8).view(torch.uint8)
     bytes_RB[:, -SCALE_BYTES:] = scale_R1.view(torch.uint8)
     return bytes_RB
 
 
 def dequantized_rows(bytes_RB: torch.Tensor, dtype: torch.dtype, row_shape: torch.Size) -> torch.Tensor:
-    """Return rows from :func:`quantized_rows` in a type, each in a shape."""
-    # Copied, for a scale to begin where a float may.
+    """Return rows from :func:`quantized_rows` in a dtype, each in a shape."""
+    # Copied so that scales are aligned as floats.
     scale_R1 = bytes_RB[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     rows_RM = bytes_RB[:, :-SCALE_BYTES].contiguous().view(FP8).float().mul_(scale_R1)
     return rows_RM.to(dtype).view(len(bytes_RB), *row_shape)
 
 
-# ---- The collectives that move a chunk between ranks: plain functions on tensors, without autograd, each for
-# one lane
+# ---- The collectives that send a chunk between ranks
 
 
 # torch renamed them in 2.13, and warns about the names that 2.11 has.
@@ -99,7 +99,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 ReduceMethod = Literal["exchange", "backend"]
-"""How a reduce-scatter is done: as an all-to-all and a sum on each rank, or as the backend's own reduce-scatter."""
+"""The method of a reduce-scatter: an all-to-all and a sum on each rank, or the backend's own reduce-scatter."""
 REDUCE_METHODS: tuple[ReduceMethod, ...] = ("exchange", "backend")
 Leg = Callable[[torch.Tensor], torch.Tensor]
 """One part of an all-to-all, along one kind of link: it turns contiguous [blocks, ...] into [blocks, ...]."""
@@ -108,12 +108,13 @@ RowLeg = Callable[[torch.Tensor, ChunkSizes], torch.Tensor]
 RowExchange = Callable[[torch.Tensor, dist.ProcessGroup, ChunkSizes], torch.Tensor]
 """An all-to-all of rows, see :meth:`AllToAllBase.exchange_rows`."""
 _LEG_BEFORE = {A2A_IN: A2A_IN_NODE, A2A_OUT_NODE: A2A_OUT}
-"""Maps the second part to the first part (second -> first)."""
+"""Second part of an all-to-all -> first part."""
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of a layer's tokens. A group of one rank is ``None``; then nothing is sent."""
+    """Runs the collectives of a layer's tokens. A group of one rank is ``None``, and its collectives return their
+    input."""
 
     exchange: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
     """The all-to-all: ``(x, group) -> y`` sends block g of dimension 0 to rank g and is its own inverse."""
@@ -122,63 +123,63 @@ class Collectives:
     legs: Mapping[str, Leg] = field(default_factory=dict)
     """The two parts of an all-to-all that is split over two lanes, as kind of task -> part. A2A_IN_NODE and then A2A_IN
     equal ``exchange``, and so do A2A_OUT and then A2A_OUT_NODE. The first part takes one block for each of G ranks, the
-    second returns one block from each; the number of blocks in between is up to the parts."""
+    second returns one block from each; the number of blocks in between depends on the algorithm."""
     reduces: tuple[tuple[float, ReduceMethod], ...] = ()
-    """Pairs (from this many bytes on, how :meth:`reduce` is done), ascending. Below the first, or with no pairs, the
-    method that is best on this kind of device is used."""
+    """Pairs (from this many bytes on, method of :meth:`reduce`), ascending. Below the first, and without pairs, the
+    best method of the kind of device is used."""
 
     exchange_rows: RowExchange | None = None
     """The all-to-all of rows; ``None``: the all-to-all is for slots only."""
     row_legs: Mapping[str, RowLeg] = field(default_factory=dict)
     """The same as :attr:`legs`, for rows."""
     block: RowBlock = ALONE
-    """The ranks that share the experts; they tell each other how many rows they send."""
+    """The ranks that share the experts; they exchange their numbers of rows."""
     forwarded: ForwardedRows | None = None
-    """Of which rows that rest on other ranks on their way those have to know how many they are."""
+    """The rows that other ranks forward, whose counts these ranks need."""
     nodes: NodeLinks | None = None
-    """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
+    """The two levels of the EP group for node-deduplicated dispatch; else ``None``."""
     comm_dtypes: CommDtypes = FULL
-    """The wires say in which format rows travel between the ranks of the EP group."""
+    """The dtypes in which rows are sent between the ranks of the EP group."""
     why_flat: str = ""
-    """Why it is the flat all-to-all where something else was asked for."""
+    """The reason for the flat all-to-all where another was requested."""
 
     @property
     def planned(self) -> AllToAll:
-        """The planner's name for the all-to-all."""
+        """Return the planner's name for the all-to-all."""
         if self.nodes is not None:
             return NODE_DEDUPLICATED
         return "2dh" if self.legs else "flat"
 
     @property
     def num_exchanging(self) -> int:
-        """The number of ranks in the EP group, G."""
+        """Return the number of ranks in the EP group, G."""
         return 1 if self.ep_group is None else self.ep_group.size()
 
     @property
     def num_sharing(self) -> int:
-        """The number of ranks in the ESP group, P."""
+        """Return the number of ranks in the ESP group, P."""
         return 1 if self.esp_group is None else self.esp_group.size()
 
     def to_experts(self, x_EcM: torch.Tensor) -> torch.Tensor:
         """Exchange [E, c, M], contiguous, to [E, c, M]: dimension 0 then runs over the source ranks, then over e.
 
-        The way back is the same exchange.
+        Combine is the same exchange.
         """
         return x_EcM if self.ep_group is None else self.exchange(x_EcM, self.ep_group)
 
     def blocks(self, x_EcM: torch.Tensor) -> torch.Tensor:
-        """View contiguous [E, c, M] as [G, e, c, M]: one block for each rank, or from each rank."""
+        """Return contiguous [E, c, M] as a view [G, e, c, M]: one block for each rank, or from each rank."""
         ranks = self.num_exchanging
         return x_EcM.view(ranks, x_EcM.shape[0] // ranks, *x_EcM.shape[1:])
 
     def ready(self, kind: str, x_EcM: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that runs a task of the all-to-all on a chunk, for measuring; it may be called any number
-        of times.
+        """Return a function that runs a task of the all-to-all on a chunk, for measurements. It may be called
+        repeatedly.
 
         Collective, and so is every call of the returned function.
 
         Args:
-            kind: A2A_IN, A2A_OUT, or, where there are legs, their kinds.
+            kind: A2A_IN, A2A_OUT, or, for an all-to-all in two parts, their kinds.
             x_EcM: [E, c, M], contiguous.
         """
         if kind not in self.legs:
@@ -188,7 +189,7 @@ class Collectives:
         return lambda: leg(given)
 
     def gather(self, x_GecM: torch.Tensor) -> torch.Tensor:
-        """Gather contiguous [G, e, c, M] from each of P ranks into [P * G, e, c, M]."""
+        """Gather contiguous [G, e, c, M] from each of P ranks, and return [P * G, e, c, M]."""
         if self.esp_group is None:
             return x_GecM
         num_sharing = self.esp_group.size()
@@ -197,7 +198,7 @@ class Collectives:
         return x_NecM
 
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """Sum the blocks [G, e, c, M] meant for this rank over P ranks; the input is contiguous [P * G, e, c, M]."""
+        """Sum the blocks [G, e, c, M] for this rank over P ranks; the input is contiguous [P * G, e, c, M]."""
         if self.esp_group is None:
             return y_NecM
         num_sharing = self.esp_group.size()
@@ -211,13 +212,13 @@ class Collectives:
         return parts.view(num_sharing, *shape).sum(dim=0)
 
     def send_rows(self, x_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
-        """Exchange the rows of a chunk, contiguous, those for rank 0 first; on the way back with ``sizes.back``."""
+        """Exchange the rows of a chunk, contiguous, those for rank 0 first; combine passes ``sizes.back``."""
         if self.ep_group is None:
             return x_RM
         return self.exchange_rows(x_RM, self.ep_group, sizes)
 
     def gather_rows(self, x_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
-        """Gather the rows of each of P ranks, contiguous, not equally many: those of rank 0 first."""
+        """Gather the rows of each of P ranks, contiguous and of unequal number, those of rank 0 first."""
         if self.esp_group is None:
             return x_RM
         num_sharing = self.num_sharing
@@ -225,7 +226,7 @@ class Collectives:
         return exchange_sized(copies, [len(x_RM)] * num_sharing, sizes.gathered, self.esp_group)
 
     def reduce_rows(self, y_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
-        """Sum the rows meant for this rank over P ranks; the input is as :meth:`gather_rows` returns it."""
+        """Sum the rows for this rank over P ranks; the input has the layout of :meth:`gather_rows`."""
         if self.esp_group is None:
             return y_RM
         num_sharing, own = self.num_sharing, sizes.gathered[self.esp_group.rank()]
@@ -234,7 +235,7 @@ class Collectives:
 
     def reduce_method(self, y_NecM: torch.Tensor) -> ReduceMethod:
         """Return the method that reduces this tensor."""
-        # gloo's own is an all-reduce inside, and sends twice as much.
+        # gloo's reduce-scatter is an all-reduce inside, and sends twice as much.
         method: ReduceMethod = "exchange" if y_NecM.device.type == "cpu" else "backend"
         for from_bytes, name in self.reduces:
             if y_NecM.nbytes >= from_bytes:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells every rank that shares the experts of a layer how many rows the others send it.
+"""Exchanges the numbers of rows between the ranks that share the experts of a layer, ahead of the first chunk.
 
-Each rank tells each other one, in one exchange ahead of the first chunk, how many of its rows go to that one's experts
-in each segment of the tokens (:mod:`~ds_fsmoe.execution.row_sizes`). With that a rank knows all sizes of both phases.
-The host waits for these numbers once per call: what is received cannot be given memory otherwise.
+In one exchange, each rank sends every other the number of its rows for that rank's experts. These are counts per
+segment of the tokens (:mod:`~ds_fsmoe.execution.row_sizes`). All sizes of both phases follow from these counts. The
+host waits for them once per call, since the memory of received rows depends on them. A layer with unpadded dispatch
+calls it in each forward.
 
 Letters: E experts of all ranks, e experts on this rank, T segments, r chunks, G ranks of an EP group, P of an ESP
 group, N = P * G the ranks that rows come from, B the same ranks in the order of their group.
@@ -39,11 +40,10 @@ from ds_fsmoe.execution.row_sizes import (
     sizes_of_phases,
 )
 
-# ---- Lets ranks that share experts notice that they are in different forwards, before they compute with each other's
-# rows
+# ---- Detects that ranks which share experts are in different forwards, before they compute with each other's rows
 #
-# A rank that runs the model alone meets whatever forward the others run next: the exchange of counts pairs what comes
-# first. So the kind and the number of a forward travel with the counts.
+# If one rank runs the model alone, its exchange of counts pairs with the next forward of the others, whatever that is.
+# So the kind and the number of a forward are sent with the counts.
 
 
 _FAULT_BITS, _KIND_BITS, _NUMBER_BITS, _NAME_BITS = 2, 2, 26, 32
@@ -53,18 +53,18 @@ _names: dict[int, str] = {}
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a layer."""
+    """Identifies one forward of a layer."""
 
     name: int
     """The checksum of the layer's name, which is the same on every rank."""
     number: int
-    """The number of the layer's forwards up to this one."""
+    """The number of the layer's forwards so far, this one included."""
     kind: int
-    """The place in :data:`_KINDS`."""
+    """The index in :data:`_KINDS`."""
 
     @property
     def header(self) -> int:
-        """The number that travels, to which a fault of 0 to 3 is added."""
+        """Return the forward as one number, to which a fault of 0 to 3 is added."""
         number = self.number % (1 << _NUMBER_BITS)
         return ((self.name << _NUMBER_BITS | number) << _KIND_BITS | self.kind) << _FAULT_BITS
 
@@ -80,7 +80,7 @@ class Forward:
 
 
 def headed(fault: torch.Tensor, forward: Forward | None) -> torch.Tensor:
-    """Return the header that travels with a fault."""
+    """Return the header that is sent: a fault and the forward in one number."""
     return fault if forward is None else fault + forward.header
 
 
@@ -96,11 +96,11 @@ class Forwards:
         _names[self._name] = name
 
     def begin(self, is_training: bool, is_again: bool) -> Forward:
-        """Begin the next one.
+        """Count and return the next forward.
 
         Args:
             is_training: the mode of the layer.
-            is_again: whether it is computed again within the backward, and so is none of its own.
+            is_again: whether it is recomputed within the backward, and so has the number of the last one.
         """
         self._number += not is_again
         forward = Forward(self._name, self._number, is_training + 2 * is_again)
@@ -109,7 +109,7 @@ class Forwards:
 
 
 def faults_of(headers_N: np.ndarray, block: RowBlock) -> np.ndarray:
-    """Return the fault of each source, once all are known to be in the same forward.
+    """Return the fault of each source, after a check that all are in the same forward.
 
     Args:
         headers_N: the header of each source.
@@ -134,7 +134,7 @@ def faults_of(headers_N: np.ndarray, block: RowBlock) -> np.ndarray:
     return headers_N & ((1 << _FAULT_BITS) - 1)
 
 
-# ---- Tells every rank that shares the experts of a layer how many rows the others send it
+# ---- The exchange of counts
 
 
 FAULTS = {
@@ -147,7 +147,7 @@ FAULTS = {
 
 
 class RoutingError(ValueError):
-    """A gate's decision contradicts itself. Raised on every rank that shares the experts."""
+    """Reports a gate's decision that contradicts itself. It is raised on every rank that shares the experts."""
 
 
 def raise_fault(headers_N: np.ndarray, block: RowBlock, name: str) -> None:
@@ -173,14 +173,14 @@ def raise_fault(headers_N: np.ndarray, block: RowBlock, name: str) -> None:
 
 @dataclass
 class CountsExchange:
-    """An exchange of counts, while it travels. Made by :meth:`begin`."""
+    """Represents an exchange of counts in flight. Made by :meth:`begin`."""
 
     block: RowBlock
     token_chunks: TokenChunks
     own_ET: torch.Tensor
     received: torch.Tensor
-    """int64: of each rank of the block its header, its rows for each expert here in each segment, and, only where rows
-    of it rest here on their way, how many there are for each of their destinations in each segment."""
+    """int64: for each rank of the block its header, its rows for each expert here in each segment, and the numbers of
+    its rows that this rank forwards, for each destination in each segment."""
     forwarded: ForwardedRows | None
     work: Any
     name: str
@@ -196,16 +196,16 @@ class CountsExchange:
         name: str = "",
         forward: Forward | None = None,
     ) -> CountsExchange:
-        """Begin the exchange. Collective over the block.
+        """Start the exchange. Collective over the block.
 
         Args:
             counts_ET: [E, T] int64, the rows of this rank for each expert in each segment.
-            fault: scalar int64: 0, or what is wrong with the decision, see :data:`FAULTS`.
+            fault: scalar int64: 0, or the fault of the decision, see :data:`FAULTS`.
             block: the ranks that share the experts.
-            cuts: the cuts of the tokens.
-            passes_on: the rows that the all-to-all passes on over other ranks, which then have to know their sizes.
+            token_chunks: the chunks of the tokens.
+            forwarded: the rows that the all-to-all sends over other ranks, which then need their sizes.
             name: the layer's name, for messages.
-            forward: the forward, which has to be that of all ranks; ``None``: not known.
+            forward: the forward, which must be the same on all ranks; ``None``: unknown.
         """
         ranks = block.num_exchanging
         own_GX = counts_ET.reshape(ranks, -1)
@@ -231,7 +231,7 @@ class CountsExchange:
         return cls(block, token_chunks, counts_ET, received, forwarded, work, name)
 
     def wait(self) -> RowSizes:
-        """Return the sizes of the call. The host waits here for the device.
+        """Return the sizes of the call. The host waits for the device.
 
         Raises:
             RoutingError: the decision of a rank contradicts itself.
@@ -266,9 +266,9 @@ class CountsExchange:
 
         Args:
             own_ET: the rows of this rank, on the host.
-            host_NeT: the rows that come here from each source, on the host.
-            passed_XT: the rows that rest here on their way, of each pair in each segment, on the host.
-            arrived_NeT: the rows that come here, on the device.
+            host_NeT: the rows from each source for the experts here, on the host.
+            passed_XT: the rows that this rank forwards, of each pair in each segment, on the host.
+            arrived_NeT: the rows from each source for the experts here, on the device.
         """
         phase = partial(self._phase, own_ET, host_NeT, passed_XT, arrived_NeT)
         return sizes_of_phases(self.token_chunks, int(own_ET.sum()), phase, self.own_ET, arrived_NeT)
@@ -311,18 +311,18 @@ class CountsExchange:
 
 
 def _table(make: Callable[..., np.ndarray], like: torch.Tensor, block: RowBlock, *others: Any) -> torch.Tensor:
-    # A table is not to keep a process group.
+    # A table must not keep a process group alive.
     return TABLES.from_host(like, make, replace(block, group=None), *others)
 
 
 def _counts_to_forward(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> list[int]:
-    """Return for each rank of the block how many destinations go with its counts: those of its EP group alone have
-    any."""
+    """Return the number of destinations in the counts of each rank of the block; 0 outside its EP group."""
     return [len(of_ranks[ep]) if esp == block.esp_index else 0 for ep, esp in block.places]
 
 
 def _sent(block: RowBlock, here: int, num_segments: int, forwarded: ForwardedRows) -> np.ndarray:
-    """Return the positions of the header, the counts for each rank and the totals for each."""
+    """Return the positions of the header, the counts for each rank and the totals for each, in the order of the
+    message."""
     first = 1 + block.num_exchanging * (here - 1)
     found = []
     for ep, esp in block.places:
@@ -333,7 +333,7 @@ def _sent(block: RowBlock, here: int, num_segments: int, forwarded: ForwardedRow
 
 
 def _received(block: RowBlock, here: int, num_segments: int, forwarded: ForwardedRows) -> np.ndarray:
-    """Return where the headers and counts lie in what was received, source by source, and then what is passed on."""
+    """Return the positions of headers and counts in the received message, source by source, then of forwarded rows."""
     counts = _counts_to_forward(block, forwarded.resting_here)
     starts = np.cumsum([0, *(here + num_segments * each for each in counts)])
     found = [starts[source] + np.arange(here) for source in block.sources]
@@ -342,16 +342,16 @@ def _received(block: RowBlock, here: int, num_segments: int, forwarded: Forwarde
 
 
 def _pairs(forwarded: ForwardedRows) -> tuple[tuple[int, int], ...]:
-    """Return (source, destination) of the rows that rest here, in the order in which their counts come."""
+    """Return (source, destination) of the rows that this rank forwards, in the order of their counts."""
     return tuple((source, each) for source, those in enumerate(forwarded.resting_here) for each in those)
 
 
-# ---- Tells every rank of an EP group what comes to it, where each token crosses to a node once
+# ---- The exchange of counts and records of node-deduplicated dispatch
 #
-# Ahead of the first chunk each rank tells each other one, in one exchange, how many rows, copies and choices come
-# from it in each segment of the tokens: all sizes of both phases follow, and the host waits once. Then records
-# travel: to relays which row is copied to which rank, to the ranks of experts which copy is for which expert and with
-# which weight. When the backward is over the gradients of these weights travel back, a number for each choice.
+# Ahead of the first chunk each rank sends every other, in one exchange, the numbers of its rows, copies and choices in
+# each segment of the tokens. All sizes of both phases follow, and the host waits once. Then records are sent: to
+# forwarding ranks, which row is copied to which rank; to the ranks of experts, which copy is for which expert and with
+# which weight. After the backward the gradients of these weights are returned, a number for each choice.
 #
 # Letters: S tokens on this rank, K choices of a token, G ranks of the EP group, n nodes, p ranks in a node, E experts
 # of all ranks, e on this rank, T segments of the tokens, R choices that were not dropped.
@@ -359,7 +359,7 @@ def _pairs(forwarded: ForwardedRows) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class NodeRows:
-    """The rows of a decision, on the device. They lie expert by expert, and of each token by token."""
+    """Describes the rows of a decision, on the device, sorted by expert, and for each expert by token."""
 
     counts_ET: torch.Tensor
     """[E, T] int64: the choices of each expert in each segment."""
@@ -370,26 +370,26 @@ class NodeRows:
     row_of_choice_KS: torch.Tensor
     """[K, S] int64: the number of each choice's row, K * S where it was dropped."""
     rank_KS: torch.Tensor
-    """[K, S] int64: the rank of each choice's expert; any where it was dropped."""
+    """[K, S] int64: the rank of each choice's expert; any rank for a dropped choice."""
     is_on_GS: torch.Tensor
     """[G, S] bool: whether a token has an expert on a rank."""
     is_in_nS: torch.Tensor
-    """[n, S] bool: whether it has one in a node."""
+    """[n, S] bool: whether a token has an expert in a node."""
     fault: torch.Tensor
-    """Scalar int64: what is wrong with the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
+    """Scalar int64: the fault of the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
 
 
 @dataclass
 class NodeExchange:
-    """An exchange of counts, while it travels. Made by :meth:`begin`."""
+    """Represents an exchange of counts in flight, for node-deduplicated dispatch. Made by :meth:`begin`."""
 
     rows: NodeRows
     block: RowBlock
     links: NodeLinks
     token_chunks: TokenChunks
     received_GX: torch.Tensor
-    """[G, 1 + e * T + (1 + p) * T] int64: of each rank its header, its choices of each expert here, its tokens with an
-    expert in this node and with one on each of its ranks."""
+    """[G, 1 + e * T + (1 + p) * T] int64: for each rank its header, its choices of each expert here, its tokens with an
+    expert in this node, and those with an expert on each rank of it."""
     work: Any
     name: str
     _counts: NodeCounts | None = field(default=None, init=False)
@@ -404,15 +404,15 @@ class NodeExchange:
         name: str = "",
         forward: Forward | None = None,
     ) -> NodeExchange:
-        """Begin the exchange. Collective over the block.
+        """Start the exchange. Collective over the block.
 
         Args:
-            rows: of this rank.
-            block: the ranks that share the experts; in the order of the EP group.
+            rows: the rows of this rank.
+            block: the ranks that share the experts, in the order of the EP group.
             links: the levels of the EP group.
-            cuts: the cuts of the tokens.
+            token_chunks: the chunks of the tokens.
             name: the layer's name, for messages.
-            forward: the forward, which has to be that of all ranks; ``None``: not known.
+            forward: the forward, which must be the same on all ranks; ``None``: unknown.
         """
         ranks = len(rows.counts_GT)
         node_G = links.node_of_each(rows.counts_GT)
@@ -425,8 +425,9 @@ class NodeExchange:
         return cls(rows, block, links, token_chunks, received_GX, work, name)
 
     def wait(self) -> torch.Tensor:
-        """Return [R] int64: ``choice * S + token`` of each choice of this rank's tokens that was not dropped. The host
-        waits here for the device.
+        """Return ``choice * S + token`` of each choice of this rank's tokens that was not dropped, [R] int64.
+
+        The host waits for the device.
 
         Raises:
             RoutingError: the decision of a rank contradicts itself.
@@ -464,28 +465,28 @@ class NodeExchange:
         return found.scatter_(0, places, torch.arange(len(places), device=places.device))[: int(own_ET.sum())]
 
     def records(self, choice_of_row_R: torch.Tensor, weights_R: torch.Tensor) -> NodeCall:
-        """Send the records, after :meth:`wait`. Collective over the block; nothing waits for the device.
+        """Send the records, after :meth:`wait`. Collective over the block, without a wait for the device.
 
         Args:
-            choice_of_row_R: what :meth:`wait` has returned.
-            weights_R: [R] float32 or float64, their weights.
+            choice_of_row_R: the result of :meth:`wait`.
+            weights_R: [R] float32 or float64, the weights of these choices.
         """
         counts, rows = self._counts, self.rows
         num_choices, num_tokens = rows.rank_KS.shape
         choice_R = torch.div(choice_of_row_R, max(1, num_tokens), rounding_mode="floor")
         token_R = choice_of_row_R % max(1, num_tokens)
-        # Of each token its number among those with an expert on a rank, or in a node.
+        # For each token, its number among the tokens with an expert on a rank, or in a node.
         on_rank_GS = rows.is_on_GS.cumsum(1) - 1
         in_node_nS = rows.is_in_nS.cumsum(1) - 1
         row_R = on_rank_GS[rows.rank_KS.reshape(-1)[choice_of_row_R], token_R]
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
-        # The memory of numbers as int32, one or two for each.
+        # The memory of weights as int32, one or two per weight.
         weights_RW = weights_R.contiguous().view(torch.int32).view(len(weights_R), weights_R.itemsize // 4)
         packed_RW = torch.cat([words_R1, weights_RW], dim=1)
         with waiting("the exchange of records of", self.name):
             received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
-        # To the relay in a node go the copies for its ranks: the tokens with an expert on each, rank by rank.
+        # The forwarding rank of a node gets the copies for its ranks: the tokens with an expert on each, rank by rank.
         is_on_GS = rows.is_on_GS[self.links.rank_of_each(rows.is_on_GS)]
         numbers_GS = in_node_nS.repeat_interleave(self.links.per_node, dim=0)
         copies_sent, copies_received = counts.forwarded_sizes
@@ -504,24 +505,24 @@ class NodeExchange:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """Holds one rank's data of one call."""
+    """Holds one rank's data of one call of node-deduplicated dispatch."""
 
     sizes: RowSizes
     weights_R: torch.Tensor
-    """The weights of the choices of experts here, in the order of records."""
+    """The weights of the choices of this rank's experts, in the order of records."""
     block: RowBlock
     choices_sent: list[int]
     """The records to each of G ranks."""
     choices_received: list[int]
-    """The records from each."""
+    """The records from each of G ranks."""
     results: list[torch.Tensor] = field(default_factory=list)
-    """The results of experts that are called as a whole, from the forward to the backward."""
+    """The results of experts that are called as one module, kept from the forward to the backward."""
 
     def back(self, gradients_R: torch.Tensor) -> torch.Tensor:
         """Return the gradients of the weights of this rank's choices. Collective over the block.
 
         Args:
-            gradients_R: those of the choices of experts here, in the order of records.
+            gradients_R: those of the choices of this rank's experts, in the order of records.
         """
         with waiting("the gradients of the weights of choices"):
             return exchange_sized(gradients_R, self.choices_received, self.choices_sent, self.block.group)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps tables on a device, copies to the host without waiting, and knows the rules of CUDA graph capture."""
+"""Caches tables on a device, copies to the host without a wait, and handles the rules of CUDA graph capture.
+
+``row_sizes``, ``counts_exchange`` and ``slot_chunks`` keep index tables here. Telemetry and layers use
+:class:`HostCopy`, and ``stream_lanes`` the rules of captures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import torch
 
-# ---- Rules for CUDA graph capture: what must not be done meanwhile, and how a thread may still query a device
+# ---- Rules of CUDA graph capture: what is forbidden during it, and how a thread may still query a device
 
 
 _RELAXED = 2
@@ -22,8 +26,8 @@ _RELAXED = 2
 
 
 def is_capturing() -> bool:
-    """Whether work that this thread gives its current stream becomes part of a graph instead of being done."""
-    with suppress(RuntimeError):  # a torch without CUDA, or a device that has failed and says so where it is used
+    """Return True if work on this thread's current stream is captured into a graph instead of executed."""
+    with suppress(RuntimeError):  # a torch without CUDA, or a failed device, which raises where it is used
         return torch.cuda.is_current_stream_capturing()
     return False
 
@@ -32,9 +36,9 @@ def is_capturing() -> bool:
 def allow_queries_in_captures() -> Iterator[None]:
     """Allow this thread to query events inside the block while other threads capture graphs.
 
-    CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an
-    event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were
-    recorded outside of captures, and nothing is waited for or allocated.
+    CUDA aborts a capture in the default mode if any thread of the process queries an event of any stream. A thread in
+    relaxed mode is exempt. That is safe here: the queried events were recorded outside of captures, and the block
+    neither waits nor allocates.
     """
     exchange = _exchange_capture_mode()
     mode = ctypes.c_int(_RELAXED)
@@ -44,12 +48,12 @@ def allow_queries_in_captures() -> Iterator[None]:
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))  # the mode that there was
+        exchange(ctypes.byref(mode))  # restores the earlier mode
 
 
 @functools.cache
 def _exchange_capture_mode() -> Callable[..., int] | None:
-    """Return the driver's function if it exists: it is loaded wherever CUDA is used, for any build of torch."""
+    """Return the driver's function, or ``None``; it is loaded wherever CUDA is used, for any build of torch."""
     with suppress(OSError, AttributeError):
         if torch.version.hip is not None:
             return ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode
@@ -57,14 +61,14 @@ def _exchange_capture_mode() -> Callable[..., int] | None:
     return None
 
 
-# ---- Copies what a device has computed to the host, through memory that the device writes by itself
+# ---- Copies from a device to the host, through pinned memory
 
 
 class HostCopy:
-    """A copy on its way to the host; the tensor itself, where that is on the host already.
+    """Represents a copy to the host in flight; for a tensor on the host, the tensor itself.
 
     Args:
-        tensor: any shape and dtype. It stays as it is until the copy has arrived.
+        tensor: any shape and dtype. It must not be changed before the copy has arrived.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -77,35 +81,35 @@ class HostCopy:
         self._arrived.record()
 
     def has_arrived(self) -> bool:
-        """Return whether :meth:`wait` would return at once."""
+        """Return True if :meth:`wait` would return at once."""
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> torch.Tensor:
-        """Return the copy, on the host. The host waits here for the device."""
+        """Return the copy, on the host. The host waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
 
 
-# ---- Tables of numbers on a device, kept between calls: they depend on sizes, which rarely change
+# ---- Tables on a device, kept between calls: they depend on sizes, which rarely change
 
 
 class DeviceTables:
     """Caches tables by their sources.
 
-    On CUDA each stream has its own, because nothing orders one stream's first use after the kernels of another stream
-    that filled the table.
+    On CUDA each stream has its own tables, because another stream's kernels that filled a table are not ordered before
+    its use.
 
     Args:
-        limit_bytes: the limit for all tables; the least recently used are dropped. Sizes that follow from the tokens
-            would otherwise fill a device's memory with tables that are never used again.
+        limit_bytes: the limit for all tables; the least recently used are dropped. Otherwise sizes that depend on the
+            tokens would fill the device with tables that are used once.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
         self._num_bytes = 0
-        # A forward that is computed again runs in a thread of autograd's.
+        # A recomputed forward runs in a thread of autograd.
         self._lock = threading.Lock()
 
     def get(self, made_of: Hashable, like: torch.Tensor, make: Callable[[torch.device], torch.Tensor]) -> torch.Tensor:
@@ -117,7 +121,7 @@ class DeviceTables:
             make: makes the table on a device.
         """
         device = like.device
-        # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
+        # A tensor made during a capture belongs to the graph, and one made by a tracer has no values.
         if type(like) is not torch.Tensor or (like.is_cuda and is_capturing()):
             return make(device)
         key = made_of, device, torch.cuda.current_stream(device).cuda_stream if like.is_cuda else 0

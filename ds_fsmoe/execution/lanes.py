@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes run a schedule: every task on its lane, after the tasks that it needs.
+"""Runs schedules on lanes: every task on its lane, after the tasks that it needs.
 
-``ds_fsmoe.planning.timeline.simulate`` plays the same list against a clock. One object owns all lanes of an engine and
-serves many runs:
+``pipeline`` and the profiler run schedules here; ``ds_fsmoe.planning.timeline.simulate`` plays the same list against a
+clock. One object owns all lanes of an engine and serves many runs:
 
-- :class:`SerialLanes` does one task after another, in the order of the list: the reference;
+- :class:`SerialLanes` runs one task after another, in the order of the list: the reference;
 - :class:`~ds_fsmoe.execution.thread_lanes.ThreadLanes` (CPU): a link is a thread;
 - :class:`~ds_fsmoe.execution.stream_lanes.StreamLanes` (CUDA): a link is a stream.
 
-No schedule can hang any of them: consider the earliest task in the list that is not done. All it needs is done, and so
-collective of each lane, as threads have, or starts them in the order of the list. A GPU does neither by itself: see
-the same collectives in the same order, if each process group is used on one lane only and either a rank has room for a
-collective of each lane, as threads have, or begins them in the order of the list. A GPU does neither by itself: see
-``distributed/nccl.py``.
+No schedule can deadlock on one rank. Consider the earliest task in the list that is not done: all tasks that it needs
+are done, and so are the earlier tasks of its lane. Ranks do not deadlock with each other under three conditions. All
+ranks run the same collectives in the same order. Each process group is used on one lane only. A rank either can run a
+collective of each lane at once, as threads can, or starts them in the order of the list. A GPU guarantees neither by
+itself: see ``distributed/nccl.py``.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ import torch
 
 from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule, Task
 
-# ---- The lane crossings of a schedule: the waits that the order within the lanes does not already ensure
+# ---- The dependencies between lanes: the waits that the order within the lanes does not already ensure
 #
-# A lane does its tasks in order, so a need within a lane costs nothing. Of several needs on one other lane the last
-# is enough, and a lane need not wait twice for the same task. What is left are the crossings, and every kind of lanes
-# waits for exactly these.
+# A lane runs its tasks in order, so a dependency within a lane needs no wait. Of several on one other lane the last is
+# enough, and a lane need not wait twice for the same task. Every kind of lanes waits for exactly the rest.
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A task as its lane runs it."""
+    """Holds a task with its waits, as its lane runs it."""
 
     index: int
     """The index of the task in the schedule."""
     task: Task
     needs: tuple[int, ...]
-    """The numbers of the crossings that the task waits for."""
+    """The numbers of the dependencies that the task waits for."""
     feeds: tuple[int, ...]
-    """The numbers of the crossings that the task opens when it is done."""
+    """The numbers of the dependencies that the finished task fulfils."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """A schedule that is ready to run."""
+    """Holds a schedule with its dependencies, ready to run."""
 
     steps: tuple[Step, ...]
     """The steps in the order of issue."""
@@ -58,23 +57,23 @@ class Dependencies:
     links: tuple[Lane, ...]
     """The lanes besides COMPUTE that have tasks."""
     joins: tuple[int, ...]
-    """The numbers of the crossings that COMPUTE waits for after its last task, so that all is done."""
+    """The numbers of the dependencies that COMPUTE waits for after its last task, so that all tasks are done."""
     count: int
-    """The number of crossings, numbered from 0."""
+    """The number of dependencies, numbered from 0."""
     kinds: frozenset[str]
     """The kinds that need a body: all but HOLD."""
 
 
-# Kept per schedule object for as long as that lives. By identity: a schedule's hash goes through all of its tasks.
+# Kept per schedule object for its lifetime. By identity, as a schedule's hash iterates over all of its tasks.
 _known: dict[int, Dependencies] = {}
 
 
 def dependencies_of(schedule: Schedule) -> Dependencies:
-    """Return the crossings of a schedule, computed once per schedule object."""
+    """Return the dependencies between the lanes of a schedule, computed once per schedule object."""
     found = _known.get(id(schedule))
     if found is None:
         found = _find(schedule)
-        # First: an interrupt in between must not leave an entry that outlives the schedule, whose id is used again.
+        # First: an interrupt in between must not leave an entry that outlives the schedule, whose id may be reused.
         weakref.finalize(schedule, _known.pop, id(schedule), None)
         _known[id(schedule)] = found
     return found
@@ -87,7 +86,7 @@ def _find(schedule: Schedule) -> Dependencies:
     seen = {(lane, other): -1 for lane in Lane for other in Lane}  # the last task of `other` that `lane` waited for
 
     def cross(needed: int, lane: Lane) -> int | None:
-        """Return the number of a new crossing from a task to a lane, or ``None`` if the lane has waited already."""
+        """Return the number of a new dependency of a lane on a task, or ``None`` if the lane has waited already."""
         nonlocal count
         other = schedule.tasks[needed].lane
         if other is lane or needed <= seen[lane, other]:
@@ -98,7 +97,7 @@ def _find(schedule: Schedule) -> Dependencies:
         return count - 1
 
     for index, task in enumerate(schedule.tasks):
-        # Downwards: the last needed one of a lane comes first and makes the others superfluous.
+        # In reverse: the last needed task of a lane comes first and makes the others superfluous.
         found = (cross(needed, task.lane) for needed in sorted(task.after, reverse=True))
         needs[index] = [number for number in found if number is not None]
     links = tuple(lane for lane in Lane if lane is not Lane.COMPUTE and schedule.lanes[lane])
@@ -116,39 +115,43 @@ def _find(schedule: Schedule) -> Dependencies:
     )
 
 
-# ---- Lanes run a schedule: every task on its lane, after the tasks that it needs
+# ---- Lanes, and runs on them
 
 
 Body = Callable[[Task], None]
-"""Does a task and knows what the task reads and writes. It must not start a run on the lanes it runs on."""
+"""Runs a task on the data that belongs to it. It must not start a run on its own lanes."""
 
 
 class Observer:
     """Receives events on the lane where they happen; methods that are not overridden do nothing.
 
-    On CUDA the lane's stream is the current one in all three, so an event recorded there is on the lane. On the CPU
-    ``begin`` and ``end`` are called from the lane's thread, so several may be under way at once. An error of an
-    observer is an error of its task.
+    On CUDA the lane's stream is current in all three, so an event recorded there is on the lane. On the CPU ``begin``
+    and ``end`` are called from the lane's thread, so several calls may be concurrent. An error of an observer is an
+    error of its task.
     """
 
     def of_run(self, schedule: Schedule, label: str) -> Observer:
-        """Return what is told of the tasks of a run that is about to begin: itself, after :meth:`start`, unless it has
-        to tell the tasks of runs that take turns apart."""
+        """Return the observer of the tasks of a run that is about to begin.
+
+        The default calls :meth:`start` and returns itself. An observer that separates the tasks of concurrent runs
+        returns another.
+        """
         self.start(schedule, label)
         return self
 
     def start(self, schedule: Schedule, label: str) -> None:
-        """Called when a run is about to begin, on the caller's thread and stream."""
+        """Receive the start of a run, on the caller's thread and stream."""
 
     def begin(self, index: int, task: Task) -> None:
-        """Called when a task is about to begin: everything it needs is done."""
+        """Receive the start of a task: all tasks that it needs are done."""
 
     def end(self, index: int, task: Task) -> None:
-        """Called when the task has ended or its body has raised; tasks that need it have not begun."""
+        """Receive the end of a task, or the error of its body; tasks that need it have not begun."""
 
 
 class Mark:
-    """The progress of a lane: (label of the run, task) of the task begun last and of the task finished last."""
+    """Holds the progress of a lane: (label of the run, task) of the task that began last and of the one that finished
+    last."""
 
     __slots__ = ("begun", "finished")
 
@@ -158,7 +161,7 @@ class Mark:
 
 
 class LaneWork:
-    """The work that one run asks of its lanes."""
+    """Holds the bodies, the label and the observer of one run."""
 
     def __init__(self, bodies: Mapping[str, Body], label: str, observer: Observer | None) -> None:
         self._bodies = bodies
@@ -166,7 +169,7 @@ class LaneWork:
         self._observer = observer
 
     def do(self, step: Step, mark: Mark) -> None:
-        """Do a task now in this thread; an error is raised with a note that names the task."""
+        """Run a task in this thread; an error is raised with a note that names the task."""
         task, observer = step.task, self._observer
         mark.begun = self.label, task
         try:
@@ -187,66 +190,67 @@ class LaneWork:
 
 
 class LaneRun(ABC):
-    """A run that has begun. Its tasks are handed out in the order of the list, up to a point at a time; others may be
-    begun in between. Every rank hands out the same tasks of the same runs in the same order."""
+    """Represents a run that has begun. Its tasks are started in the order of the list, up to a given index at a time.
+
+    Other runs may begin in between. Every rank starts the same tasks of the same runs in the same order.
+    """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
 
     def go(self, stop: int, joins: bool = False) -> None:
-        """Hand out the tasks before index ``stop``: links begin them when they may, and those of COMPUTE are done, or
-        on CUDA issued, on return.
+        """Start the tasks before index ``stop``. On return those of COMPUTE are done, or on CUDA issued.
 
         Args:
-            stop: the index of the first task that is not handed out.
-            joins: whether to wait for those of the links as well, or let the compute stream wait.
+            stop: the index of the first task that is not started.
+            joins: whether to wait for tasks of the links too, or let the compute stream wait.
 
         Raises:
-            RuntimeError, BaseException: see :meth:`Lanes.run`; nothing may be asked of the run after that.
+            RuntimeError, BaseException: see :meth:`Lanes.run`; the run must not be used after that.
         """
         self._lanes._let(self, stop, joins)
 
     def finish(self) -> None:
-        """Hand out the rest and wait for all of it, as :meth:`Lanes.run` does. Raises like :meth:`go`."""
+        """Start the remaining tasks and wait for all, as :meth:`Lanes.run` does. Raises like :meth:`go`."""
         self._lanes._let(self, None, joins=True)
 
     @abstractmethod
     def _go(self, stop: int | None) -> None:
-        """Hand out tasks up to ``stop``; ``None``: all."""
+        """Start tasks up to ``stop``; ``None``: all."""
 
     @abstractmethod
     def _join(self) -> None:
-        """Wait for all tasks that have been handed out, or let the compute stream wait for them."""
+        """Wait for all started tasks, or let the compute stream wait for them."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Abandon the run, and wait for tasks that have started. Raises nothing."""
+        """Abandon the run, and wait for tasks that have started. Raises no error."""
 
 
 class Lanes(ABC):
-    """All lanes of one engine.
+    """Runs schedules on all lanes of one engine.
 
-    Only one run at a time may go on: a second one from another thread or from inside a body is refused
-    (:class:`SerialLanes` allows the latter); those that have begun and wait to go on do not count. An expert that holds
-    another MoE layer gives that layer its own lanes and process groups: on shared ones, the order of the inner and the
-    outer collectives would be left to chance.
+    Only one run at a time may be active; runs that have begun and are paused do not count. A second run from another
+    thread or from inside a body is refused (:class:`SerialLanes` allows the latter). An expert that contains another
+    MoE layer needs its own lanes and process groups for that layer. On shared ones, the order of inner and outer
+    collectives would differ between ranks.
     """
 
     overlap: ClassVar[Mapping[Lane, str]]
-    """Describes what a lane is and what it may overlap with."""
+    """Describes each lane, and the lanes that it may overlap with."""
     runs_behind: ClassVar[bool] = False
     """Whether a body only issues its work to its lane's stream before it returns. Then every tensor that is made on one
-    lane and used on another has to be kept until the run is over."""
+    lane and used on another must be kept until the run is over."""
     _nests: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._marks = {lane: Mark() for lane in Lane}
         self._is_running = False
         self._has_run = False
-        """Whether a run has come to its end: a watchdog gives the first one more time."""
+        """Whether a run has finished: a watchdog allows the first one more time."""
         self._is_closed = False
         self.on_error: Callable[[BaseException], None] | None = None
-        """Is called with the error of a run before the caller can catch it."""
+        """Called with the error of a run before the caller can catch it."""
 
     def run(
         self,
@@ -261,9 +265,9 @@ class Lanes(ABC):
 
         Args:
             schedule: the tasks to run. Data derived from it is kept with the object, so keep and reuse it.
-            bodies: kind -> the body that does tasks of that kind. HOLD needs none and does nothing.
+            bodies: kind -> the body that runs tasks of that kind. HOLD needs none.
             label: the name of this run, for messages and for :meth:`progress`, such as "forward".
-            observer: is told when tasks begin and end.
+            observer: receives the start and end of tasks.
 
         Raises:
             ValueError: kinds without a body; nothing has begun.
@@ -280,7 +284,7 @@ class Lanes(ABC):
         label: str = "",
         observer: Observer | None = None,
     ) -> LaneRun:
-        """Begin a run and do nothing of it yet; arguments and errors as in :meth:`run`."""
+        """Prepare a run without starting a task; arguments and errors as in :meth:`run`."""
         self._check_free()
         dependencies = dependencies_of(schedule)
         if not dependencies.kinds <= bodies.keys():
@@ -328,17 +332,17 @@ class Lanes(ABC):
         """Return a run of these steps."""
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
-        """Map each lane to the task begun last and the one finished last, as "label/name"; "" where there is none yet.
+        """Map each lane to its last started and last finished task, as "label/name"; "" if there is none yet.
 
-        For a watchdog: it may be called from any thread, while a run is under way and while it hangs.
+        For a watchdog: it may be called from any thread, during a run and while it hangs.
         """
         return {lane: (lane_name(mark.begun), lane_name(mark.finished)) for lane, mark in self._marks.items()}
 
     def close(self) -> None:
-        """Release everything; running afterwards is an error, closing again is not.
+        """Release all resources. A later run is an error; a second close is not.
 
         Raises:
-            RuntimeError: a run is under way.
+            RuntimeError: a run is active.
         """
         if self._is_running:
             raise RuntimeError(f"{type(self).__name__} cannot be closed during a run")
@@ -346,7 +350,7 @@ class Lanes(ABC):
 
 
 def lane_name(at: tuple[str, Task] | None) -> str:
-    """Return "label/name" of a task for messages; "" for none."""
+    """Return "label/name" of a task for messages; "" for ``None``."""
     if at is None:
         return ""
     label, task = at
@@ -356,7 +360,7 @@ def lane_name(at: tuple[str, Task] | None) -> str:
 class SerialLanes(Lanes):
     """Runs one task after another, in the order of the list, in the caller's thread and on its current stream.
 
-    It is the reference for the other lanes, and the only one in which a body may start a run of its own.
+    It is the reference for the other lanes, and the only kind in which a body may start a run.
     """
 
     overlap: ClassVar[Mapping[Lane, str]] = dict.fromkeys(Lane, "the caller's thread and stream; overlaps with nothing")
@@ -367,7 +371,7 @@ class SerialLanes(Lanes):
 
 
 class _SerialRun(LaneRun):
-    """Does one task after another in the caller's thread."""
+    """Runs one task after another in the caller's thread."""
 
     def __init__(self, lanes: SerialLanes, dependencies: Dependencies, work: LaneWork) -> None:
         super().__init__(lanes)
@@ -382,24 +386,24 @@ class _SerialRun(LaneRun):
             work.do(step, marks[step.task.lane])
 
     def _join(self) -> None:
-        """Return: nothing is under way."""
+        """Return at once, as no task is active."""
 
     def abandon(self) -> None:
         self._at = len(self._steps)
 
 
 def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = False) -> Lanes:
-    """Make the lanes for a device.
+    """Create the lanes for a device.
 
     Args:
         device: the device of the tasks' tensors.
-        overlap: whether lanes may work at the same time; otherwise :class:`SerialLanes`.
-        one_link: on a GPU, whether the two links take turns instead of overlapping; they still overlap computation.
+        overlap: whether lanes may run concurrently; otherwise :class:`SerialLanes`.
+        one_link: on a GPU, whether the two links share a stream instead of overlapping; they still overlap computation.
 
     Raises:
         ValueError: lanes cannot overlap on that device.
     """
-    # Both build on this file.
+    # Both import this module.
     from ds_fsmoe.execution.stream_lanes import StreamLanes
     from ds_fsmoe.execution.thread_lanes import ThreadLanes
 
@@ -413,7 +417,7 @@ def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = Fals
 
 
 class Together(Observer):
-    """Combines several observers: they are told of a beginning in order, and of an end in reverse order."""
+    """Combines several observers: they receive a start in their order, and an end in reverse order."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two levels of an EP group that has equally many ranks in each of several nodes.
+"""The two levels of an EP group with equally many ranks in each of several nodes, and exchanges along each level.
+
+Node-deduplicated dispatch uses it for tokens, and ``ds_fsmoe.gradients`` for hierarchical reductions.
 
 Letters: G ranks of the EP group, n nodes, p ranks of it in a node.
 """
@@ -19,10 +21,10 @@ from ds_fsmoe.execution.device_tables import TABLES
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """The ranks of an EP group node by node, and this rank's communicators along each kind of link."""
+    """Holds the ranks of an EP group by node, and this rank's communicators along each kind of link."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Of each node its ranks, as indices in the EP group; a rank's place is the same in every node."""
+    """The ranks of each node, as indices in the EP group; the index within a node is a rank's place."""
     rank: int
     """This rank's index in the EP group."""
     between: dist.ProcessGroup | None = None
@@ -32,38 +34,38 @@ class NodeLinks:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes, n."""
+        """Return the number of nodes, n."""
         return len(self.ranks)
 
     @property
     def per_node(self) -> int:
-        """The number of ranks in a node, p."""
+        """Return the number of ranks in a node, p."""
         return len(self.ranks[0])
 
     @cached_property
     def node(self) -> int:
-        """This rank's node."""
+        """Return this rank's node."""
         return next(node for node, ranks in enumerate(self.ranks) if self.rank in ranks)
 
     @property
     def place(self) -> int:
-        """This rank's place in its node."""
+        """Return this rank's place in its node."""
         return self.ranks[self.node].index(self.rank)
 
     def node_of_each(self, like: torch.Tensor) -> torch.Tensor:
-        """Return [G] int64: the node of each rank, on the device of a tensor."""
+        """Return the node of each rank, [G] int64, on the device of a tensor."""
         return TABLES.from_host(like, _node_of_each, self.ranks)
 
     def rank_of_each(self, like: torch.Tensor) -> torch.Tensor:
-        """Return [n * p] int64: the ranks node by node, on the device of a tensor."""
+        """Return the ranks node by node, [n * p] int64, on the device of a tensor."""
         return TABLES.from_host(like, np.ravel, self.ranks)
 
     def exchange_between(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """Send rows to the ranks of the same place, those for the first node first."""
+        """Exchange rows with the ranks of the same place in all nodes, those for the first node first."""
         return exchange_sized(x_RM, sends, receives, self.between)
 
     def exchange_inside(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """Send rows to the ranks of the node, those for the first place first."""
+        """Exchange rows with the ranks of this node, those for the first place first."""
         return exchange_sized(x_RM, sends, receives, self.inside)
 
 
@@ -74,7 +76,7 @@ def _node_of_each(ranks: tuple[tuple[int, ...], ...]) -> np.ndarray:
 def exchange_sized(
     x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Send to each rank as many of dimension 0, contiguous, as ``sends`` says, and receive as ``receives`` says."""
+    """Send ``sends[i]`` contiguous rows of dimension 0 to each rank i, and return ``receives[i]`` rows from each."""
     y = x.new_empty(sum(receives), *x.shape[1:])
     dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
     return y

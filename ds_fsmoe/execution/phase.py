@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One phase of one call of a layer's experts: its chunks and their current state.
+"""Runs one phase of one call of a layer's experts: the bodies of its tasks, and the present state of each chunk.
+
+``call`` creates a :class:`PhaseRun` per phase. The layouts ``row_chunks`` and ``slot_chunks`` implement :class:`Chunks`
+for unpadded and padded dispatch.
 
 Letters: N ranks that rows come from, e experts on this rank, C slots per expert, M width.
 """
@@ -37,16 +40,16 @@ from ds_fsmoe.planning.schedule import (
 
 Direction = Literal["forward", "backward"]
 Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
-"""Maps ``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are the paper's hooks."""
+"""Maps ``(point, tensor, direction, chunk)`` to the tensor to continue with; the points are the paper's hooks."""
 
 
 class Chunks:
-    """The chunks of a phase: where their rows lie, and how many they are on their way.
+    """Represents the chunks of a phase: their layout and their sizes.
 
-    Each kind has, besides, what its rows need: ``read`` gives the rows that are sent; ``dispatch``, ``gather``,
-    ``reduce`` and ``combine`` send them, or ``leg`` by one of the two parts of an all-to-all; ``compute`` gives them to
-    the experts, and ``write`` puts what came back where its tokens are. Where each token crosses to a node once,
-    ``copied`` and ``added`` are ahead of ``gather`` and behind ``reduce``.
+    Each subclass also has the operations of its rows. ``read`` returns the rows to send. ``dispatch``, ``gather``,
+    ``reduce`` and ``combine`` send them, or ``leg`` sends by one of the two parts of an all-to-all. ``compute`` passes
+    them to the experts, and ``write`` writes results to the places of their tokens. With node-deduplicated dispatch,
+    ``copied`` comes ahead of ``gather`` and ``added`` behind ``reduce``.
 
     Args:
         collectives: the collectives to the other ranks.
@@ -61,61 +64,67 @@ class Chunks:
         self._result_RM: torch.Tensor | None = None
 
     def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Refuse a hook's output of another shape where it must not change; it may, if it is whole again at the end."""
+        """Refuse a hook's output of another shape where it must keep it; slots may change while the final shape is
+        right."""
 
     def quantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return a chunk as it travels. One of slots has its own type on any wire."""
+        """Return a chunk in the communication dtype. Slots keep their own dtype."""
         return x
 
     def dequantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Undo :meth:`quantised` for what has come."""
+        """Return a received chunk in its own dtype, the inverse of :meth:`quantised`."""
         return x
 
     def stayed(self, x: torch.Tensor, way: int) -> torch.Tensor:
-        """Return a chunk that no task has sent, as it would have come; way 0 is the one to the experts, 1 the one
-        back."""
+        """Return a chunk that no task has sent, as it would be received.
+
+        Args:
+            x: the chunk.
+            way: 0 for dispatch, 1 for combine.
+        """
         return x
 
     def copied(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return what :meth:`gather` takes for the ranks of a node."""
+        """Return the copies of a chunk for the ranks of a node, the input of :meth:`gather`."""
         return x
 
     def added(self, y: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return the sums of what :meth:`reduce` has brought from the ranks of a node."""
+        """Return the sums of the results of :meth:`reduce` over the ranks of a node."""
         return y
 
     def dispatched(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of :meth:`dispatch` as :meth:`gather` takes it."""
+        """Return the output of :meth:`dispatch` in the layout of :meth:`gather`."""
         return x
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows at the experts as experts are called as one module, [N, e, c, M]. Only where there is one
-        chunk."""
+        """Return the rows at the experts in the layout of experts in one module, [N, e, c, M]. Only for one chunk."""
         return x
 
     def parted(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`whole` for the results."""
+        """Return results in the layout of the chunk, the inverse of :meth:`whole`."""
         return y_NecM
 
     def leaving(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the results as :meth:`combine` takes them."""
+        """Return the results in the layout of :meth:`combine`."""
         return y
 
     def weight_gradients(self) -> torch.Tensor | None:
-        """Return the gradients of the weights of this rank's choices, after all tasks of a backward; ``None`` where
-        results are added up elsewhere. Collective."""
+        """Return the gradients of the weights of this rank's choices, after all tasks of a backward. Collective.
+
+        ``None`` where the layer adds up results after combine.
+        """
         return None
 
     def result(self) -> torch.Tensor:
-        """Return as many rows as were given."""
+        """Return as many rows as the phase started with."""
         return self._result_RM
 
 
 class PhaseRun:
-    """Moves the chunks through a phase: each task takes its chunk from where the previous task left it.
+    """Moves the chunks through a phase: each task continues with the result of its chunk's previous task.
 
     Args:
-        chunks: the chunks of the phase: where their rows lie, and how many they are on their way.
+        chunks: the chunks of the phase.
         hook: the layer's hook.
         direction: the phase, forward or backward.
         holds: whether to keep every tensor until the phase is over, for lanes that run behind the host.
@@ -127,7 +136,7 @@ class PhaseRun:
         self._direction: Direction = direction
         self._at: dict[int, torch.Tensor] = {}
         self._back: set[int] = set()
-        # The memory of a tensor that another stream uses must not be given away before the join.
+        # The memory of a tensor that another stream uses must not be reused before the join.
         self._kept_tensors: list[torch.Tensor] | None = [] if holds else None
 
     def communication(self, schedule: Schedule) -> dict[str, Body]:
@@ -146,7 +155,7 @@ class PhaseRun:
         return travel
 
     def _narrow_in(self, is_in_two: bool) -> dict[str, Body]:
-        """Return the bodies of a way to the experts with conversions; what sends rows takes them as they lie.
+        """Return the bodies of dispatch with conversions; bodies that send take rows in their present dtype.
 
         Args:
             is_in_two: whether the all-to-all is in two parts.
@@ -166,7 +175,7 @@ class PhaseRun:
         )
 
     def _narrow_out(self, is_in_two: bool) -> dict[str, Body]:
-        """Return the bodies of a way back with conversions; see :meth:`_narrow_in`."""
+        """Return the bodies of combine with conversions; see :meth:`_narrow_in`."""
         chunks, step = self._chunks, self._step
         legs = {each: step(partial(chunks.leg, each)) for each in (A2A_OUT, A2A_OUT_NODE) if is_in_two}
         return (
@@ -182,7 +191,7 @@ class PhaseRun:
         )
 
     def _step(self, *does: Callable[[torch.Tensor, int], torch.Tensor]) -> Body:
-        """Return the body that does these with a chunk where it lies, one after another."""
+        """Return a body that applies these functions to a chunk, one after another."""
 
         def work(task: Task) -> None:
             x = self._at[task.chunk]
@@ -193,12 +202,12 @@ class PhaseRun:
         return work
 
     def weight_gradients(self) -> torch.Tensor | None:
-        """Return the gradients of the weights of this rank's choices, after all tasks of a backward; ``None`` where
-        results are added up elsewhere. Collective."""
+        """Return the gradients of the weights of this rank's choices; see :meth:`Chunks.weight_gradients`.
+        Collective."""
         return self._chunks.weight_gradients()
 
     def arrived(self) -> torch.Tensor:
-        """Return the rows of an uncut phase, [N, e, C, M], after all tasks that bring them have run."""
+        """Return the rows of an unchunked phase, [N, e, C, M], after all tasks up to the experts have run."""
         return self._chunks.whole(self._arrived(0))
 
     def computed(self, y_NecM: torch.Tensor) -> None:
@@ -206,15 +215,15 @@ class PhaseRun:
         self._keep(0, self._chunks.parted(y_NecM))
 
     def result(self) -> torch.Tensor:
-        """Return the rows that came back, in the order of those that were sent, after all tasks have run."""
+        """Return the received results, in the order of the sent rows, after all tasks have run."""
         for chunk in range(self._chunks.count):
-            # Where nothing is sent, no task has brought it back.
+            # Without communication no task has written it.
             if chunk not in self._back:
                 self._after_combine(chunk, self._chunks.stayed(self._before_combine(chunk), 1))
         return self._chunks.result()
 
     def compute(self, body: Callable[..., torch.Tensor]) -> Body:
-        """Return the task body that calls ``body(*place, rows)``, where the place is the experts' name of a chunk."""
+        """Return the body that calls ``body(*place, rows)``, where the place is the chunk's range at the experts."""
 
         def work(task: Task) -> None:
             self._keep(task.chunk, self._chunks.compute(body, task.chunk, self._arrived(task.chunk)))
@@ -261,12 +270,12 @@ class PhaseRun:
         self._after_combine(task.chunk, y)
 
     def _arrived(self, chunk: int) -> torch.Tensor:
-        if chunk not in self._at:  # with an EP group of one no task has sent it
+        if chunk not in self._at:  # with an EP group of one rank no task has sent it
             self._after_dispatch(chunk, self._chunks.stayed(self._before_dispatch(chunk), 0))
         return self._at[chunk]
 
     def _before_dispatch(self, chunk: int) -> torch.Tensor:
-        """Return the chunk before dispatch, contiguous."""
+        """Return the chunk for dispatch, contiguous, after the hook."""
         x = self._chunks.read(chunk)
         if self._hook is not None:
             x = self._hooked("before_dispatch_hook", x, chunk)
@@ -274,13 +283,13 @@ class PhaseRun:
         return x.contiguous()
 
     def _after_dispatch(self, chunk: int, x: torch.Tensor) -> None:
-        """Store the chunk after dispatch."""
+        """Store the chunk after dispatch and the hook."""
         if self._hook is not None:
             x = self._hooked("after_dispatch_hook", x, chunk)
         self._keep(chunk, self._chunks.dispatched(x))
 
     def _before_combine(self, chunk: int) -> torch.Tensor:
-        """Return the chunk before combine, contiguous."""
+        """Return the chunk for combine, contiguous, after the hook."""
         y = self._chunks.leaving(self._at.pop(chunk))
         if self._hook is not None:
             y = self._hooked("before_combine_hook", y, chunk)
@@ -288,7 +297,7 @@ class PhaseRun:
         return y.contiguous()
 
     def _after_combine(self, chunk: int, y: torch.Tensor) -> None:
-        """Write the result where its tokens are."""
+        """Write the result of combine to the places of its tokens."""
         if self._hook is not None:
             y = self._hooked("after_combine_hook", y, chunk)
         self._kept_tensors is None or self._kept_tensors.append(y)

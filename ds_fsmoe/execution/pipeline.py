@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' part of a layer, from the rows of this rank's tokens and back: one autograd function per call.
+"""The experts' part of a layer: sends the rows of this rank's tokens to the experts and back, in one call of autograd.
 
-Forward and backward each run a schedule of their own, with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). The
-rows that came to the experts are kept by expert, not by chunk, so the backward may cut them
-differently; and because experts are row-wise, every cut gives the numbers of the whole. (The paper's published code
-keeps them by chunk, and computes wrong weight gradients where the two degrees differ.)
+A layer calls its :class:`LayerPipeline` between order and i-order. Forward and backward each run their own schedule,
+with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). Received rows are kept by expert, not by chunk, so the
+backward may have other chunks. Experts are row-wise, so any chunks give the numbers of the whole. (The paper's
+published code keeps rows by chunk, and computes wrong weight gradients where the two degrees differ.)
 
 Letters: E experts of all ranks, C slots per expert, c a chunk of them, M width, G ranks of an EP group, P of an ESP
 group, N = P * G, e experts on this rank.
@@ -42,7 +42,7 @@ from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT_NODE, EXPERT, Schedu
 
 
 class LayerExperts(Protocol):
-    """The experts of this rank."""
+    """Represents the experts of this rank, which make a call per forward."""
 
     parameters: tuple[torch.nn.Parameter, ...]
 
@@ -59,32 +59,32 @@ class LayerExperts(Protocol):
 
 @dataclass(frozen=True)
 class WholeExperts:
-    """The experts of this rank, as one module."""
+    """Represents the experts of this rank, as one module."""
 
     module: Callable[[torch.Tensor], Any]
-    """The call that turns [N, e, C, M] into a tensor of as many elements."""
+    """Computes [N, e, C, M] to a tensor with as many elements."""
     parameters: tuple[nn.Parameter, ...]
     name: str
-    """The name that messages use."""
+    """The name in messages."""
     again: Callable[[], AbstractContextManager] = nullcontext
-    """The context that is entered around a repeated call."""
+    """Returns the context of a repeated call."""
     is_timed: bool = True
-    """Whether the layer's runs are reported to the code that times steps."""
+    """Whether the layer's runs are reported to the step timer."""
 
 
 def unchunked(block: BlockPlan) -> BlockPlan:
-    """Return the same order of tasks with one chunk."""
+    """Return a plan with the same order of tasks and one chunk."""
     return BlockPlan(links=block.links, conversions=block.conversions)
 
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The sizes of one call of a layer's experts on this rank."""
+    """Holds the sizes of one call of a layer's experts on this rank."""
 
     num_ranks: int
     """The number of ranks the rows came from, N."""
     capacity: int
-    """The number of slots per expert, C; of rows the mean number that an expert here gets from a rank."""
+    """The number of slots per expert, C; for rows, the mean number that an expert here receives from a rank."""
     width: int
     """The width of a row, M."""
     dtype: torch.dtype
@@ -95,16 +95,16 @@ class CallSizes:
     num_experts: int = 0
     """The number of experts of all ranks, E."""
     num_tokens: int | None = None
-    """The number of tokens by which rows are cut; ``None`` where slots are."""
+    """The number of tokens that are split into chunks; ``None`` where slots are."""
     num_choices: int = 0
     """The number of choices of a token, K, where rows are sent."""
     comm_byte_shares: tuple[float, float] = (1.0, 1.0)
-    """The bytes of a row on its way to experts and back, as shares of what it has in its own type."""
+    """The bytes of a row in dispatch and combine, relative to the layer's own dtype."""
 
 
 @dataclass(frozen=True)
 class LayerPipeline:
-    """The experts' part of one layer: its schedules, lanes and collectives."""
+    """Runs the experts' part of one layer: its schedules, lanes and collectives."""
 
     lanes: Lanes
     collectives: Collectives
@@ -129,7 +129,7 @@ class LayerPipeline:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether there is more than one chunk in either phase."""
+        """Return True if either phase has more than one chunk."""
         return max(self.forward.block.degree, self.backward.block.degree) > 1
 
     def unchunked(self) -> LayerPipeline:
@@ -147,7 +147,7 @@ class LayerPipeline:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """The number of chunks in the forward and in the backward."""
+        """Return the number of chunks in the forward and in the backward."""
         return self.forward.block.degree, self.backward.block.degree
 
     def __call__(
@@ -161,10 +161,10 @@ class LayerPipeline:
         """Send slots to the experts and back.
 
         Args:
-            x_RM: [E * C, M], chunk by chunk as ``cut(capacity, self.forward.block.degree)`` says.
+            x_RM: [E * C, M], chunk by chunk of ``chunk_capacity(capacity, self.forward.block.degree)``.
             num_experts: E.
             capacity: C.
-            experts: this rank's experts; as one module only where nothing is cut.
+            experts: this rank's experts; as one module only in one chunk.
             hook: called for each chunk, on its lane, in the forward and in the backward.
 
         Returns:
@@ -187,9 +187,9 @@ class LayerPipeline:
 
         Args:
             x_RM: the rows, in the order in which the forward sends them.
-            layout: how many they are.
+            layout: the sizes and chunks of the rows.
             experts, hook: see :meth:`__call__`.
-            weights_R: the weights of this rank's choices, with which the layout was made, where it adds results up.
+            weights_R: the weights of this rank's choices, with which the layout was made, where it adds up results.
 
         Returns:
             As many rows in the same order.
@@ -221,21 +221,20 @@ class LayerPipeline:
         of_call = Call(self, layout, call, hook, half)
         if not needs_backward and half is None:
             return of_call.forward(x_RM)
-        # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
-        # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
-        # a sum depend on where in a bucket it lies.
+        # Autograd runs the youngest node first, so gradients arrive from the last parameter to the first, as from
+        # stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of a
+        # sum depend on the position in a bucket.
         aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
         if half is not None:
             return with_pauses(of_call, x_RM, weights_R, aliases, half, needs_backward)
         return AtOnce.apply(x_RM, weights_R, of_call, *aliases)
 
 
-# ---- The experts' part of an uncut layer. Its experts are called as one module under autograd, as DeepSpeed does
+# ---- The experts' part of an unchunked layer whose experts are called as one module under autograd, as in DeepSpeed
 #
-# This is for experts whose whole input and output somebody wants to see or to change at once. Nothing is known then
-# about what is computed, which parameters it takes, or who else keeps its graph. The collectives are those of any uncut
-# layer, in the same order in both phases, so one rank may run a layer this way while its peers compute their experts as
-# usual.
+# This is for experts whose whole input and output a user's code reads or replaces. Their computation, parameters and
+# other users of their graph are unknown. The collectives are those of any unchunked layer, in the same order in both
+# phases. So one rank may run a layer like this while its peers compute their experts as usual.
 
 
 def run_whole(
@@ -247,7 +246,7 @@ def run_whole(
     needs_backward: bool,
     weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send the rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.LayerPipeline`.
+    """Send rows to experts that are called as one module, and back; see :class:`LayerPipeline`.
 
     Args:
         pipeline, x_RM, layout, experts, hook: see :meth:`~ds_fsmoe.execution.pipeline.LayerPipeline.run`.
@@ -255,10 +254,10 @@ def run_whole(
         weights_R: see :meth:`~ds_fsmoe.execution.pipeline.LayerPipeline.run`.
 
     Raises:
-        ValueError: the layer is cut, or the experts return another number of elements.
+        ValueError: the layer is chunked, or the experts return another number of elements.
     """
     call = _WholeCall(pipeline, layout, hook)
-    # Both ways back are walked whatever the module does with its rows: the other ranks count on it.
+    # Both backwards run whatever the module does with its rows: the other ranks wait for them.
     anchor = torch.zeros((), device=x_RM.device, requires_grad=needs_backward)
     rows, token = _Arrive.apply(x_RM, weights_R, call, anchor)
     try:
@@ -298,7 +297,7 @@ def _computed(pipeline: LayerPipeline, experts: WholeExperts, x_NecM: torch.Tens
 
 
 class _Arrive(torch.autograd.Function):
-    """Turn [E * C, M] into the rows of this rank's experts: as many elements as [N, e, C, M], in that order."""
+    """Turns [E * C, M] into the rows of this rank's experts: as many elements as [N, e, C, M], in that order."""
 
     @staticmethod
     def forward(
@@ -318,8 +317,10 @@ class _Arrive(torch.autograd.Function):
 
 
 def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
-    """Return the rows in memory that the module may write into, as it may in DeepSpeed's layer. Autograd must not see
-    them as a view, because it would refuse such writes."""
+    """Return the rows in memory that the module may write into, as in DeepSpeed's layer.
+
+    They must not be a view, because autograd refuses writes into views.
+    """
     is_callers = x_NecM.untyped_storage().data_ptr() == x_RM.untyped_storage().data_ptr()
     base = x_NecM._base
     if is_callers or (base is not None and not (base.is_contiguous() and base.numel() == x_NecM.numel())):
@@ -328,12 +329,12 @@ def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """Turn [N, e, C, M] into the results of this rank's slots, [E * C, M]."""
+    """Turns [N, e, C, M] into the results of this rank's slots, [E * C, M]."""
 
     @staticmethod
     def forward(ctx: Any, y_NecM: torch.Tensor, call: _WholeCall, token: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        # Hooks of the layer may write into what they are given, and autograd may have kept it.
+        # Hooks of the layer may write into their tensor, and autograd may have saved it.
         call.left(y_NecM.detach() if call.hook is None else y_NecM.clone())
         return call.end_forward()
 
@@ -358,20 +359,20 @@ class _WholeCall(Call):
             self._observer = _UntilReturned(pipeline.observer)
 
     def _expert_body(self, phase: PhaseRun, direction: Direction) -> Body:
-        # It has waited for the rows by then, and that is all that the lanes are to do for it.
+        # The task only waits for the rows; the module runs outside the lanes.
         return lambda task: None
 
     def arrived(self) -> torch.Tensor:
-        """Run everything before the experts, after the phase has begun, and return their rows, [N, e, C, M]."""
+        """Run all tasks up to the experts, after the phase has begun, and return their rows, [N, e, C, M]."""
         at = max(index for index, task in enumerate(self._tasks) if task.kind == EXPERT)
-        # Nothing else is under way when code runs of which nothing is known, hooks of a backward among it; and no
-        # waiting for links counts as the experts' time.
+        # No task is active while unknown code runs, such as hooks of a backward, and waits for links do not count as
+        # the experts' time.
         self._run.go(at, joins=True)
         self._run.go(at + 1)
         return self._phase.arrived()
 
     def left(self, rows_NecM: torch.Tensor) -> None:
-        """Have what the experts, or their backward, have made of the rows sent behind the pause."""
+        """Store the results of the experts, or of their backward, for the tasks behind the pause."""
         if isinstance(self._observer, _UntilReturned):
             self._observer.experts_have_returned()
         self._phase.computed(rows_NecM)

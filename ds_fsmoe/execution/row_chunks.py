@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of rows: as many as tokens have chosen each expert, none without a token.
+"""Chunks of rows, for unpadded dispatch: as many rows as tokens chose each expert.
 
-The rows that this rank sends lie chunk by chunk of the forward, expert by expert, segment by segment of the tokens. At
-the experts they arrive source by source, and are put expert by expert.
+``call`` uses these classes for layers that send rows; ``slot_chunks`` is the counterpart for slots. The rows that this
+rank sends are ordered by chunk of the forward, then by expert, then by segment of the tokens. At the experts they
+arrive source by source, and are sorted by expert.
 
 Letters: R rows, M width, G ranks of an EP group, P of an ESP group, e experts on this rank.
 """
@@ -26,67 +27,67 @@ AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The chunks of one call on rows."""
+    """Describes the chunks of one call on rows."""
 
     sizes: RowSizes
     num_experts: int
     """The number of experts of all ranks, E."""
     num_tokens: int
-    """The number of tokens that are cut into chunks, S."""
+    """The number of tokens that are split into chunks, S."""
     num_choices: int = 0
-    """The number of choices of a token, K; 0 where that is not known."""
+    """The number of choices of a token, K; 0 if it is unknown."""
     node_call: NodeCall | None = None
-    """The call, where each token crosses to a node once."""
+    """The data of the call, for node-deduplicated dispatch."""
     add_up: AddUp | None = None
-    """What adds up the results of such a call."""
+    """Adds up the results of such a call."""
 
     @property
     def same_chunks(self) -> bool:
-        """Whether the backward has the chunks of the forward."""
+        """Return True if the backward has the chunks of the forward."""
         return self.sizes.forward is self.sizes.backward
 
     def slots_per_expert(self, num_ranks: int, num_local: int) -> int:
-        """Return how many rows an expert here gets from a rank, as a mean, rounded up."""
+        """Return the mean number of rows that an expert here receives from a rank, rounded up."""
         return -(-self.sizes.num_arriving // (num_ranks * num_local))
 
     def chunks(self, collectives: Collectives, direction: Direction, rows_RM: torch.Tensor) -> RowChunks:
-        """Return the chunks of a phase that starts with these rows, those that are sent first."""
+        """Return the chunks of a phase that starts with these rows, in the order in which they are sent."""
         if self.node_call is None:
             return RowChunks(collectives, self.sizes, direction, rows_RM)
         return NodeChunks(collectives, self.node_call, self.add_up, direction, rows_RM)
 
 
 class RowChunks(Chunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """Represents the chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: the collectives to the other ranks.
         sizes: the sizes of the call.
         direction: the phase.
-        rows_RM: the rows that the phase starts with. Those behind the ones that are sent come back as zeros.
+        rows_RM: the rows that the phase starts with. Rows behind the sent ones have results of zero.
     """
 
     def __init__(self, collectives: Collectives, sizes: RowSizes, direction: Direction, rows_RM: torch.Tensor) -> None:
         phase: PhaseSizes = getattr(sizes, direction)
         super().__init__(collectives, len(phase.chunks), rows_RM.shape)
         self._wires = collectives.comm_dtypes.of(direction)
-        # Of the chunks that travel as 8-bit numbers: the type and the shape of a row as they were before.
+        # For chunks that are sent as 8-bit numbers: the dtype and the shape of a row before that.
         self._wide: dict[int, tuple[torch.dtype, torch.Size]] = {}
         self._sizes = phase
         self._num_rows = sizes.num_rows
-        # For each row as the phase sends it, its place among those given; ``None``: they lie as they are sent.
+        # For each row in the order of sending, its place in ``rows_RM``; ``None``: the order is the same.
         self._order = order = sizes.source_order if direction == "backward" else None
         self._rows_RM = rows_RM.contiguous() if order is None else rows_RM.index_select(0, order)
 
     def read(self, chunk: int) -> torch.Tensor:
-        """Return the rows that are sent, those for the first expert first."""
+        """Return the rows to send, those for the first expert first."""
         return self._rows_RM[self._sizes.starts[chunk] : self._sizes.starts[chunk + 1]]
 
     def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
         """Refuse another number of rows.
 
         Raises:
-            ValueError: a hook returned more or fewer.
+            ValueError: a hook returned more or fewer rows.
         """
         if after.dim() < 1 or len(after) != len(before):
             raise ValueError(
@@ -99,22 +100,22 @@ class RowChunks(Chunks):
         return self._collectives.send_rows(x_RM, self._sizes.chunks[chunk])
 
     def quantised(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return the rows as bytes, as they travel."""
+        """Return the rows as bytes, in the communication dtype."""
         self._wide[chunk] = x_RM.dtype, x_RM.shape[1:]
         return quantized_rows(x_RM)
 
     def dequantised(self, bytes_RB: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Undo :meth:`quantised` for the bytes that came."""
+        """Return received bytes as rows, the inverse of :meth:`quantised`."""
         return dequantized_rows(bytes_RB, *self._wide.pop(chunk))
 
     def stayed(self, x_RM: torch.Tensor, way: int) -> torch.Tensor:
-        """Return rows that no task has sent, with the numbers that they would have come with."""
+        """Return rows that no task has sent, rounded as if they had been sent."""
         return (
             x_RM if self._wires[way] == "model" else dequantized_rows(quantized_rows(x_RM), x_RM.dtype, x_RM.shape[1:])
         )
 
     def leg(self, kind: str, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Do one of the two parts of :meth:`dispatch` or :meth:`combine`."""
+        """Run one of the two parts of :meth:`dispatch` or :meth:`combine`."""
         sizes = self._sizes.chunks[chunk]
         return self._collectives.row_legs[kind](x_RM, sizes.back if kind in (A2A_OUT, A2A_OUT_NODE) else sizes)
 
@@ -123,27 +124,30 @@ class RowChunks(Chunks):
         return self._collectives.gather_rows(x_RM, self._sizes.chunks[chunk])
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
-        """Call ``body(start, stop, rows)`` with the rows expert by expert."""
+        """Call ``body(start, stop, rows)`` with the rows sorted by expert, and return the results in the order of
+        arrival."""
         return self._as_they_came(chunk, body(*self._sizes.places[chunk : chunk + 2], self._by_expert(chunk, x_RM)))
 
     def whole(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Return the rows at the experts as experts are called as one module, [1, e, c, M]: the shorter ones with
-        zeros behind their rows. Only where there is one chunk."""
+        """Return the rows at the experts in the layout of experts in one module, [1, e, c, M].
+
+        Experts with fewer rows are padded with zeros. Only for one chunk.
+        """
         return self._padded(self._by_expert(0, x_RM))
 
     def parted(self, y_1ecM: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`whole` for the results."""
+        """Return results in the layout of the chunk, the inverse of :meth:`whole`."""
         return self._as_they_came(0, self._unpadded(y_1ecM))
 
     def _padded(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Return rows that lie expert by expert as [1, e, c, M]."""
+        """Return rows that are sorted by expert as [1, e, c, M]."""
         sizes = self._sizes.chunks[0].of_experts
         padded_RM = x_RM.new_zeros(len(sizes) * max(sizes), *x_RM.shape[1:])
         padded_RM.index_copy_(0, self._padded_places(), x_RM)
         return padded_RM.view(1, len(sizes), max(sizes), *x_RM.shape[1:])
 
     def _unpadded(self, y_1ecM: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`_padded`."""
+        """Return rows sorted by expert, the inverse of :meth:`_padded`."""
         return y_1ecM.flatten(0, 2).index_select(0, self._padded_places())
 
     def _padded_places(self) -> torch.Tensor:
@@ -172,10 +176,10 @@ class RowChunks(Chunks):
         return self._collectives.send_rows(y_RM, self._sizes.chunks[chunk].back)
 
     def write(self, y_RM: torch.Tensor, chunk: int) -> None:
-        """Write the result where its tokens are.
+        """Write the results to the places of their tokens.
 
         Raises:
-            ValueError: it has another shape than the rows that were sent.
+            ValueError: the result has another shape than the sent rows.
         """
         start, stop = self._sizes.starts[chunk], self._sizes.starts[chunk + 1]
         if y_RM.shape != (stop - start, *self._shape[1:]):
@@ -196,21 +200,20 @@ class RowChunks(Chunks):
             self._result_RM.index_copy_(0, self._order[start:stop], y_RM)
 
 
-# ---- Chunks of rows of which each token sends one to each node that has one of its experts
+# ---- Chunks of node-deduplicated dispatch: a token is sent once to each node that has one of its experts
 #
-# Between nodes goes one row of a token and node, inside the node one of a token and rank, each way. Results are
-# weighted and added up by the rank of the experts, then by the relay of the token in the node, and last where the
-# token is.
-#
-# Letters: R rows or copies, M width, J the most copies of a row.
+# Between nodes one row per token and node is sent, inside a node one per token and rank, in each direction. Results
+# are weighted and added up by the rank of the experts, then by the token's forwarding rank in the node, and last by
+# the token's own rank.
+# Letters: R rows or copies, M width, J the largest number of copies of a row.
 
 
 class NodeChunks(RowChunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """Represents the chunks of a phase of node-deduplicated dispatch; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: those of the layer.
-        call: the call.
+        call: the data of the call.
         add_up: adds up the results of a row.
         direction: the phase.
         rows_RM: see :class:`RowChunks`.
@@ -240,13 +243,15 @@ class NodeChunks(RowChunks):
             self._gradients_R = torch.zeros_like(self._weights_R)
 
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send the chunk to the relays of its nodes."""
+        """Send the chunk to the forwarding ranks of its nodes."""
         sizes = self._sizes.chunks[chunk]
         return self._links.exchange_between(x_RM, sizes.sends, sizes.receives)
 
     def copied(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return a copy of the rows that came for each rank of this node. What was narrow between nodes loses nothing
-        more where it is narrow inside: its scale is the same, or nearly."""
+        """Return a copy of the received rows for each rank of this node.
+
+        Rows that were quantised between nodes lose nothing more inside the node: the scale is the same, or nearly.
+        """
         return x_RM.index_select(0, self._sizes.to_ranks.rows(chunk))
 
     def gather(self, copies_RM: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -255,9 +260,12 @@ class NodeChunks(RowChunks):
         return self._links.exchange_inside(copies_RM, sizes.spreads, sizes.gathered)
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
-        """Call ``body(start, stop, rows)`` with a copy for each expert, expert by expert, and add up the results of a
-        row; in the backward ``body(start, stop, rows, weights, gradients)`` with the memory for the weights'
-        gradients."""
+        """Call ``body(start, stop, rows)`` with a copy for each expert, sorted by expert, and add up the results of
+        each row.
+
+        In the backward call ``body(start, stop, rows, weights, gradients)``, with the memory for the weights'
+        gradients.
+        """
         fan, (start, stop) = self._sizes.to_experts, self._sizes.places[chunk : chunk + 2]
         copies_RM, copies_JN = x_RM.index_select(0, fan.rows(chunk)), fan.copies(chunk)
         if self._gradients_R is not None:
@@ -268,7 +276,7 @@ class NodeChunks(RowChunks):
         return self._add_up(body(start, stop, copies_RM), copies_JN, self._weights_JN[:, first:last])
 
     def whole(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """See :meth:`RowChunks.whole`."""
+        """Return the rows at the experts as for one module; see :meth:`RowChunks.whole`."""
         copies_RM = x_RM.index_select(0, self._sizes.to_experts.rows(0))
         if self._gradients_R is not None:
             y_RM = self._call.results[-1]
@@ -278,24 +286,24 @@ class NodeChunks(RowChunks):
         return self._padded(copies_RM)
 
     def parted(self, y_1ecM: torch.Tensor) -> torch.Tensor:
-        """See :meth:`RowChunks.parted`."""
+        """Return the sums of a module's results; see :meth:`RowChunks.parted`."""
         y_RM = self._unpadded(y_1ecM)
         if self._weights_JN is not None:
-            # A module that is called as a whole tells no more of a result than itself.
+            # The weights' gradients need the results, which a module call does not provide again.
             self._call.results.append(y_RM)
         return self._add_up(y_RM, self._sizes.to_experts.copies(0), self._weights_JN)
 
     def reduce(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send the sums back to the relays of their rows."""
+        """Send the sums back to the forwarding ranks of their rows."""
         sizes = self._sizes.chunks[chunk]
         return self._links.exchange_inside(y_RM, sizes.gathered, sizes.spreads)
 
     def added(self, back_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Add up the sums that came back."""
+        """Add up the received sums."""
         return self._add_up(back_RM, self._sizes.to_ranks.copies(chunk), None)
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send the sums to the ranks that have the tokens."""
+        """Send the sums to the ranks of the tokens."""
         sizes = self._sizes.chunks[chunk]
         return self._links.exchange_between(y_RM, sizes.receives, sizes.sends)
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of one call of a layer whose chunks hold rows, as many as were chosen, instead of slots.
+"""The sizes and orders of rows in one call of a layer with unpadded dispatch.
+
+``counts_exchange`` computes them from the exchanged counts, and ``row_chunks`` reads them for each chunk.
+``slot_chunks`` needs none, as its sizes follow from the capacity.
 
 Letters: e experts on this rank, G ranks of an EP group, P of an ESP group, N = P * G the ranks that rows come from.
 """
@@ -20,36 +23,35 @@ import torch.distributed as dist
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.node_links import NodeLinks
 
-# ---- The cuts of a rank's tokens into chunks, for the forward and the backward together
-#
-# Chunk i of r holds the tokens ``[floor(i * S / r), floor((i + 1) * S / r))`` of every rank, with all choices of each.
-# The cuts of both phases together part the tokens into *segments*, so a chunk of either phase is a run of segments. How
-# many segments there are follows from the two degrees alone; how many tokens are in one follows from each rank's S.
+# ---- The chunks of a rank's tokens, for the forward and the backward together
+# Chunk i of r contains the tokens ``[floor(i * S / r), floor((i + 1) * S / r))`` of every rank, with all choices of
+# each. The bounds of both phases together split the tokens into *segments*, so a chunk of either phase is a run of
+# segments. The number of segments depends on the two degrees alone, their sizes also on each rank's S.
 #
 # Letters: S tokens on this rank, E experts of all ranks, T segments.
 
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """The number of chunks in each phase, and the segments that follow from them."""
+    """Holds the number of chunks in each phase, and the segments that follow from them."""
 
     forward: int
     backward: int
 
     @cached_property
     def _fractions(self) -> tuple[Fraction, ...]:
-        """The cut positions of both phases as shares of the tokens, rising from 0 to 1."""
+        """Return the bounds of both phases as shares of the tokens, ascending from 0 to 1."""
         found = {Fraction(i, degree) for degree in (self.forward, self.backward) for i in range(degree + 1)}
         return tuple(sorted(found))
 
     @cached_property
     def num_segments(self) -> int:
-        """The number of segments, T."""
+        """Return the number of segments, T."""
         return len(self._fractions) - 1
 
     @property
     def is_same(self) -> bool:
-        """Whether both phases have the same chunks."""
+        """Return True if both phases have the same chunks."""
         return self.forward == self.backward
 
     def chunks(self, degree: int) -> tuple[tuple[int, int], ...]:
@@ -65,11 +67,11 @@ class TokenChunks:
         return found
 
     def adder(self, degree: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function that turns counts of segments, any shape with T last, into those of chunks."""
+        """Return a function that sums counts of segments, any shape with T last, into counts of chunks."""
         return partial(np.add.reduceat, indices=[first for first, _ in self.chunks(degree)], axis=-1)
 
     def lengths(self, num_tokens: int) -> list[int]:
-        """Return how many tokens of a rank with S tokens are in each segment."""
+        """Return the number of tokens in each segment of a rank with S tokens."""
         bounds = [num_tokens * each.numerator // each.denominator for each in self._fractions]
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
@@ -80,31 +82,31 @@ class TokenChunks:
 
 @lru_cache(maxsize=256)
 def token_chunks_of(forward: int, backward: int) -> TokenChunks:
-    """Return the cuts for these degrees, which are worked out once."""
+    """Return the chunks for these degrees, computed once."""
     return TokenChunks(forward, backward)
 
 
-# ---- The orders in which rows lie on their way, and how to get from one to another
+# ---- The orders of rows at each stage, and the permutations between them
 #
-# Rows come in blocks: those that one source sends to one expert in one segment of its tokens. Only the sizes of
-# blocks depend on the tokens; the order of blocks at each place follows from the plan, so it is worked out once.
+# Rows form blocks: the rows from one source to one expert in one segment of its tokens. Only the sizes of blocks
+# depend on the tokens. The order of blocks at each stage follows from the plan, so it is computed once.
 #
 # Letters: E experts of all ranks, e experts on this rank, N ranks that rows come from, T segments, X blocks.
 
 
 Order = Literal["by_source", "by_expert", "by_receiver"]
-"""How the rows of a chunk lie at the experts: as they arrive, source by source, and for each expert by expert; or
-expert by expert, and for each segment by segment, so that any run of segments is one run of rows of an expert. By
-receiver they lie as a relay sends them: for each receiver, in the place of an expert, source by source."""
+"""The order of a chunk's rows. ``"by_source"``: as they arrive at the experts, by source, then by expert.
+``"by_expert"``: by expert, then by segment, so that any run of segments is one run of an expert's rows.
+``"by_receiver"``: as a forwarding rank sends them, by receiver, then by source."""
 
 
 @lru_cache(maxsize=256)
 def block_order(shape: tuple[int, int, int], token_chunks: TokenChunks, degree: int, order: Order) -> np.ndarray:
-    """Return the blocks in the order in which they lie, chunk by chunk, as indices into an array [N, e, T].
+    """Return the blocks in their order, chunk by chunk, as indices into an array [N, e, T].
 
     Args:
         shape: (N, e, T).
-        cuts: the cuts of the tokens.
+        token_chunks: the chunks of the tokens.
         degree: the number of chunks.
         order: the order within a chunk.
     """
@@ -127,8 +129,11 @@ def _table(
     after: tuple[int, Order],
     of_chunk: bool,
 ) -> np.ndarray:
-    """Return [4, X]: the blocks in the order before, those in the order after, for each of the latter its position in
-    the former, and the position of the first block of its chunk."""
+    """Return [4, X]: the blocks in the order before and after, the positions of the latter in the former, and chunk
+    starts.
+
+    The last row has the position of the first block of each block's chunk, or 0.
+    """
     blocks_before, blocks_after = (block_order(shape, token_chunks, *each) for each in (before, after))
     position = np.empty_like(blocks_before)
     position[blocks_before] = np.arange(len(blocks_before))
@@ -146,15 +151,15 @@ def moves(
     *,
     of_chunk: bool = False,
 ) -> torch.Tensor:
-    """Return for each row of the order after where it lies in the order before, [rows] int64.
+    """Return the place in the order before for each row of the order after, [rows] int64.
 
-    Nothing here waits for the device.
+    The host does not wait for the device.
 
     Args:
         sizes_NeT: [N, e, T] int64, the rows of each block.
-        cuts: the cuts of the tokens.
+        token_chunks: the chunks of the tokens.
         before, after: (number of chunks, order within them).
-        num_rows: their number.
+        num_rows: the number of rows.
         of_chunk: whether places count from the first row of the chunk; then both orders have the same chunks.
     """
     table = TABLES.from_host(sizes_NeT, _table, tuple(sizes_NeT.shape), token_chunks, before, after, of_chunk)
@@ -170,44 +175,43 @@ def moves(
     return places.add_(torch.arange(num_rows, device=places.device))
 
 
-# ---- The sizes of one call of a layer whose chunks hold rows, as many as were chosen, instead of slots
+# ---- The sizes of one call
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The ranks that share the experts of a layer, as one of them sees them."""
+    """Holds the ranks that share the experts of a layer, with this rank's place among them."""
 
     group: dist.ProcessGroup | None
-    """All of them; ``None`` for a rank that has all experts. Never used on a lane of links."""
+    """Their group; ``None`` for a rank that has all experts. Never used on a lane of links."""
     places: tuple[tuple[int, int], ...] = ((0, 0),)
-    """Of every rank of the group its index in its EP group and in its ESP group."""
+    """For every rank of the group, its index in its EP group and in its ESP group."""
     rank: int = 0
     """This rank's index in the group."""
 
     @cached_property
     def num_exchanging(self) -> int:
-        """The number of ranks of an EP group, G."""
+        """Return the number of ranks of an EP group, G."""
         return 1 + max(ep for ep, _ in self.places)
 
     @cached_property
     def num_sharing(self) -> int:
-        """The number of ranks of an ESP group, P."""
+        """Return the number of ranks of an ESP group, P."""
         return len(self.places) // self.num_exchanging
 
     @property
     def ep_index(self) -> int:
-        """This rank's index in its EP group."""
+        """Return this rank's index in its EP group."""
         return self.places[self.rank][0]
 
     @property
     def esp_index(self) -> int:
-        """This rank's index in its ESP group."""
+        """Return this rank's index in its ESP group."""
         return self.places[self.rank][1]
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The indices in the group in the order in which rows lie at the experts: ESP rank by ESP rank, and for each
-        its EP group."""
+        """Return the ranks of the group in the order of their rows at the experts: by ESP rank, then by EP rank."""
         return tuple(sorted(range(len(self.places)), key=lambda each: self.places[each][::-1]))
 
 
@@ -216,56 +220,56 @@ ALONE = RowBlock(None)
 
 @dataclass(frozen=True)
 class ForwardedRows:
-    """The rows that rest on a rank of an EP group on their way, as that rank sees them."""
+    """Describes the rows that a rank of an EP group forwards, and those of its own that others forward."""
 
     resting_here: tuple[tuple[int, ...], ...]
-    """Of each rank, the destinations of those of its rows that rest here."""
+    """For each rank, the destinations of its rows that this rank forwards."""
     resting_there: tuple[tuple[int, ...], ...]
-    """Of each rank, the destinations of those of our rows that rest there."""
+    """For each rank, the destinations of this rank's rows that it forwards."""
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """The rows of one chunk that this rank moves."""
+    """Holds the numbers of rows of one chunk that this rank sends and receives."""
 
     sends: list[int]
-    """The rows to each of G ranks; where tokens cross to a node once, to each of n nodes."""
+    """The rows to each of G ranks; in node-deduplicated dispatch, to each of n nodes."""
     receives: list[int]
     """The rows from each of these."""
     gathered: list[int]
-    """The rows that each of P ranks brings to the experts; where tokens cross to a node once, the copies from each of p
-    ranks of the node."""
+    """The rows from each of P ranks for the experts; in node-deduplicated dispatch, the copies from each of p ranks of
+    the node."""
     of_experts: list[int]
     """The rows of each of e experts."""
     between: dict[tuple[int, int], int] | None = None
-    """The rows from one rank to another, of those that come by here, where an all-to-all passes rows on; else
-    ``None``."""
+    """The rows of each (source, destination) that this rank sends, receives or forwards, for an all-to-all that
+    forwards rows; else ``None``."""
     spreads: Sequence[int] = ()
-    """The copies to each of p ranks of the node, where tokens cross to a node once."""
+    """The copies to each of p ranks of the node, in node-deduplicated dispatch."""
 
     @cached_property
     def back(self) -> ChunkSizes:
-        """The sizes of the way back."""
+        """Return the sizes of combine."""
         between = None if self.between is None else {pair[::-1]: rows for pair, rows in self.between.items()}
         return replace(self, sends=self.receives, receives=self.sends, between=between)
 
 
 @dataclass(frozen=True)
 class PhaseSizes:
-    """The chunks of one phase, and where their rows lie."""
+    """Describes the chunks of one phase, and the places of their rows."""
 
     chunks: tuple[ChunkSizes, ...]
     starts: tuple[int, ...]
-    """The first row of each chunk among those that this rank sends, and last their number."""
+    """The first row of each chunk among those that this rank sends, and last the number of rows."""
     order: torch.Tensor | None
-    """[rows at the experts] int64: for each row in the order of the experts (expert by expert, segment by segment,
-    source by source) where it lies in its chunk as it arrives (source by source). ``None`` where that is the same."""
+    """[rows at the experts] int64: for each row in the order of the experts (by expert, then by segment, then by
+    source), its place in its chunk on arrival (by source). ``None`` where the orders are the same."""
     ends: torch.Tensor
-    """[chunks, e] int32: where the rows of each expert end in a chunk."""
+    """[chunks, e] int32: the end of the rows of each expert in a chunk."""
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The first row of each chunk among those at the experts, and last their number."""
+        """Return the first row of each chunk among those at the experts, and last the number of rows."""
         return (0, *itertools.accumulate(map(sum, self.of_experts)))
 
     @property
@@ -280,21 +284,21 @@ class PhaseSizes:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """All sizes of a call."""
+    """Holds all sizes of a call."""
 
     num_rows: int
     """The number of rows that this rank sends."""
     forward: PhaseSizes
     backward: PhaseSizes
     source_order: torch.Tensor | None
-    """[rows sent] int64: for each row in the order in which the backward sends it, its place in that of the forward;
-    ``None`` where these are the same."""
+    """[rows sent] int64: for each row in the order of the backward, its place in the order of the forward; ``None``
+    where these are the same."""
     expert_order: torch.Tensor | None
-    """[rows at the experts] int64: the same at the experts."""
+    """[rows at the experts] int64: the same for rows at the experts."""
 
     @property
     def num_arriving(self) -> int:
-        """The number of rows that come to the experts of this rank."""
+        """Return the number of rows that the experts of this rank receive."""
         return self.forward.places[-1]
 
 
@@ -308,9 +312,9 @@ def sizes_of_phases(
     """Return all sizes of a call.
 
     Args:
-        cuts: the cuts of the tokens.
+        token_chunks: the chunks of the tokens.
         num_rows: the number of rows that this rank sends.
-        phase: makes the sizes of the phase of a degree.
+        phase: returns the sizes of the phase with a degree.
         own_XT: the rows of this rank to each place in each segment, on the device.
         arrived_NeT: the rows from each source for each expert in each segment, on the device.
     """
@@ -333,10 +337,10 @@ def sizes_of_phases(
 
 
 def expert_ends(token_chunks: TokenChunks, degree: int, arrived_NeT: torch.Tensor) -> torch.Tensor:
-    """Return [chunks, e] int32: where the rows of each expert end in a chunk.
+    """Return the end of the rows of each expert in each chunk, [chunks, e] int32.
 
     Args:
-        cuts: the cuts of the tokens.
+        token_chunks: the chunks of the tokens.
         degree: the number of chunks.
         arrived_NeT: the rows from each source for each expert in each segment, on the device.
     """
@@ -348,33 +352,33 @@ def expert_ends(token_chunks: TokenChunks, degree: int, arrived_NeT: torch.Tenso
     return of_chunks_re.cumsum(1).to(torch.int32)
 
 
-# ---- The sizes of one call whose tokens cross to each node once, and where copies of a row go inside the node
+# ---- The sizes of one call of node-deduplicated dispatch, and the copies of a row inside the node
 #
-# A token's row goes to each node that has one of its experts, to the rank of the same place (its *relay*). The relay
-# copies it to the ranks of its node that have one of its experts, and such a rank copies it to each of those. On the
-# way back results are added up at the same three points. Where copies go is a :class:`RowCopies`.
+# A token's row is sent to each node that has one of its experts, to the rank of the same place (its *forwarding rank*).
+# That rank copies it to the ranks of its node that have one of its experts, and such a rank copies it to each of those
+# experts. In combine, results are added up at the same three stages. A :class:`RowCopies` maps rows to copies.
 #
 # Letters: G ranks of an EP group, n nodes, p ranks in a node, e experts on this rank, T segments of the tokens, r
-# chunks, J the most copies of a row, R copies of all rows.
+# chunks, J the largest number of copies of a row, R copies of all rows.
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Copies of rows, chunk by chunk."""
+    """Maps rows to their copies, chunk by chunk."""
 
     row_of_copy: torch.Tensor
     """[R] int64: the row of each copy, counted from the first of its chunk."""
     copies_JN: torch.Tensor
-    """[J, rows] int64: the copies of each row, counted from the first of its chunk; beyond the last where it has
-    fewer."""
+    """[J, rows] int64: the copies of each row, counted from the first of its chunk; beyond the last for missing
+    copies."""
     record_of_copy: torch.Tensor
-    """[R] int64: the number of the record that asks for the copy."""
+    """[R] int64: the number of the record that requests the copy."""
     place_of_copy: torch.Tensor
     """[R] int64: the place of each copy in :attr:`copies_JN`, flattened."""
     first_row: tuple[int, ...]
-    """The first row of each chunk, and last their number."""
+    """The first row of each chunk, and last the number of rows."""
     first_copy: tuple[int, ...]
-    """The first copy of each chunk, and last their number."""
+    """The first copy of each chunk, and last the number of copies."""
 
     def rows(self, chunk: int) -> torch.Tensor:
         """Return the row of each copy of a chunk."""
@@ -385,28 +389,28 @@ class RowCopies:
         return self.copies_JN[:, self.first_row[chunk] : self.first_row[chunk + 1]]
 
     def copies_of(self, chunk: int) -> slice:
-        """Return where the copies of a chunk lie."""
+        """Return the range of the copies of a chunk."""
         return slice(self.first_copy[chunk], self.first_copy[chunk + 1])
 
     def by_copy(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Return values of copies where :attr:`copies_JN` names the copies; zero where it names none."""
+        """Return values of copies in the layout of :attr:`copies_JN`; zero for missing copies."""
         whole = values_R.new_zeros(self.copies_JN.numel())
         return whole.scatter_(0, self.place_of_copy, values_R).view(self.copies_JN.shape)
 
 
 @dataclass(frozen=True)
 class NodePhase(PhaseSizes):
-    """The chunks of one phase, and where copies go."""
+    """Describes the chunks of one phase of node-deduplicated dispatch, and their copies."""
 
     to_ranks: RowCopies
-    """The copies that this rank makes as a relay."""
+    """The copies that this rank makes as a forwarding rank."""
     to_experts: RowCopies
-    """The copies that it makes for its experts, which lie expert by expert."""
+    """The copies that it makes for its experts, sorted by expert."""
 
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """The counts of a call on the host, from which all sizes follow."""
+    """Holds the counts of a call on the host, from which all sizes follow."""
 
     links: NodeLinks
     token_chunks: TokenChunks
@@ -417,22 +421,22 @@ class NodeCounts:
     own_nT: np.ndarray
     """This rank's tokens with an expert in a node."""
     choices_GeT: np.ndarray
-    """Each rank's choices of the experts here."""
+    """Each rank's choices of this rank's experts."""
     forwarded_nT: np.ndarray
-    """The rows that come to this rank as a relay from each node."""
+    """The rows that this rank receives as a forwarding rank from each node."""
     forwarded_npT: np.ndarray
     """The copies of these for each rank of the node."""
     arriving_GT: np.ndarray
-    """Each rank's tokens with an expert here."""
+    """Each rank's tokens with an expert on this rank."""
 
     @property
     def choice_sizes(self) -> tuple[list[int], list[int]]:
-        """The records of choices to each of G ranks, and from each."""
+        """Return the numbers of choice records to each of G ranks, and from each."""
         return self.own_GeT.sum((1, 2)).tolist(), self.choices_GeT.sum((1, 2)).tolist()
 
     @property
     def forwarded_sizes(self) -> tuple[list[int], list[int]]:
-        """The records for relays to each of G ranks, and from each: only those of this rank's place have any."""
+        """Return the numbers of forwarding records to each of G ranks, and from each; 0 for ranks of another place."""
         of_nodes = self.own_GT[np.array(self.links.ranks)].sum((1, 2))
         sends, receives = [0] * len(self.own_GT), [0] * len(self.own_GT)
         for node, ranks in enumerate(self.links.ranks):
@@ -448,14 +452,14 @@ class NodeCounts:
         choice_records: torch.Tensor,
         num_choices: int,
     ) -> RowSizes:
-        """Return all sizes. Nothing here waits for the device.
+        """Return all sizes. The host does not wait for the device.
 
         Args:
             own_nT, choices_GeT: the counts on the device.
-            relay_records: int64, for each copy that a relay is to make the number of its row among those of its source:
-                source by source, rank by rank, token by token.
+            forwarded_records: int64, for each copy of a forwarding rank the number of its row among those of its
+                source: by source, then by rank, then by token.
             choice_records: int64, for each choice of an expert here ``row * K + choice``, with the number of its row
-                among those of its source: source by source, expert by expert, token by token.
+                among those of its source: by source, then by expert, then by token.
             num_choices: K.
         """
         phase = partial(self._phase, choices_GeT, forwarded_records, choice_records, num_choices)
@@ -473,7 +477,7 @@ class NodeCounts:
         of_chunks = token_chunks.adder(degree)
         to_nr, from_nr = of_chunks(self.own_nT), of_chunks(self.forwarded_nT)
         spreads_pr = of_chunks(self.forwarded_npT).sum(0)
-        # As they arrive: relay by relay, and of each node by node.
+        # In the order of arrival: by forwarding rank, then by node.
         by_relay = np.array(links.ranks).T.reshape(-1)
         arriving_Gr = of_chunks(self.arriving_GT)
         arrives_pr = arriving_Gr[by_relay].reshape(links.per_node, links.num_nodes, degree).sum(1)
@@ -513,17 +517,17 @@ def _row_copies(
     record_copies: torch.Tensor | None,
     most_copies: int,
 ) -> RowCopies:
-    """Return where copies go.
+    """Return the copies of the rows of all chunks.
 
     Args:
-        sizes_NXT: the copies of each source for each receiver in each segment; records lie in this order.
-        cuts: the cuts of the tokens.
+        sizes_NXT: the copies of each source for each receiver in each segment; records have this order.
+        token_chunks: the chunks of the tokens.
         degree: the number of chunks.
-        order: the order in which the copies of a chunk lie.
+        order: the order of the copies of a chunk.
         rows_Nr: the rows of each source in each chunk.
-        source_order: the sources in the order in which their rows lie in a chunk.
-        record_rows: of each record the number of its row among those of its source.
-        record_copies: of each record which copy of its row it is; ``None``: that of its receiver.
+        source_order: the sources in the order of their rows in a chunk.
+        record_rows: for each record, the number of its row among those of its source.
+        record_copies: for each record, the index of the copy of its row; ``None``: the index of its receiver.
         most_copies: J.
     """
     blocks = block_order(sizes_NXT.shape, token_chunks, degree, order)
@@ -533,7 +537,7 @@ def _row_copies(
     sizes_X = flat[blocks]
     first_copy = (0, *np.cumsum(np.bincount(chunk_X, sizes_X, degree).astype(np.int64)).tolist())
     first_row = (0, *np.cumsum(rows_Nr.sum(0)).tolist())
-    # The first row of each source in each chunk: among its own, and in the chunk.
+    # The first row of each source in each chunk: among its own rows, and in the chunk.
     before_own_Nr = np.cumsum(rows_Nr, 1) - rows_Nr
     in_order_Nr = rows_Nr[source_order]
     in_chunk_Nr = np.empty_like(rows_Nr)
@@ -546,10 +550,10 @@ def _row_copies(
         to_column_X = to_column_X + receiver_X * first_row[-1]
     from_chunk_X = np.array(first_copy)[chunk_X]
     table = np.stack([sizes_X, to_record_X, to_row_X, to_column_X, from_chunk_X])
-    # From pageable memory a copy is staged at once, and waits for nothing on the device.
+    # A copy from pageable memory is staged at once, without a wait for the device.
     on_device = torch.from_numpy(table.astype(np.int64)).to(record_rows.device, non_blocking=True)
     num_copies = first_copy[-1]
-    # [R, 4]: what is to be added to each copy's number, and to what follows from it.
+    # [R, 4]: the offsets of each copy's number, and of the numbers that follow from it.
     spread = torch.repeat_interleave(on_device[1:].t(), on_device[0], dim=0, output_size=num_copies)
     numbers = torch.arange(num_copies, device=record_rows.device)
     record_of_copy = numbers + spread[:, 0]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of slots: as many for every expert on every rank, whether a token is in them or not.
+"""Chunks of slots, for padded dispatch: equally many for every expert on every rank, taken or empty.
+
+``call`` uses these classes for layers that send slots; ``row_chunks`` is the counterpart for rows. All sizes follow
+from the capacity, so no counts are exchanged.
 
 Letters: E experts of all ranks, C slots per expert, c a chunk of them, M width, G ranks of an EP group, N ranks that
 rows come from, e experts on this rank.
@@ -20,41 +23,42 @@ from ds_fsmoe.execution.phase import Chunks, Direction
 from ds_fsmoe.planning.chunks import chunk_bounds
 from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT
 
-# ---- The cuts of the capacity, and memory in which every chunk is contiguous
+# ---- The chunks of the capacity, and a layout in which every chunk is contiguous
 #
-# Rows that travel are kept *chunk by chunk*: all slots of the first chunk, expert after expert, then those of the
-# second. So a chunk is a view that a collective can send and receive without a copy.
+# Rows to send are stored *chunk by chunk*: all slots of the first chunk, expert by expert, then those of the second.
+# So a chunk is a view that a collective can send and receive without a copy.
 #
 # Letters: E experts of all ranks, C slots per expert, c those of a chunk, M width.
 
 
 @dataclass(frozen=True)
 class CapacityChunks:
-    """A capacity cut into chunks, some perhaps empty; the plan alone decides their number, never the tokens."""
+    """Describes a capacity that is split into chunks, some perhaps empty; their number depends on the plan, never on
+    the tokens."""
 
     bounds: tuple[int, ...]
-    """The cut positions, rising from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
+    """The bounds of the chunks, ascending from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
 
     @property
     def capacity(self) -> int:
-        """The number of slots per expert, C."""
+        """Return the number of slots per expert, C."""
         return self.bounds[-1]
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) of every chunk."""
+        """Return the (start, stop) of every chunk."""
         return tuple(itertools.pairwise(self.bounds))
 
     def chunked_slots(self, slots: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Return the rows of slots in the chunk-by-chunk order, in the same shape.
 
         Args:
-            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none, also in the result.
+            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for "no slot", also in the result.
             num_experts: E.
         """
         if len(self.chunks) == 1:
             return slots
-        # Before the first slot is none as well: -1 is the last row of the table.
+        # A number below 0 means "no slot" too: -1 is the last row of the table.
         table = TABLES.get((self, num_experts), slots, lambda device: _slot_table(self, num_experts, device))
         return table.take(slots.clamp(-1, num_experts * self.capacity))
 
@@ -69,16 +73,16 @@ def _slot_table(capacity_chunks: CapacityChunks, num_experts: int, device: torch
 
 
 def chunk_capacity(capacity: int, degree: int) -> CapacityChunks:
-    """Cut the capacity into chunks that are as equal as whole slots allow; some may be empty."""
+    """Split the capacity into chunks as equal as whole slots allow; some may be empty."""
     return CapacityChunks(chunk_bounds(capacity, degree))
 
 
-# ---- Chunks of slots: as many for every expert on every rank, whether a token is in them or not
+# ---- Chunks of slots
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The chunks of one call whose experts have equally many slots."""
+    """Describes the chunks of one call whose experts have equally many slots."""
 
     num_experts: int
     """The number of experts of all ranks, E."""
@@ -88,16 +92,16 @@ class SlotLayout:
     """The number of chunks in the forward and in the backward."""
 
     num_tokens = None
-    """Slots are cut by their number."""
+    """``None``, as slots are split instead of tokens."""
 
     @cached_property
     def capacity_chunks(self) -> tuple[CapacityChunks, CapacityChunks]:
-        """The cuts of the forward and of the backward."""
+        """Return the chunks of the forward and of the backward."""
         return chunk_capacity(self.capacity, self.degrees[0]), chunk_capacity(self.capacity, self.degrees[1])
 
     @property
     def same_chunks(self) -> bool:
-        """Whether the backward has the chunks of the forward."""
+        """Return True if the backward has the chunks of the forward."""
         return self.capacity_chunks[0] == self.capacity_chunks[1]
 
     def slots_per_expert(self, num_ranks: int, num_local: int) -> int:
@@ -111,13 +115,13 @@ class SlotLayout:
 
 
 class SlotChunks(Chunks):
-    """The chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
+    """Represents the chunks of a phase; see :class:`~ds_fsmoe.execution.phase.Chunks`.
 
     Args:
         collectives: the collectives to the other ranks.
         num_experts: E.
-        layout: the layout of rows in both phases.
-        cutting: the phase's cuts of the capacity.
+        layout: the chunks of the forward, by which rows are stored in both phases.
+        capacity_chunks: the phase's chunks of the capacity.
         rows_RM: [E * C, M], the rows that the phase starts with.
     """
 
@@ -148,7 +152,7 @@ class SlotChunks(Chunks):
         return self._collectives.to_experts(x_EcM)
 
     def leg(self, kind: str, x: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Do one of the two parts of :meth:`dispatch` or :meth:`combine`."""
+        """Run one of the two parts of :meth:`dispatch` or :meth:`combine`."""
         if kind in (A2A_IN_NODE, A2A_OUT):
             return self._collectives.legs[kind](self._collectives.blocks(x))
         return self._collectives.legs[kind](x).flatten(0, 1)
@@ -162,10 +166,10 @@ class SlotChunks(Chunks):
         return self._collectives.gather(x_GecM)
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_NecM: torch.Tensor) -> torch.Tensor:
-        """Call ``body(start, stop, rows)``."""
+        """Call ``body(start, stop, rows)``, and return its results."""
         y_NecM = body(*self._chunks[chunk], x_NecM)
         if self._result_RM is None and not self._is_whole:
-            # Not before: under autocast the experts' type is not that of their input.
+            # Not earlier: under autocast the experts' dtype differs from that of their input.
             self._result_RM = y_NecM.new_empty(self._shape)
         return y_NecM
 
@@ -174,18 +178,18 @@ class SlotChunks(Chunks):
         return self._collectives.reduce(y_NecM)
 
     def leaving(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """Return the results as :meth:`combine` takes them, [E, c, M]."""
+        """Return the results in the layout of :meth:`combine`, [E, c, M]."""
         return y_NecM.reshape(self._num_experts, *y_NecM.shape[2:])
 
     def combine(self, y_EcM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send the chunk to the ranks that have the tokens."""
+        """Send the chunk to the ranks of the tokens."""
         return self._collectives.to_experts(y_EcM)
 
     def write(self, y_EcM: torch.Tensor, chunk: int) -> None:
-        """Write the result where its tokens are.
+        """Write the results to the places of their tokens.
 
         Raises:
-            ValueError: it has another shape than the rows that were sent.
+            ValueError: the result has another shape than the sent rows.
         """
         start, stop = self._chunks[chunk]
         if y_EcM.shape != (self._num_experts, stop - start, self._shape[-1]):
@@ -200,8 +204,8 @@ class SlotChunks(Chunks):
             view[:, low:high].copy_(y_EcM[:, first : first + high - low])
 
     def _overlaps(self, rows_RM: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Yield (a chunk of the layout [E, c, M], its first and last slots that are in this one, their position in
-        it)."""
+        """Yield (a chunk of the layout [E, c, M], its first and last slot in this chunk, their position in this
+        chunk)."""
         start, stop = self._chunks[chunk]
         for first, last in self._layout.chunks:
             low, high = first if first > start else start, last if last < stop else stop

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes on CUDA: a stream per link, and the caller's current stream computes."""
+"""Lanes on CUDA: a stream per link, and the caller's current stream computes.
+
+``make_lanes`` creates them on a GPU; ``thread_lanes`` is the counterpart on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,31 @@ from ds_fsmoe.planning.schedule import Lane, Task
 
 _HIGH_PRIORITY = -1
 _HISTORY = 256
-"""The least number of events kept, so that a watchdog sees some layers back: the host runs far ahead of the device."""
+"""Minimum number of kept events: the host runs far ahead of the device, and a watchdog needs some earlier layers."""
 
 
 class StreamLanes(Lanes):
-    """Two high-priority streams for the links; COMPUTE is the stream that is current when ``run`` is called.
+    """Runs links on two high-priority streams; COMPUTE is the current stream when ``run`` is called.
 
-    One pass over the list issues everything from the caller's thread, in the same order on every rank, and never waits
-    for the device. Both links wait for what the compute stream was given before the run, the compute stream waits at
-    the end for both links, and in between a stream waits for an event only where the schedule crosses lanes.
+    One pass over the list issues all tasks from the caller's thread, without a wait for the device. The order is the
+    same on every rank. Both links wait for the work that the compute stream had before the run. The compute stream
+    waits at the end for both links. In between a stream waits for an event only where a task needs one on another lane.
 
-    Bodies issue collectives with ``async_op=False``: that runs on the current stream, the lane's, where
-    ``async_op=True`` would go to the process group's own stream and leave the order of the lane.
+    Bodies issue collectives with ``async_op=False``, which run on the lane's stream. With ``async_op=True`` they would
+    run on the process group's own stream, outside the order of the lane.
 
-    Memory: the allocator ties a tensor to the stream it was made on and may reuse its memory on that stream once the
-    last reference is gone; it does not know about readers on other streams. So the caller of ``run`` must keep every
-    tensor that is made on one lane and used on another until ``run`` returns, including tensors made by an earlier run.
-    Then the streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
+    Memory: the allocator ties a tensor to the stream it was made on. It may reuse the memory there once the last
+    reference is gone. It does not know readers on other streams. So the caller of ``run`` must keep every tensor that
+    is made on one lane and used on another until ``run`` returns. This includes tensors of an earlier run. Then the
+    streams are joined, the next run waits for the compute stream, and references may be dropped, without a host wait.
 
     With ``one_link`` both links share one stream, in the order of the list. This is for cases where two concurrent
     collectives could wait for each other across ranks.
 
-    While a graph is being captured no event is queried, because CUDA would abort the capture. A run
-    that is captured does nothing yet and cannot be behind; its events belong to the graph, and the lanes do not see
-    later replays.
+    During a graph capture no event is queried, because CUDA would abort the capture. A captured run does not execute
+    and cannot be behind; its events belong to the graph, and later replays are invisible to the lanes.
 
-    After an error the work that has been issued still finishes on the device, and the compute stream waits for it.
+    After an error the issued work still finishes on the device, and the compute stream waits for it.
     """
 
     overlap: ClassVar[Mapping[Lane, str]] = {
@@ -52,10 +54,11 @@ class StreamLanes(Lanes):
     runs_behind: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, one_link: bool = False) -> None:
-        """
+        """Create the streams.
+
         Args:
             device: a CUDA device; without an index, the current one.
-                one_link: whether the two links take turns instead of overlapping.
+            one_link: whether the two links share one stream instead of overlapping.
         """
         super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -73,24 +76,24 @@ class StreamLanes(Lanes):
         return _StreamRun(self, dependencies, work)
 
     def is_behind(self) -> bool:
-        """Whether the device has yet to reach the end of the last run; says nothing about a run in progress.
+        """Return True if the device has not reached the end of the last run; ignores a run in progress.
 
         For a watchdog: it may be called from any thread, and does not wait for the device.
         """
         end = self._end
         if end is None or self._is_captured:
             return False
-        # A new thread is on device 0, and would make a context there.
+        # A new thread starts on device 0, and would create a context there.
         with suppress(RuntimeError), torch.cuda.device(self._device), allow_queries_in_captures():
             return not end.query()
-        return False  # a device that has failed says so to whoever uses it next
+        return False  # a failed device raises at its next use
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
-        """Map each lane to the task issued last and the last one known to be finished on the device, as "label/name".
+        """Map each lane to its last issued task, and the last task known to be finished on the device, as "label/name".
 
         A task is known to be finished if another lane waits for it or the run has ended; the last few hundred are kept.
         """
-        if self._is_captured:  # nothing of it has been done, and nobody may ask about what was before
+        if self._is_captured:  # it has not executed, and earlier events must not be queried
             return {lane: (lane_name(mark.begun), "") for lane, mark in self._marks.items()}
         with allow_queries_in_captures():
             finished = self._events.finished()
@@ -98,7 +101,7 @@ class StreamLanes(Lanes):
 
 
 class _StreamRun(LaneRun):
-    """One run: it has an event per crossing, from when that is recorded."""
+    """Represents one run: it has an event per dependency, from the time that it is recorded."""
 
     _lanes: StreamLanes
 
@@ -109,7 +112,7 @@ class _StreamRun(LaneRun):
         self._left = deque(dependencies.steps)
         self._recorded: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * dependencies.count
         self._is_captured = lanes._is_captured = is_capturing()
-        # One that was recorded in a capture must not be asked afterwards either.
+        # An event that was recorded in a capture must not be queried afterwards either.
         self._events = _Events() if self._is_captured else lanes._events
         self._number = self._events.begin()
 
@@ -118,7 +121,7 @@ class _StreamRun(LaneRun):
         try:
             self._issue(compute, stop)
         except BaseException:
-            # With events of its own, whatever state ours are in. A device that has failed says so here again.
+            # With new events, whatever the state of the others. A failed device raises here again.
             self._end()
             raise
 
@@ -127,7 +130,7 @@ class _StreamRun(LaneRun):
         if self._left:
             for lane in self._dependencies.links:
                 compute.wait_stream(self._lanes._links[lane])
-            # The host may block in what runs now: a watchdog has to see that rows are still on their way.
+            # The host may block in the code that runs now: a watchdog must see that rows are still in flight.
             end = self._events.record(compute, None, self._number)
             self._lanes._end = None if self._is_captured else end
             return
@@ -139,7 +142,7 @@ class _StreamRun(LaneRun):
         self._end()
 
     def _end(self) -> None:
-        """Make the compute stream wait for both links, and do nothing more."""
+        """Make the compute stream wait for both links, and drop the remaining tasks."""
         self._left.clear()
         compute = torch.cuda.current_stream(self._lanes._device)
         with suppress(RuntimeError):
@@ -152,11 +155,11 @@ class _StreamRun(LaneRun):
         self._lanes._end = None if self._is_captured else end
 
     def _issue(self, compute: torch.cuda.Stream, stop: int | None) -> None:
-        """Issue work to the streams, up to ``stop``."""
+        """Issue tasks to the streams, up to ``stop``."""
         lanes, events, crossed = self._lanes, self._events, self._recorded
         lanes._is_captured = self._is_captured
         if self._dependencies.links and self._left and (stop is None or self._left[0].index < stop):
-            # Each part again: memory that a run in between has given up may still be read on the compute stream.
+            # In each part again: memory that a run in between has released may still be read on the compute stream.
             fork = events.record(compute, None, self._number)
             for lane in self._dependencies.links:
                 lanes._links[lane].wait_event(fork)
@@ -181,10 +184,10 @@ class _StreamRun(LaneRun):
 
 
 class _Events:
-    """A pool of events used in turn, each with the task that it was recorded after.
+    """Holds a pool of reused events, each with the task that it was recorded after.
 
-    An event is free for the next record as soon as the last wait for it has been issued, because a wait refers to the
-    record before it. Waits are issued in the run that records: its events are free when it has ended.
+    An event is free for the next record once the last wait for it has been issued: a wait refers to the record before.
+    Waits are issued in the run that records: its events are free when it has ended.
     """
 
     def __init__(self) -> None:
@@ -198,7 +201,7 @@ class _Events:
         self._size = _HISTORY
 
     def begin(self) -> int:
-        """Return a number for a run, which has events of its own until it ends."""
+        """Return a number for a new run, whose events are reserved until it ends."""
         self._num_runs += 1
         self._open.add(self._num_runs)
         return self._num_runs
@@ -208,7 +211,7 @@ class _Events:
         self._open.discard(run)
 
     def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None, run: int) -> torch.cuda.Event:
-        """Record an event at the end of the stream's work so far, which was this task of that run."""
+        """Record an event on a stream after a task of a run, and return it."""
         at = self._free()
         if at == len(self._events):
             self._after.append(None)
@@ -216,13 +219,14 @@ class _Events:
             self._events.append(torch.cuda.Event())
         event = self._events[at]
         event.record(stream)
-        self._after[at] = after  # last, so that a watchdog never takes the new task for done by the old record
+        # Set after the record, so that a watchdog never counts the new task as done by the old record
+        self._after[at] = after
         self._of_run[at] = run
         self._next = (at + 1) % self._size
         return event
 
     def _free(self) -> int:
-        """Return the place of the event whose turn it is, past those of open runs; a new one if there is no other."""
+        """Return the index of the next event that no open run uses; of a new one if there is no other."""
         count = len(self._events)
         for step in range(count):
             at = (self._next + step) % self._size
@@ -232,7 +236,7 @@ class _Events:
         return count
 
     def finished(self) -> dict[Lane, tuple[str, Task]]:
-        """Map each lane to the task recorded last whose event has completed."""
+        """Map each lane to the last recorded task whose event has completed."""
         found: dict[Lane, tuple[str, Task]] = {}
         at = self._next
         for back in range(1, len(self._events) + 1):
@@ -240,7 +244,7 @@ class _Events:
             after = self._after[index]
             if after is None or after[1].lane in found:
                 continue
-            with suppress(RuntimeError):  # a device that has failed knows of nothing finished
+            with suppress(RuntimeError):  # a failed device has no finished events
                 if self._events[index].query():
                     found[after[1].lane] = after
         return found

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MoE layer between tensor-parallel layers, whose ranks have the same tokens, or each a part of a sequence.
+"""Runs an MoE layer between tensor-parallel layers, whose ranks have the same tokens, or each a part of a sequence.
 
-*The same tokens.* Tensor-parallel attention ends in an all-reduce, so the ``mp`` ranks of a group reach the layer with
-the same tokens, and their gates decide alike. Each rank sends its ``1/mp`` of the slots to the experts, and the results
-are gathered: stock's ``drop_tokens`` and ``gather_tokens`` do this on the capacity (sharded_moe.py:686-742, whether or
-not the experts are tensor-parallel themselves), with the same part for the same rank and so with the same numbers. The
-drop's backward gathers gradients, so that every rank has the whole gradient of its tokens. The gather's backward takes
-the rank's own part: all ranks have the same gradient there, and no slot may count twice.
+``ds_fsmoe.layer.state`` calls :class:`TensorParallelTokens` around the experts' part of such a layer.
 
-Two things are better than in stock. Where ``mp`` does not divide the capacity stock stops with an assertion; here empty
-slots are added, which changes no number. And slots are numbered so that a rank's part is contiguous, chunk by chunk
-within it: the gather is one all-gather, without the copies that a gather along the capacity needs. (With k >= 3 choices
-this changes the order in which a token's gradient is summed, so it differs from stock's in its last bits.)
+*The same tokens.* Tensor-parallel attention ends in an all-reduce. So the ``mp`` ranks of a group have the same tokens
+at the layer, and their gates decide alike. Each rank sends ``1/mp`` of the slots to the experts, and the results are
+gathered. Stock's ``drop_tokens`` and ``gather_tokens`` do this on the capacity (sharded_moe.py:686-742), whether or not
+the experts are tensor-parallel. A rank has the same part as in stock, and so the same numbers. The drop's backward
+gathers gradients, so that every rank has the whole gradient of its tokens. The gather's backward takes the rank's own
+part: all ranks have the same gradient there, and each slot must count once.
 
-*Parts of a sequence.* Nothing is dropped or gathered; ``gradients/zero_stages.py`` says what happens to the
-gradients.
+Two things differ from stock. Where ``mp`` does not divide the capacity, stock stops with an assertion; here empty slots
+are added, which changes no number. And slots are numbered so that a rank's part is contiguous, chunk by chunk within
+it. So the gather is one all-gather, without the copies that a gather along the capacity needs. (With k >= 3 choices
+this changes the order in which a token's gradient is summed, so its last bits differ from stock's.)
+
+*Parts of a sequence.* No token is dropped or gathered; ``gradients/zero_stages.py`` handles the gradients.
 
 Letters: E experts of all ranks, C slots per expert, c those of this rank, P ranks of an MP group, M width.
 """
@@ -36,12 +37,12 @@ from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 @dataclass(frozen=True)
 class TensorParallelUse:
-    """How a layer takes part in the tensor parallelism around it; without any it makes no difference."""
+    """Describes how a layer takes part in the tensor parallelism around it; ignored without tensor parallelism."""
 
     same_tokens: bool = True
-    """Whether the ranks of an MP group have the same tokens; otherwise each has its part of a sequence."""
+    """Whether the ranks of an MP group have the same tokens; otherwise each has a part of a sequence."""
     experts: bool = False
-    """Whether the experts split themselves over these ranks: DeepSpeed's ``enable_expert_tensor_parallelism``."""
+    """Whether the experts are sharded over these ranks: DeepSpeed's ``enable_expert_tensor_parallelism``."""
 
 
 PLAIN = TensorParallelUse()
@@ -50,33 +51,33 @@ _Rows = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorParallelTokens:
-    """The ranks that have the same tokens, and how they share out their slots."""
+    """Splits slots between the ranks that have the same tokens."""
 
     group: dist.ProcessGroup
-    """The group, used between other work of the layer, on the calling stream; never on a lane."""
+    """The group, used on the calling stream; never on a lane."""
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks, P."""
+        """Return the number of ranks, P."""
         return self.group.size()
 
     def part(self, capacity: int) -> int:
-        """Return c, the number of slots of each expert that a rank sends, for a total capacity."""
+        """Return the number of slots of each expert that a rank sends, c, for a total capacity."""
         return -(-capacity // self.num_ranks)
 
     def slots(
         self, slots: torch.Tensor, num_experts: int, capacity: int, capacity_chunks: CapacityChunks
     ) -> torch.Tensor:
-        """Return the rows of slots, ordered by rank and for each rank chunk by chunk.
+        """Return the rows of slots, ordered by rank, and for each rank chunk by chunk.
 
         Args:
-            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none.
+            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for "no slot".
             num_experts: E.
             capacity: C.
-            cutting: the cuts of one rank's part, ``self.part(capacity)`` slots.
+            capacity_chunks: the chunks of one rank's part, ``self.part(capacity)`` slots.
 
         Returns:
-            The same shape: row numbers, ``P * E * c`` for none.
+            The same shape: row numbers, ``P * E * c`` for "no slot".
         """
         part = self.part(capacity)
         if part == 0:
@@ -89,16 +90,16 @@ class TensorParallelTokens:
         return torch.where(slots < num_experts * capacity, rank * num_rows + own, self.num_ranks * num_rows)
 
     def drop(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Return the [E * c, M] of [P * E * c, M] that this rank sends."""
+        """Return the part [E * c, M] of [P * E * c, M] that this rank sends."""
         return _Through.apply(x_RM, self.group, _own_part, _all_parts)
 
     def gather(self, y_RM: torch.Tensor) -> torch.Tensor:
-        """Gather [E * c, M] of each rank into [P * E * c, M], the same on all."""
+        """Gather [E * c, M] of each rank, and return [P * E * c, M], the same on all."""
         return _Through.apply(y_RM, self.group, _all_parts, _own_part)
 
 
 def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a copy of the own part, so that the parts of the others can be freed."""
+    """Return a copy of this rank's part, so that the memory of the others can be freed."""
     return rows.chunk(group.size())[group.rank()].clone() if rows.shape[0] else rows.clone()
 
 
@@ -110,7 +111,8 @@ def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Through(torch.autograd.Function):
-    """``apply(rows, group, forwards, backwards)`` runs one of the two functions above forwards, the other backwards."""
+    """Runs one of the two functions above forward and the other backward: ``apply(rows, group, forwards,
+    backwards)``."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, forwards: _Rows, backwards: _Rows):
@@ -125,26 +127,26 @@ class _Through(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SelfSplitCollectives(Collectives):
-    """The collectives for experts that split themselves over the ranks of the ESP group and sum their own parts.
+    """Runs the collectives for experts that shard themselves over the ranks of the ESP group and sum their own parts.
 
-    Their results are the same on all of these ranks, and so are, after the experts' own sum, the gradients of their
-    input: each rank goes on with the part that is meant for it, and nothing is summed a second time.
+    Their results are the same on all of these ranks. After the experts' own sum, so are the gradients of their input.
+    Each rank continues with its own part, and nothing is summed a second time.
     """
 
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """Take the block [G, e, c, M] meant for this rank from [P * G, e, c, M], which is the same on all P ranks."""
+        """Return this rank's block [G, e, c, M] of [P * G, e, c, M], which is the same on all P ranks."""
         return y_NecM if self.esp_group is None else y_NecM.chunk(self.esp_group.size())[self.esp_group.rank()]
 
     def reduce_rows(self, y_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
-        """Take the rows meant for this rank from those of all P ranks, which are the same on all of them."""
+        """Return this rank's rows of those of all P ranks, which are the same on all of them."""
         return y_RM if self.esp_group is None else y_RM.split(sizes.gathered)[self.esp_group.rank()]
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make the gradient of each parameter the sum over a group, before anybody else sees it.
+    """Replace the gradient of each parameter by the sum over a group, before other hooks receive it.
 
-    This is for parameters that are equal on all ranks of the group while each rank's tokens give part of the gradient.
-    Every backward in which one of them takes part has to run on all ranks.
+    This is for parameters that are equal on all ranks of the group, where each rank's tokens contribute a part of the
+    gradient. Every backward that uses one of them must run on all ranks.
     """
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:

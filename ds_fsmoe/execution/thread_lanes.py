@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes on the CPU: a thread per link, and the caller's thread computes."""
+"""Lanes on the CPU: a thread per link, and the caller's thread computes.
+
+``make_lanes`` creates them on a CPU; ``stream_lanes`` is the counterpart on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,15 @@ import torch
 from ds_fsmoe.execution.lanes import Dependencies, LaneRun, Lanes, LaneWork, Mark, Step
 from ds_fsmoe.planning.schedule import Lane
 
-# ---- The state that torch keeps per thread and that a body relies on: taken from one thread, applied in
-# another
+# ---- The state that torch keeps per thread and that a body relies on: copied from one thread to another
 #
 # It covers grad mode, inference mode, and autocast for the device types cpu and cuda. Not covered: dispatch and
-# function modes (``torch.device`` as a context), hooks on saved tensors, and profilers; they see the caller's thread
-# only.
+# function modes (``torch.device`` as a context), hooks on saved tensors, and profilers, which apply to the caller's
+# thread only.
 #
-# Random numbers need no handling here, but they need care. torch's CPU generator is shared by the whole process, so a
-# task on a link lane draws between the draws of the compute lane, in an order that differs from run to run: anything
-# that must be reproducible draws on the compute lane, or from a ``torch.Generator`` of its own.
+# Random numbers: torch's CPU generator is shared by the whole process. A task on a link lane draws between the draws of
+# the compute lane, in an order that differs from run to run. So reproducible code must draw on the compute lane, or
+# from its own ``torch.Generator``.
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -36,7 +38,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """The state of one thread at one moment."""
+    """Holds the state of one thread at one moment."""
 
     is_grad_enabled: bool
     is_inference: bool
@@ -69,8 +71,8 @@ class ThreadState:
                 torch.set_autocast_enabled(device, is_enabled)
                 torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_cache_enabled(self.caches_casts)
-            # The cache of casts belongs to all threads, and an outermost autocast block that ends clears it: a block
-            # inside a body is not to count as outermost while the caller is in one.
+            # The cache of casts belongs to all threads, and the end of an outermost autocast block clears it: a block
+            # inside a body must not count as outermost while the caller is in one.
             torch.autocast_increment_nesting()
             try:
                 yield
@@ -78,34 +80,34 @@ class ThreadState:
                 torch.autocast_decrement_nesting()
 
 
-# ---- Lanes on the CPU: a thread per link, and the caller's thread computes
+# ---- Lanes
 
 
 @dataclass(eq=False)
 class _Part:
-    """Some tasks of a lane, handed out at once."""
+    """Holds some tasks of a lane, started together."""
 
     steps: tuple[Step, ...]
     is_walked: bool = False
 
 
-# What a worker is handed: work, and the lock it releases after that; or the word to end.
+# A worker's queue: work with the lock that it releases afterwards, or ``None`` to end.
 _Jobs = SimpleQueue[tuple[Callable[[], None], LockType] | None]
 
 
 class ThreadLanes(Lanes):
-    """A persistent thread per link lane, made by the first run that needs it; COMPUTE is the caller's thread.
+    """Runs each link on a persistent thread, made by the first run that needs it; COMPUTE is the caller's thread.
 
-    Autograd, random numbers and user code thus see their own thread. Bodies on the links run under the caller's
-    thread-local state (see :mod:`~ds_fsmoe.execution.thread_lanes`, also for care with random numbers).
+    So autograd, random numbers and user code run in their own thread. Bodies on the links run under the caller's
+    thread-local state (see :class:`ThreadState`).
 
-    A run first hands each link its tasks, then does the COMPUTE tasks in the caller's thread; a task that needs one on
-    another lane sleeps until that one is done. A task only needs earlier ones and every lane keeps the order of the
-    list, so the earliest task that is not done can always run: no order of events leads to a deadlock.
+    A run first passes each link its tasks, then runs the COMPUTE tasks in the caller's thread. A task that needs one on
+    another lane sleeps until that one is done. A task only needs earlier ones, and every lane keeps the order of the
+    list. So the earliest task that is not done can always run, and no deadlock is possible.
 
-    After an error every lane goes on through its list without doing the tasks, so that all waiters are released, and
-    ``run`` waits for the tasks that are running: for a collective whose other ranks never come, this takes until the
-    collective's timeout. A KeyboardInterrupt ends that wait too; the link's thread is then free when its task is over.
+    After an error every lane skips the rest of its list, so that all waiting lanes continue. ``run`` waits for tasks
+    that are running. For a collective whose other ranks never come, this takes until the collective's timeout. A
+    KeyboardInterrupt ends that wait too; the link's thread is then free when its task is over.
     """
 
     overlap: ClassVar[Mapping[Lane, str]] = {
@@ -136,7 +138,7 @@ class ThreadLanes(Lanes):
 
 
 class _ThreadRun(LaneRun):
-    """One run: it has a lock per crossing, held until the crossing is open."""
+    """Represents one run: it has a lock per dependency, which is released when that is fulfilled."""
 
     _lanes: ThreadLanes
 
@@ -146,12 +148,12 @@ class _ThreadRun(LaneRun):
         self._links = dependencies.links
         self._work = work
         self._at = dict.fromkeys(Lane, 0)
-        """The number of its tasks that each lane has been given."""
+        """The number of tasks that each lane has received."""
         self._handed: list[LockType] = []
-        """Locks that can be acquired when links have done what they were given."""
+        """Locks that can be acquired when the links have finished their tasks."""
         self.errors: list[BaseException] = []
         self._failed = False
-        # A bare lock is the cheapest thing to wait for: an Event is ten times as dear, most of it in the making.
+        # A bare lock is the cheapest thing to wait for: an Event costs ten times as much, mostly to create.
         self._locks = [_locked_lock() for _ in range(dependencies.count)]
 
     def _go(self, stop: int | None) -> None:
@@ -182,17 +184,18 @@ class _ThreadRun(LaneRun):
             try:
                 raise first
             finally:
-                # The error's traceback holds this frame and that of the body: no cycle may keep their tensors alive.
+                # The error's traceback refers to this frame and that of the body: no cycle may keep their tensors
+                # alive.
                 self.errors.clear()
                 del first, others
 
     def _interrupt(self, error: BaseException, own: _Part, parts: Mapping[Lane, _Part]) -> None:
-        """End the run in an error that no body raised; raise it if there was another before."""
+        """End the run after an error outside of a body; raise it if another error came before."""
         earlier = self.errors[:1]
         self.fail(error)
         self._open_all(own)
-        # Once more: it may have come in between. A part that has been walked is not walked again, and one wait for
-        # what comes last is a wait for all.
+        # Once more: the error may have come in between. A part runs only once, and the wait for the last part of a
+        # lane is a wait for all.
         self._handed = []
         self._hand_over(parts)
         if earlier:
@@ -205,22 +208,22 @@ class _ThreadRun(LaneRun):
         self._handed.clear()
 
     def _next_part(self, lane: Lane, stop: int | None) -> _Part:
-        """Return the tasks of a lane that it has not been given, before index ``stop``."""
+        """Return the tasks of a lane that it has not received, before index ``stop``."""
         steps, first = self._by_lane[lane], self._at[lane]
         last = len(steps) if stop is None else bisect_left(steps, stop, first, key=lambda step: step.index)
         self._at[lane] = last
         return _Part(steps[first:last])
 
     def _hand_over(self, parts: Mapping[Lane, _Part]) -> None:
-        """Hand the links their tasks."""
+        """Pass the links their tasks."""
         state = ThreadState.here() if parts else None
         for lane, part in parts.items():
             self._handed.append(self._lanes.worker(lane).start(partial(self._walk, part, lane, state)))
 
     def _walk(self, part: _Part, lane: Lane, state: ThreadState | None = None) -> None:
-        """Do tasks of a lane in order, in the calling thread; after an error anywhere, skip the rest.
+        """Run tasks of a lane in order, in the calling thread; after an error anywhere, skip the rest.
 
-        Only the first call for a part does anything.
+        Only the first call for a part has an effect.
         """
         if part.is_walked:
             return
@@ -250,15 +253,15 @@ class _ThreadRun(LaneRun):
                 locks[number].release()
 
     def fail(self, error: BaseException) -> None:
-        """Record the error; no task begins from now on."""
+        """Record the error, so that no further task begins."""
         self.errors.append(error)
         self._failed = True
 
     def _open_all(self, part: _Part) -> None:
-        """Open all crossings from tasks that have stopped early."""
+        """Release the locks of all dependencies on tasks that have stopped early."""
         for step in part.steps:
             for number in step.feeds:
-                # Open already; or opened and passed, then nobody will ever wait for it again.
+                # Released already, or released and acquired, after which no lane waits for it.
                 with suppress(RuntimeError):
                     self._locks[number].release()
 
@@ -270,17 +273,17 @@ def _locked_lock() -> LockType:
 
 
 class _Worker:
-    """A thread that does the work it is given, in order. It ends when it is stopped or no longer referenced."""
+    """Runs jobs in order in a thread. It ends when it is stopped or no longer referenced."""
 
     def __init__(self, lane: Lane) -> None:
         self._jobs: _Jobs = SimpleQueue()
         weakref.finalize(self, self._jobs.put, None)
-        # The thread knows the queue only, or it would keep this object alive.
+        # The thread refers to the queue only; otherwise it would keep this object alive.
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=f"fsmoe-{lane}", daemon=True)
         self._thread.start()
 
     def start(self, work: Callable[[], None]) -> LockType:
-        """Hand over some work, which must not raise, and return a lock that can be acquired when it is done."""
+        """Queue some work, which must not raise, and return a lock that can be acquired when it is done."""
         done = _locked_lock()
         self._jobs.put((work, done))
         return done
@@ -295,5 +298,5 @@ def _serve(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         work, done = job
         work()
-        del job, work  # or this thread would keep the run, and the tensors of its bodies, until the next one
+        del job, work  # otherwise this thread would keep the run, and the tensors of its bodies, until the next one
         done.release()

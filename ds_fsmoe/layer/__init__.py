@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines one MoE layer: its parts, a token's way through it, and how the layers of an engine are run."""
+"""One MoE layer: its parts, the path of a token through it, and what the layers of an engine share.
+
+``engine`` converts a model's layers to these classes; ``execution`` runs their experts' part.
+"""

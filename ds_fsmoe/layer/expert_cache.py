@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that a rank holds for one call of a layer in inference, how their weights come there, and how they are
-called.
+"""The experts that a rank has in memory for one call of a layer in inference, and the transfer of their weights.
 
-Either all experts' weights lie in the memory of each host, or they are fetched over the group from the ranks where the
-experts are at home, only those that change. On a CPU the host's memory is where experts are computed, so that nothing
-is copied; else, and for what is fetched, there is a buffer with the experts that are held.
+``ds_fsmoe.layer.inference`` decides which experts a rank needs, and calls an :class:`ExpertCache`. All experts' weights
+are in the memory of each host, or are fetched from their primary ranks, only those that change. On a CPU experts
+compute in the host's memory, without a copy. Otherwise, and for fetched weights, a buffer has the weights of the rank's
+experts.
 
 Letters: E experts, e experts on this rank, G ranks, W experts with weights in one tensor.
 """
@@ -34,21 +34,19 @@ from ds_fsmoe.execution.row_sizes import RowBlock
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.ops import Ops
 
-# ---- Sends rows to where experts are in one call of a layer in inference, where popular ones are on several
-# ranks
-#
-# Letters: E experts, G ranks of the EP group, P places, C copies of an expert at the most, K choices, S tokens.
+# ---- Routing to the copies of experts in one call of a layer in inference, where popular ones are on several ranks
+# Letters: E experts, G ranks of the EP group, P places, C maximum copies of an expert, K choices, S tokens.
 
 
 @dataclass(frozen=True)
 class ExpertCacheTable:
-    """Says which experts each rank holds in a call, the same on every rank.
+    """Holds the experts of each rank in a call, the same on every rank.
 
-    Every rank has as many places as the one with most experts; those behind a rank's experts are empty. Place p is on
+    Every rank has as many places as the rank with most experts; places behind a rank's experts are empty. Place p is on
     rank ``p // per_rank``.
 
     Raises:
-        ValueError: a rank has no expert, or one twice; or an expert is nowhere.
+        ValueError: a rank has no expert, or one twice; or an expert is on no rank.
     """
 
     experts_of_rank: tuple[tuple[int, ...], ...]
@@ -66,23 +64,23 @@ class ExpertCacheTable:
 
     @property
     def per_rank(self) -> int:
-        """The places of a rank."""
+        """Return the number of places of a rank."""
         return max(map(len, self.experts_of_rank))
 
     @property
     def num_places(self) -> int:
-        """P."""
+        """Return the number of places, P."""
         return self.per_rank * len(self.experts_of_rank)
 
     @cached_property
     def copies_E(self) -> np.ndarray:
-        """[E]: the ranks that hold each expert."""
+        """Return the number of ranks that have each expert, [E]."""
         every = [expert for experts in self.experts_of_rank for expert in experts]
         return np.bincount(every, minlength=self.num_experts)
 
     @cached_property
     def places_EC(self) -> np.ndarray:
-        """[E, C]: the places of each expert, rank by rank, again and again up to C."""
+        """Return the places of each expert, rank by rank, repeated up to C: [E, C]."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, experts in enumerate(self.experts_of_rank):
             for index, expert in enumerate(experts):
@@ -91,7 +89,7 @@ class ExpertCacheTable:
         return np.array([(each * most)[:most] for each in found])
 
     def load_of_ranks(self, rows_E: np.ndarray) -> np.ndarray:
-        """Return [G]: the rows of each rank, as each expert's are dealt out evenly.
+        """Return the rows of each rank, [G], where each expert's rows are split evenly over its copies.
 
         Args:
             rows_E: the rows of each expert.
@@ -100,7 +98,7 @@ class ExpertCacheTable:
         return np.array([rows[list(experts)].sum() for experts in self.experts_of_rank])
 
     def in_same_places(self, before: ExpertCacheTable) -> ExpertCacheTable:
-        """Return the same table with experts in the places that they had before, where they may stay there."""
+        """Return the same table with experts in their earlier places, where possible."""
         return replace(self, experts_of_rank=tuple(map(_in_same_places, self.experts_of_rank, before.experts_of_rank)))
 
 
@@ -112,7 +110,7 @@ def _in_same_places(experts: Sequence[int], before: Sequence[int]) -> tuple[int,
 
 
 def rows_of_experts(routing: Routing) -> torch.Tensor:
-    """Return [E] int64: the rows that a decision sends to each expert; nothing waits."""
+    """Return the rows that a decision sends to each expert, [E] int64; without a wait for the device."""
     expert_KS = _experts(routing).reshape(-1)
     counts = expert_KS.new_zeros(routing.num_experts + 1)
     return counts.scatter_add_(0, expert_KS, torch.ones_like(expert_KS))[:-1]
@@ -121,13 +119,13 @@ def rows_of_experts(routing: Routing) -> torch.Tensor:
 def route_to_copies(routing: Routing, rows_E: torch.Tensor, table: ExpertCacheTable, rank: int, ops: Ops) -> Routing:
     """Return a decision about E experts as one about places, with one slot of each.
 
-    The rows of an expert that is on several ranks go to them in turn, token by token; each rank begins with another
-    one, so that the copies get equally many. Nothing waits for the device.
+    The rows of an expert on several ranks go to its copies in turn, token by token. Each rank begins with another copy,
+    so that all get equally many. The host does not wait for the device.
 
     Args:
         routing: the decision.
-        rows_E: what :func:`rows_of_experts` returns of it.
-        table: where experts are.
+        rows_E: the result of :func:`rows_of_experts` for it.
+        table: the experts of each rank.
         rank: this rank, in the order of the EP group.
         ops: the operators to use.
     """
@@ -135,7 +133,7 @@ def route_to_copies(routing: Routing, rows_E: torch.Tensor, table: ExpertCacheTa
     places_EC = torch.from_numpy(table.places_EC).to(expert_KS.device)
     most = places_EC.shape[1]
     num_places = table.num_places
-    # One row more is for choices that are none.
+    # An extra row is for choices that are not made.
     places_EC = torch.cat([places_EC, places_EC.new_full((1, most), num_places)])
     if most == 1:
         place_KS = places_EC[:, 0][expert_KS]
@@ -145,8 +143,8 @@ def route_to_copies(routing: Routing, rows_E: torch.Tensor, table: ExpertCacheTa
         numbered = ops.take_slots(expert_KS.contiguous(), table.num_experts, slots, None, "token")
         number_KS = numbered.slots_KS - expert_KS * slots + rank
         place_KS = places_EC[expert_KS, number_KS % copies_E[expert_KS]]
-    # A number that is none's, too large or too small, stays one, so that it is still found to be a fault; and so do
-    # counts that are too small.
+    # A number out of range stays out of range, so that it is still detected as a fault; so do counts that are too
+    # small.
     place_KS = torch.where(routing.slots_KS < 0, -1, place_KS)
     place_KS = torch.where(routing.slots_KS > routing.num_slots, num_places + 1, place_KS)
     at = place_KS.reshape(-1).clamp(-1, num_places)
@@ -156,40 +154,40 @@ def route_to_copies(routing: Routing, rows_E: torch.Tensor, table: ExpertCacheTa
 
 
 def _experts(routing: Routing) -> torch.Tensor:
-    """Return [K, S]: the expert of each row, E for none."""
+    """Return the expert of each choice, [K, S]; E for a choice that is not made."""
     expert_KS = routing.slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
     is_row_KS = (routing.slots_KS >= 0) & (routing.slots_KS < routing.num_slots)
     return torch.where(is_row_KS, expert_KS, routing.num_experts)
 
 
-# ---- The experts that a rank holds for one call of a layer in inference, and how their weights come there
+# ---- The experts in a rank's memory for one call of a layer in inference, and the transfer of their weights
 
 
 Where = Literal["host", "home"]
-"""Where weights are taken from: the memory of each host, or the ranks where experts are at home."""
+"""The source of weights: ``"host"``, the memory of each host, or ``"home"``, the ranks of primary experts."""
 
 
 @dataclass(frozen=True)
 class ExpertCacheMemory:
-    """The memory for the weights of one layer's experts, before any is there."""
+    """Holds the memory for the weights of one layer's experts, before it is filled."""
 
     stacks: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> [E, ...] of each weight, in the host's memory; empty: weights are fetched."""
+    """Name -> [E, ...] for each weight, in the host's memory; empty: weights are fetched."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> [experts that a rank holds at the most, ...], where they are computed; empty: in the stacks."""
+    """Name -> [maximum experts of a rank, ...], where they are computed; empty: in the stacks."""
 
     @classmethod
     def made(cls, form: ExpertForm, num_experts: int, most: int, where: Where) -> ExpertCacheMemory:
-        """Return new memory.
+        """Return newly allocated memory.
 
         Args:
             form: the experts of this rank.
             num_experts: E.
-            most: the most experts that a rank holds.
-            where: where weights are taken from.
+            most: the maximum number of experts of a rank.
+            where: the source of weights.
 
         Raises:
-            RuntimeError, MemoryError: there is no such memory, of the host or of the device.
+            RuntimeError, MemoryError: the host or the device has too little memory.
         """
         stacks, buffers = {}, {}
         pinned = form.device.type == "cuda"
@@ -203,18 +201,18 @@ class ExpertCacheMemory:
 
     @staticmethod
     def bytes_of(form: ExpertForm, num_experts: int, most: int, where: Where) -> tuple[int, int]:
-        """Return the bytes that :meth:`made` takes: of the host's memory, and of that where experts are computed."""
+        """Return the bytes that :meth:`made` allocates: in the host's memory, and where experts are computed."""
         of_expert = sum(math.prod(form.shapes[each]) * form.dtype_of(each).itemsize for each in form.names)
         is_buffered = where == "home" or not computes_on_host(form.device)
         return (num_experts if where == "host" else 0) * of_expert, (most if is_buffered else 0) * of_expert
 
 
 class AllOnHost:
-    """All experts, in memory in which they are computed.
+    """Calls experts that are all in host memory in which they are computed.
 
     Args:
-        form: how experts are called.
-        stacks: name -> [E, ...] of each weight.
+        form: the calls of experts.
+        stacks: name -> [E, ...] for each weight.
         rank: this rank, in the order of the EP group.
     """
 
@@ -226,7 +224,7 @@ class AllOnHost:
         self._experts: tuple[int, ...] = ()
 
     def arranged(self, table: ExpertCacheTable) -> ExpertCacheTable:
-        """Return the table with the experts of each rank ascending, as their weights lie."""
+        """Return the table with the experts of each rank ascending, in the order of their weights."""
         return ExpertCacheTable(tuple(tuple(sorted(each)) for each in table.experts_of_rank), table.num_experts)
 
     def prepare(self, table: ExpertCacheTable) -> None:
@@ -239,13 +237,13 @@ class AllOnHost:
 
 
 class Buffered:
-    """Copies of the experts that are held, in one tensor for each weight, that grows as far as it has to.
+    """Calls copies of the rank's experts, in one tensor for each weight, which grows as needed.
 
     Args:
-        form: how experts are called, and the weights of those at home here.
-        homes: of each rank the experts at home, in the order of their weights.
+        form: the calls of experts, and the weights of this rank's primary experts.
+        primary_experts: the primary experts of each rank, in the order of their weights.
         block: the ranks that share the experts.
-        room: the memory for them, its stacks filled, if there are any.
+        memory: the memory for them, with filled stacks if it has any.
     """
 
     def __init__(
@@ -258,7 +256,7 @@ class Buffered:
         self._row_of_own = {expert: index for index, expert in enumerate(primary_experts[self._rank])}
         is_whole = not any(map(is_shared_out, form.parameters))
         self.may_be_early = stacks is not None or is_whole
-        # What ZeRO 3 has shared out is whole within the layer's forward only.
+        # Parameters that ZeRO 3 partitions are whole within the layer's forward only.
         self._reads_own = stacks is None or is_whole
         self._buffers = dict(memory.buffers)
         self._cached: list[int] = []
@@ -269,11 +267,11 @@ class Buffered:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def arranged(self, table: ExpertCacheTable) -> ExpertCacheTable:
-        """Return the table with experts that stay in the places that they have."""
+        """Return the table with kept experts in their present places."""
         return table.in_same_places(self._table)
 
     def prepare(self, table: ExpertCacheTable) -> None:
-        """Begin to have the experts of this table. Collective over the block where weights are fetched."""
+        """Start to load the experts of this table. Collective over the block where weights are fetched."""
         self._finish()
         before, self._table = self._table, table
         experts = table.experts_of_rank[self._rank]
@@ -281,7 +279,7 @@ class Buffered:
         if self._stacks is None:
             self._fetch(before)
         if self._side is not None:
-            # Behind the calls that still use what is replaced, and beside what comes until the next one.
+            # After the calls that still use the replaced weights, and concurrent with work up to the next one.
             self._side.wait_stream(torch.cuda.current_stream(self._form.device))
         with torch.cuda.stream(self._side):
             for row, expert in enumerate(experts):
@@ -301,16 +299,16 @@ class Buffered:
         return self._called(tuple(range(len(self._cached))), rows, x_RM)
 
     def _at_hand(self, name: str, expert: int) -> torch.Tensor | None:
-        """Return a weight that need not be fetched."""
+        """Return a weight that need not be fetched; else ``None``."""
         if expert in self._row_of_own and self._reads_own:
             return self._form.own(name, self._row_of_own[expert])
         if expert in self._cached:
-            # It was in a place behind those of this table, of which none is written to.
+            # It is in a place behind those of this table, and those are not overwritten.
             return self._buffers[name][self._cached.index(expert)]
         return None if self._stacks is None else self._stacks[name][expert]
 
     def _grow_buffers(self, num_held: int) -> None:
-        """Make buffers of at least so many experts."""
+        """Enlarge the buffers to at least this number of experts."""
         if self._buffers and num_held <= len(next(iter(self._buffers.values()))):
             return
         for name in self._form.names:
@@ -322,12 +320,12 @@ class Buffered:
         self._called = None
 
     def _fetch(self, before: ExpertCacheTable) -> None:
-        """Begin to fetch what ranks neither have at home nor had before. Every rank knows all of that."""
+        """Start to fetch weights of experts that ranks neither own nor had before. Every rank knows all transfers."""
         tables = zip(self._table.experts_of_rank, before.experts_of_rank, self._primary_experts, strict=True)
         wanted = [sorted(set(now).difference(then, at_home)) for now, then, at_home in tables]
         if not any(wanted):
             return
-        # In the order of the group, which need not be that of EP ranks.
+        # In the order of the group, which may differ from that of EP ranks.
         eps = [ep for ep, _ in self._block.places]
         sent = [[each for each in wanted[ep] if each in self._row_of_own] for ep in eps]
         received = [[each for each in wanted[self._rank] if each in self._primary_experts[ep]] for ep in eps]
@@ -358,12 +356,12 @@ class Buffered:
 def gather_stacks(
     stacks: Mapping[str, torch.Tensor], form: ExpertForm, primary_experts: Sequence[Sequence[int]], block: RowBlock
 ) -> None:
-    """Fill stacks with all experts' weights. Collective over the block. One expert of each rank travels at a time.
+    """Fill stacks with all experts' weights, one expert of each rank at a time. Collective over the block.
 
     Args:
         stacks: see :attr:`ExpertCacheMemory.stacks`.
-        form: the experts at home here, with whole weights.
-        homes: see :class:`Buffered`.
+        form: the primary experts of this rank, with whole weights.
+        primary_experts: see :class:`Buffered`.
         block: the ranks that share the experts.
     """
     for name, stack in stacks.items():
@@ -377,22 +375,22 @@ def gather_stacks(
 
 
 def computes_on_host(device: torch.device) -> bool:
-    """Return whether the host's memory is where experts on this device are computed."""
+    """Return True if experts on this device are computed in the host's memory."""
     return device.type == "cpu"
 
 
 ExpertCache = AllOnHost | Buffered
-"""The experts of this rank in one layer, by a table that changes from call to call."""
+"""The experts in this rank's memory for one layer, by a table that changes from call to call."""
 
 
 def make_expert_cache(
     form: ExpertForm, primary_experts: Sequence[Sequence[int]], block: RowBlock, memory: ExpertCacheMemory
 ) -> ExpertCache:
-    """Return the experts of a layer for inference. Collective over the block where there are stacks.
+    """Return the expert cache of a layer. Collective over the block where there are stacks.
 
     Args:
-        form, homes, block: see :class:`Buffered`.
-        room: the memory for them.
+        form, primary_experts, block: see :class:`Buffered`.
+        memory: the memory for the weights.
     """
     gather_stacks(memory.stacks, form, primary_experts, block)
     if not memory.buffers:
@@ -401,55 +399,54 @@ def make_expert_cache(
 
 
 def give_back_host_memory() -> None:
-    """Make torch's allocator of pinned memory free unused blocks, which it would keep otherwise."""
+    """Free the unused blocks of torch's allocator of pinned memory, which it would keep otherwise."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
 
 
-# ---- Calls experts with weights that lie elsewhere than in the model, in one tensor of several experts for each
-# weight
+# ---- Calls of experts with weights outside the model, in one tensor of several experts for each weight
 
 
 _MOST_SETS = 64
-"""The most sets of experts of a layer for which what was worked out is kept."""
+"""The maximum number of cached sets of experts of a layer."""
 
 
 CalledExperts = Callable[[Sequence[int], CallRows, torch.Tensor], ExpertCall]
-"""Makes a call of some of W experts whose weights lie in one tensor of each kind. It takes their ascending numbers, the
-sizes of the rows, of which the first are those of these experts and all others are 0, and the rows."""
+"""Makes a call of some of W experts with stacked weights. Arguments: their ascending numbers; the sizes of the rows,
+of which the first are those of these experts and all others are 0; and the rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertForm:
-    """The experts of this rank in one layer, and how others with their structure are called."""
+    """Describes the experts of this rank in one layer, and calls of other experts with their structure."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Name -> the shape of a weight of one expert, also where it is shared out."""
+    """Name -> the whole shape of a weight of one expert, also where ZeRO 3 partitions it."""
     parameters: tuple[torch.Tensor, ...]
-    """All that the weights are in, the names' own ones first."""
+    """All parameters with the weights, those of the names first."""
     own: Callable[[str, int], torch.Tensor]
-    """Returns a weight, by its name, of one of the experts here, by its index; it must be whole."""
+    """Returns a weight, by its name, of one of this rank's experts, by its index; it must be whole."""
     called: Callable[[Mapping[str, torch.Tensor]], CalledExperts]
     """Returns experts with these weights, [W, ...] each."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the weights of an expert."""
+        """Return the names of the weights of an expert."""
         return tuple(self.shapes)
 
     @property
     def device(self) -> torch.device:
-        """The device on which they are computed."""
+        """Return the device on which the experts are computed."""
         return self.parameters[0].device
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of a weight."""
+        """Return the dtype of a weight."""
         return self.parameters[self.names.index(name)].dtype
 
 
 def with_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a module of experts that shares with another its functions, norm and flags, and has these weights."""
+    """Return a copy of a module of experts with these weights, which shares its functions, norm and flags."""
     made = copy.copy(module)
     given = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
     made._parameters = {**module._parameters, **given}
@@ -459,7 +456,7 @@ def with_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.M
 
 
 def form_of_module(module: FSMoEExperts) -> ExpertForm:
-    """Return the form of the experts of Hugging Face's models: one module, in evaluation."""
+    """Return the form of the experts of a Hugging Face model: one module, in evaluation."""
     contract = module.fsmoe.contract
     assert contract is not None
 
@@ -480,10 +477,10 @@ def form_of_module(module: FSMoEExperts) -> ExpertForm:
 
 
 def form_of_set(experts: Sequence[nn.Module], path: str) -> ExpertForm:
-    """Return the form of the experts of DeepSpeed's layers: modules of one structure.
+    """Return the form of the experts of a DeepSpeed layer: modules of one structure.
 
     Args:
-        experts: those of this rank, in evaluation.
+        experts: the experts of this rank, in evaluation.
         path: of the layer in the model, for messages.
     """
     weights = [_weights_of(each) for each in experts]
@@ -496,7 +493,7 @@ def form_of_set(experts: Sequence[nn.Module], path: str) -> ExpertForm:
                 weight = stacks[name][index]
                 is_parameter = isinstance(each, nn.Parameter)
                 memo[id(each)] = nn.Parameter(weight, requires_grad=False) if is_parameter else weight
-            # What the memo has is put in the place of what would be copied.
+            # deepcopy uses the entries of the memo instead of copies.
             modules.append(copy.deepcopy(experts[0], memo))
         sets: dict[tuple[int, ...], ExpertSet] = {}
 
@@ -526,7 +523,7 @@ def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> Cal
     """Return the sizes of the forward for W experts of which only some have rows.
 
     Args:
-        rows: the sizes of places; the first ones are those of these experts, and all others have no rows.
+        rows: the sizes of places; the first are those of these experts, and all others have no rows.
         which: the experts, ascending.
         num_experts: W.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the experts' law for the experts of a layer: each row of a result depends on the same row of the input; and
-finds layers that must not be cut into chunks, as they would compute something else.
+"""Checks that experts are row-wise, and finds layers that must run in one chunk to keep their results.
 
-How a layer is cut decides which collectives its ranks run, so ranks decide it together: when the engine is made, by
-what modules say of themselves; at a layer's first forward in training and in evaluation, by what its experts do; and
-between two steps, over all ranks that run the same layers, so that they hold the same plans.
+A result's row must depend on the same row of the input alone (the experts' law). The chunks of a layer decide the
+collectives of its ranks, so ranks agree on each finding. The engine checks at three times: at its start, by what
+modules declare; at a layer's first forward in training and in evaluation, by a trial; and between two steps, over all
+ranks that run the same layers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.observing.step_timer import most_of
 
-# ---- A check of the experts' law: row i of the result depends on row i of the input alone
+# ---- A trial of one expert
 
 
 _RANKS, _SLOTS = 2, 5
 
 
 class NotRowWiseError(ValueError):
-    """A row of an expert's result depends on more than the same row of its input. The message says on what."""
+    """Reports an expert whose result rows depend on more than the same input row. The message gives the dependency."""
 
 
 class RowShapeError(ValueError):
-    """An expert changes the number of rows, or their width."""
+    """Reports an expert that changes the number of rows, or their width."""
 
 
 def check_row_wise(
@@ -57,24 +57,24 @@ def check_row_wise(
     device: torch.device | str | None = None,
     keep_expert_dim: bool = False,
 ) -> bool:
-    """Try an expert on a few rows of random numbers, in the mode it is in and through ``module(...)``.
+    """Try an expert on a few random rows, in its present mode and through ``module(...)``.
 
-    Other rows are changed and the row in question must stay; then, unless the expert draws random numbers, the rows
-    are cut and each must come out as before. Random-number generators, gradients and buffers are left as they were.
+    All rows but one are changed, and the result of that row must stay the same. Then, unless the expert draws random
+    numbers, the rows are split, and each result must stay the same. Random-number generators, gradients and buffers are
+    restored.
 
     Args:
         expert: the module.
         model_dim: M.
-        dtype, device: of the rows; those of the expert's first floating-point parameter unless given.
+        dtype, device: of the rows; by default those of the expert's first floating-point parameter.
         keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
 
     Returns:
-        Whether the expert draws random numbers: then it is row-wise as far as they are the same, and rows that are
-        cut otherwise draw others.
+        True if the expert draws random numbers: it is then row-wise for equal numbers, and other chunks draw others.
 
     Raises:
         RowShapeError: the expert changes the number of rows or their width.
-        NotRowWiseError: it is not row-wise.
+        NotRowWiseError: the expert is not row-wise.
     """
     like = next((each for each in expert.parameters() if each.is_floating_point()), torch.empty(0))
     dtype, device = dtype or like.dtype, torch.device(device or like.device)
@@ -87,14 +87,14 @@ def check_row_wise(
     state = RandomState.now(device)
     with torch.no_grad(), buffers_kept(expert), state.replayed():
         y_NcM = call(x_NcM)
-        # Numbers of torch's generators are missed by whoever draws next, even where they change nothing here; those of
-        # others show in another result, as they have moved on.
+        # Draws from torch's generators change the next draws of others, even where they change no result here. Draws
+        # from other generators show in another result.
         draws = not state.is_now() or differs(call(x_NcM), y_NcM)
-        # The middle row sees rows change before it, after it, and in the other rank's block.
+        # For the middle row, rows change before it, after it, and in the other rank's block.
         for rank, slot in ((0, _SLOTS // 2), (1, 0), (_RANKS - 1, _SLOTS - 1)):
             changed_NcM = other_NcM.clone()
             changed_NcM[rank, slot] = x_NcM[rank, slot]
-            with state.replayed():  # the same numbers: dropout takes out the same elements
+            with state.replayed():  # the same numbers: dropout drops the same elements
                 if differs(call(changed_NcM)[rank, slot], y_NcM[rank, slot]):
                     raise _not_row_wise(expert, "a row of its result changes when other rows do")
         for start, stop in () if draws else ((0, 2), (2, _SLOTS)):
@@ -118,7 +118,7 @@ def _called(expert: nn.Module, keep_expert_dim: bool, x_NcM: torch.Tensor) -> to
 
 
 def _differs(dtype: torch.dtype, one: torch.Tensor, other: torch.Tensor) -> bool:
-    # Products of other heights add in another order: some roundings are allowed, and no more.
+    # Products with another number of rows add in another order: only rounding differences are allowed.
     tolerance = min(1000 * max(torch.finfo(each).eps for each in (dtype, one.dtype)), 0.02)
     one, other = one.double(), other.double()
     largest = float(one.nan_to_num().abs().max())
@@ -132,8 +132,7 @@ def _not_row_wise(expert: nn.Module, why: str) -> NotRowWiseError:
     )
 
 
-# ---- Checks the experts' law for the experts of a layer: each row of a result depends on the same row of the
-# input
+# ---- The experts of a layer
 
 
 Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
@@ -141,16 +140,16 @@ Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 @dataclass(frozen=True)
 class ChunkingFinding:
-    """A reason against running the experts of a layer in chunks, if there is one."""
+    """Holds a reason against running the experts of a layer in chunks, if there is one."""
 
     kind: Kind = "none"
-    """The kind of the reason. "shape": no way to run them is right; "unknown": they could not be tried."""
+    """The kind of the reason. "shape": the experts are wrong without chunks too; "unknown": the trial failed."""
     text: str = ""
     """The reason in words, such as "expert 1: ..."; empty if there is none."""
 
 
 def by_class(experts: ExpertSet) -> ChunkingFinding:
-    """Return the declarations of the experts' modules, in their present mode, without computing."""
+    """Return the finding that the experts' modules declare, in their present mode, without a computation."""
     for index, expert in enumerate(experts.experts):
         for name, module in expert.named_modules():
             what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
@@ -170,8 +169,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def by_trial(experts: ExpertSet, x: torch.Tensor) -> ChunkingFinding:
-    """Return the worst result of a few rows of random numbers, the same on every rank, for experts that are not known
-    to be row-wise.
+    """Return the worst finding of a trial on random rows, the same on every rank, of experts not known to be row-wise.
 
     Args:
         experts: the experts of this rank, in the mode in which they are to run.
@@ -201,7 +199,7 @@ def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool
         return ChunkingFinding("shape", f"expert {index}: {error}")
     except NotRowWiseError as error:
         return ChunkingFinding("mixes", f"expert {index}: {error}")
-    except Exception as error:  # whatever an expert has against so few rows
+    except Exception as error:  # any error that an expert raises for so few rows
         said = f"{type(error).__name__}: {error}".split("\n")[0]
         return ChunkingFinding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
     if draws:
@@ -212,8 +210,9 @@ def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool
 
 
 def uncompiled(is_wanted: bool = True) -> AbstractContextManager:
-    """Leave compiled code out, and compile nothing, where torch can be told so."""
-    # Where nothing has been compiled this would import the compiler, which takes seconds.
+    """Return a context without torch.compile: compiled code is skipped, and nothing is compiled, if torch supports
+    it."""
+    # If nothing has been compiled this would import the compiler, which takes seconds.
     is_wanted = is_wanted and "torch._dynamo" in sys.modules
     set_stance = getattr(torch.compiler, "set_stance", None) if is_wanted else None
     return nullcontext() if set_stance is None else set_stance("force_eager")
@@ -234,11 +233,11 @@ def agreed(
         is_error: whether the finding is an error that cannot be avoided.
         path: the path of the layer, for messages.
         group: the ranks; ``None``: all.
-        is_alone: whether other ranks need not be asked.
+        is_alone: whether the finding concerns this rank only.
         device: the device for the numbers that ranks exchange.
 
     Raises:
-        LayerError, DisagreementError: on every rank, if it is an error on any.
+        LayerError, DisagreementError: on every rank, if the finding is an error on any rank.
     """
     worst, texts = 2 if is_error else int(bool(found.text)), [found.text]
     if not is_alone:
@@ -253,19 +252,19 @@ def agreed(
     return next((text for text in texts if text), "")
 
 
-# ---- Finds layers that must not be cut into chunks; agrees on them and logs them
+# ---- The layers of an engine that must run in one chunk
 
 
 class Uncut:
-    """Finds the uncut layers of one engine.
+    """Finds the layers of one engine that must run in one chunk, agrees on them and logs them.
 
     Args:
-        device: the device for what ranks exchange.
-        tries: whether experts are also tried in uncut layers, and refused if they are not row-wise.
-        is_tuned: whether layers may be cut later.
+        device: the device for the data that ranks exchange.
+        tries: whether experts are also tried in unchunked layers, and refused if they are not row-wise.
+        is_tuned: whether layers may run in chunks later.
         is_sharded: whether experts are sharded over ranks.
         group: the ranks that run the same layers; ``None``: all.
-        on_change: called when layers are run in another way from now on.
+        on_change: called when the number of chunks of a layer changes.
     """
 
     def __init__(
@@ -283,14 +282,14 @@ class Uncut:
         self._is_sharded = is_sharded
         self._group = group
         self._on_change = on_change
-        # Label of a layer that is not to be cut -> why, as far as this rank knows.
+        # Label of a layer that must run in one chunk -> the reason that this rank has found.
         self._reasons: dict[str, str] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._logged: set[str] = set()
         self._late: set[str] = set()
 
     def begin(self, layers: Mapping[str, ConvertedLayer]) -> None:
-        """Check modules alone, as the engine is complete. Collective over all ranks that run the same layers.
+        """Check modules by their declarations, when the engine is complete. Collective over ranks with the same layers.
 
         Args:
             layers: the layers by label.
@@ -302,15 +301,16 @@ class Uncut:
         self.settle(layers)
 
     def check(self, layer: ConvertedLayer, x: torch.Tensor) -> None:
-        """Check a layer's experts before its first run in each mode. Collective then, over the ranks that run it
+        """Check a layer's experts before its first run in each mode. Then collective over the ranks that run it
         together.
 
         Args:
-            layer: the layer; its plan is changed if it may not be cut.
+            layer: the layer; its plan is changed if it must run in one chunk.
             x: [..., M], its input.
 
         Raises:
-            LayerError: no way to run the experts is right, or they are not row-wise and this is checked for.
+            LayerError: the experts change shapes; they are not row-wise and the check is on; or they are sharded, and
+                their module must be called itself.
             DisagreementError: as for LayerError, where ranks have different experts.
         """
         key = layer.fsmoe.label, layer.training
@@ -331,7 +331,8 @@ class Uncut:
             or (tries and found.kind in ("mixes", "unknown"))
             or (self._is_sharded and found.kind == "called")
         )
-        # Only those that run it together are known to be here; who asks about all experts wants to hear of all ranks.
+        # Only the ranks that run the layer together are known to be in this call; a check of all experts needs all
+        # ranks.
         group = self._group if tries else layer.fsmoe.capacity_group
         is_alone = world_size_now() == 1 or (group is None and not tries)
         reason = agreed(found, is_error, layer.fsmoe.path, group, is_alone, self._device)
@@ -343,7 +344,7 @@ class Uncut:
         """Check for hooks that were put on a chunked layer after it was checked."""
         if layer.pipeline is None or not layer.pipeline.is_chunked or (reason := layer.why_called()) is None:
             return
-        if layer.fsmoe.capacity_group is None:  # nobody has to be asked
+        if layer.fsmoe.capacity_group is None:  # no other rank is concerned
             self._reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
         elif layer.label not in self._late:
@@ -361,8 +362,7 @@ class Uncut:
         self._late.clear()
 
     def settle(self, layers: Mapping[str, ConvertedLayer]) -> None:
-        """Apply the findings of some ranks on all of them, between two steps. Collective over those that run the same
-        layers.
+        """Apply the findings of any rank on all ranks, between two steps. Collective over ranks with the same layers.
 
         Args:
             layers: the layers by label.
@@ -379,7 +379,7 @@ class Uncut:
         return self._is_tuned or (pipeline is not None and pipeline.is_chunked)
 
     def _leave_whole(self, layers: Mapping[str, ConvertedLayer]) -> None:
-        """Run layers uncut from now on, where they are not uncut yet."""
+        """Run layers in one chunk from now on."""
         changed = {label: layer for label, layer in layers.items() if not layer.fsmoe.is_unchunked}
         paths: dict[str, list[str]] = defaultdict(list)
         for label, layer in layers.items():

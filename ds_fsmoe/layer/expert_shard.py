@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the weights of experts that are spread over ranks, so that a script cannot take this rank's part for the whole.
+"""Marks the weights of experts that are spread over ranks, so that a script cannot mistake this rank's part for the
+whole.
 
-Such a parameter has the model's own name and the experts of this rank. What a script computes with it is what it would
-be of all experts, or an error that names the parameter:
+A marked parameter has the model's name and the experts of this rank. Operations of a script on it return their value
+for all experts, or raise an error that names the parameter:
 
-- Element by element, with scalars and with tensors of the same part: allowed; the result is marked, too.
+- Element by element, with scalars and with tensors of the same part: allowed; the result is marked too.
 - A sum, a mean or a 2-norm with a gradient, such as a penalty on weights: added up over the ranks, value and gradient.
 - The same without a gradient, and other statistics: of this rank's part, with one warning.
-- Anything else, such as a copy onto all experts, an index of an expert, a broadcast or pickling: refused.
+- Any other operation, such as a copy onto all experts, an index of an expert, a broadcast or pickling: refused.
 
-DeepSpeed and this package see a plain parameter: whose code asks is told by the innermost frame outside of torch.
+DeepSpeed and this package see a plain parameter: the innermost frame outside of torch identifies the calling code.
+``engine.marked_experts`` marks and unmarks parameters.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import logger
 
-# ---- Lists torch's functions by what they do to the experts of a weight; names are without the underscores
-# around them
+# ---- torch's functions by their effect on the experts of a weight; names are without the underscores around them
 
 
 def _names(text: str) -> frozenset[str]:
@@ -44,7 +45,7 @@ METADATA = _names(
     "backward is_pinned is_shared is_inference has_names format new_zeros new_ones new_empty new_full new_tensor "
     "result_type can_cast is_conj is_neg is_set_to has_compatible_shallow_copy_type"
 )
-"""Functions that tell what a tensor is, and not what is in it; without the underscores around their names."""
+"""Functions that return properties of a tensor, not its values; without the underscores around their names."""
 ELEMENTWISE = _names(
     "add iadd radd sub isub rsub subtract mul imul rmul multiply div idiv rdiv truediv itruediv rtruediv true_divide "
     "divide floordiv ifloordiv floor_divide pow ipow rpow neg negative pos abs absolute sqrt rsqrt square exp log "
@@ -53,46 +54,46 @@ ELEMENTWISE = _names(
     "trunc tanh sigmoid relu detach clone to type float half bfloat16 double cpu cuda contiguous type_as pin_memory "
     "alias isclose copy fill zero zeros_like ones_like empty_like full_like invert and or xor"
 )
-"""Functions that handle each element by itself."""
+"""Functions that compute each element independently."""
 SUMS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "mse_loss"))
 TRUTHS = _names("any all count_nonzero allclose equal argmax argmin")
 """Functions without a gradient."""
 STATISTICS = SUMS | TRUTHS | _names("max min amax amin std var prod median histc")
-"""Functions whose results are told apart from those of all experts by a warning, where no gradient is wanted."""
+"""Functions that return a value of this rank's part, with a warning, where no gradient is wanted."""
 DIMS = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), (1, 2)),
     **dict.fromkeys(("chunk", "split"), (2,)),
     **dict.fromkeys(("narrow", "select", "softmax", "cumsum"), (1,)),
 }
-"""Function -> which of its arguments name the dimensions that it handles; all others it leaves alone."""
+"""Function -> the positions of its arguments that name the dimensions that it changes."""
 
 
-# ---- Puts a weight of experts together from all ranks, and adds values up over them, with exact gradients
+# ---- Whole weights of experts, and sums over ranks, with exact gradients
 #
-# Every rank has a loss of its own, and the gradient wanted is that of their mean. What a rank's loss takes from other
-# ranks' experts has its gradient there, so the backward adds up over the ranks what each has found.
+# Every rank has its own loss, and the wanted gradient is that of their mean. A rank's loss may depend on other ranks'
+# experts, whose gradients belong to those ranks. So the backward sums the gradients over the ranks.
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Says of which weight a tensor is this rank's part."""
+    """Identifies the weight of which a tensor is this rank's part."""
 
     name: str
     part: ExpertPart
     group: dist.ProcessGroup
     """The ranks that have the other parts."""
     places: Callable[[], Sequence[int] | None] = lambda: None
-    """Tells where each expert lies among those of all ranks; ``None``: in the model's own order."""
+    """Returns the position of each expert among those of all ranks; ``None``: the model's own order."""
 
     @property
     def times(self) -> int:
-        """How many times as many elements the whole weight has."""
+        """Return the ratio of elements in the whole weight to those in this part."""
         shard = self.part.shard
         return self.part.ep_size * (1 if shard is None or shard.dim is None else shard.count)
 
     @property
     def experts(self) -> list[int]:
-        """The numbers of this rank's experts, in the order in which they lie."""
+        """Return the numbers of this rank's experts, in their order in memory."""
         places, own = self.places(), self.part.experts
         return [*own] if places is None else [places.index(each) for each in own]
 
@@ -115,7 +116,7 @@ class Origin:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Adds up a tensor over ranks; so does its backward."""
+    """Sums a tensor over ranks; so does its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -128,7 +129,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class WholeOfParts(torch.autograd.Function):
-    """Stands for a whole weight where a gradient is wanted; its backward gives each rank that of its part."""
+    """Represents a whole weight where a gradient is wanted; its backward returns each rank the gradient of its part."""
 
     @staticmethod
     def forward(
@@ -151,8 +152,8 @@ def joined_over_ranks(part: torch.Tensor, description: ExpertPart, group: dist.P
     """Return a whole weight, of which each rank of a group has a part. Collective over the group.
 
     Args:
-        part: this rank's.
-        description: which part that is.
+        part: this rank's part.
+        description: describes the part.
         group: the ranks, in the order of the parts.
     """
     own = part.detach().contiguous()
@@ -169,15 +170,14 @@ def _sum(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-# ---- Marks the weights of experts that are spread over ranks, so that a script cannot take this rank's part
-# for the whole
+# ---- Marked tensors
 
 
 TRUSTED = ("deepspeed", "ds_fsmoe")
 _PASSING_ON = frozenset(("torch", "copy", "copyreg", "functools", "contextlib", "_pickle", "pickle"))
-"""Packages whose functions ask for somebody else."""
+"""Packages whose functions act for their callers."""
 _LOOKING = frozenset(("storage_ptr", "storage_size", "_end_ptr", "_is_complete", "_filter_shared_not_shared"))
-"""Functions that only look where tensors lie, as transformers does on ranks that write nothing."""
+"""Functions that only read addresses of tensors, as transformers does on ranks that write nothing."""
 _INSTEAD = (
     "Use instead: deepspeed.zero.GatheredParameters(parameter), inside which it has all experts (modifier_rank=0 "
     "to change them); ds_fsmoe.whole_parameters(engine), which iterates over whole weights; "
@@ -188,7 +188,7 @@ _warned: set[str] = set()
 
 
 class _Marked:
-    """Answers for tensors that are this rank's part of a weight."""
+    """Intercepts torch's functions on tensors that are this rank's part of a weight."""
 
     fsmoe_origin: Origin
     fsmoe_dim: int | None
@@ -214,7 +214,7 @@ class _Marked:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The script gets a tensor of its own, without what DeepSpeed has hung on the parameter.
+        # The script gets a new tensor, without DeepSpeed's attributes on the parameter.
         with torch._C.DisableTorchFunctionSubclass():
             copied = self.detach().clone()  # type: ignore[attr-defined]
             memo[id(self)] = made = _mark(copied, self.fsmoe_origin, self.fsmoe_dim)
@@ -222,16 +222,16 @@ class _Marked:
 
 
 class ExpertShard(_Marked, nn.Parameter):
-    """Stands for a parameter of experts of which other ranks have other parts. Made by :func:`mark`."""
+    """Represents a parameter of experts of which other ranks have other parts. Made by :func:`mark`."""
 
 
 class ShardValue(_Marked, torch.Tensor):
-    """Stands for a value that a script computed from a part, expert by expert."""
+    """Represents a value that a script computed from a part, expert by expert."""
 
 
 _COLLECTIVES = _names("broadcast reduce reduce_scatter send recv scatter gather all_to_all")
-"""Functions of torch.distributed that ask a tensor's class from torch 2.13 on, and not before. ``isend`` and ``irecv``
-stay: torch knows them by identity."""
+"""Functions of torch.distributed that call ``__torch_function__`` from torch 2.13 on, and not before. ``isend`` and
+``irecv`` are not among them: torch compares them by identity."""
 
 
 @functools.cache
@@ -263,19 +263,19 @@ def mark(parameter: nn.Parameter, origin: Origin) -> None:
 
 
 def gradient_of(parameter: ExpertShard) -> torch.Tensor | None:
-    """Return the gradient of a marked parameter, marked as well."""
+    """Return the gradient of a marked parameter, marked too."""
     return _mark(parameter.grad, parameter.fsmoe_origin, parameter.fsmoe_dim)
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Make a marked parameter plain again."""
+    """Turn a marked parameter into a plain one again."""
     if isinstance(parameter, ExpertShard):
         parameter.__class__ = nn.Parameter
         del parameter.fsmoe_origin, parameter.fsmoe_dim
 
 
 def origin_of(tensor: Any) -> Origin | None:
-    """Return of which weight a tensor is a part, ``None`` for a tensor that is whole."""
+    """Return the origin of a tensor that is a part of a weight; ``None`` for a whole tensor."""
     return getattr(tensor, "fsmoe_origin", None)
 
 
@@ -286,7 +286,7 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
         parameter: of ``engine.module``.
 
     Returns:
-        [e, ...], its experts that are on this rank, in their order; of a parameter that is whole, all of it.
+        [e, ...], the experts of this rank, in their order; for a whole parameter, all of it.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -298,13 +298,13 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def own_experts_of(parameter: torch.Tensor) -> list[int] | None:
-    """Return the experts of which this rank has a weight. They may change where ``fsmoe.placement`` moves experts.
+    """Return the experts of this rank in a weight. They may change where ``fsmoe.placement`` moves experts.
 
     Args:
         parameter: of ``engine.module``.
 
     Returns:
-        Their numbers among all experts, in the order in which they lie; ``None`` for a parameter that is whole.
+        Their numbers among all experts, in their order in memory; ``None`` for a whole parameter.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -316,7 +316,7 @@ def own_experts_of(parameter: torch.Tensor) -> list[int] | None:
 
 
 def asking() -> str:
-    """Return the package whose code asks the caller: that of the innermost frame outside of torch and its like."""
+    """Return the package that calls the caller: that of the innermost frame outside of torch and similar packages."""
     frame = sys._getframe(2)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -324,11 +324,11 @@ def asking() -> str:
         if package not in _PASSING_ON:
             return TRUSTED[0] if looks_only else package
         frame = frame.f_back
-    return TRUSTED[0]  # a thread of torch's own
+    return TRUSTED[0]  # a thread of torch
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors in a list, tuple or dict, and in those within it."""
+    """Yield the tensors in a list, tuple or dict, nested ones included."""
     for each in values.values() if isinstance(values, dict) else values:
         if isinstance(each, torch.Tensor):
             yield each
@@ -337,7 +337,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _mark(value: Any, origin: Origin, dim: int | None) -> Any:
-    """Mark results of a function, those of several in a list or tuple too."""
+    """Mark the result of a function, or those in a list or tuple."""
     if isinstance(value, (list, tuple)):
         return type(value)(_mark(each, origin, dim) for each in value)
     if not isinstance(value, torch.Tensor) or isinstance(value, _Marked):
@@ -352,7 +352,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     marked = next(each for each in tensors_in((*args, kwargs)) if isinstance(each, _Marked))
     origin, dim, name = marked.fsmoe_origin, marked.fsmoe_dim, func.__name__
     plain = name.removeprefix("_foreach_").strip("_")
-    if hasattr(marked, "ds_id") and not marked.numel():  # not gathered: as empty as any parameter at ZeRO 3
+    if hasattr(marked, "ds_id") and not marked.numel():  # not gathered: empty, as any parameter at ZeRO 3
         return func(*args, **kwargs)
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, args, marked)
@@ -380,7 +380,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _attribute(func: Any, args: Sequence[Any], marked: Any) -> Any:
-    """Return an attribute of a part, or set it."""
+    """Return or set an attribute of a part."""
     name, is_set = func.__self__.__name__, func.__name__ == "__set__"
     if is_set and isinstance(args[1], torch.Tensor):
         if args[1].shape != marked.shape:
@@ -392,7 +392,7 @@ def _attribute(func: Any, args: Sequence[Any], marked: Any) -> Any:
 
 
 def _with_marked_parts(hook: Callable[[Any], Any], origin: Origin, dim: int | None) -> Callable[[Any], Any]:
-    """Return a script's hook for gradients of a part, which is given marked ones."""
+    """Return a script's hook for gradients of a part, which receives marked gradients."""
 
     def on_part(given: Any) -> Any:
         made = hook(_mark(given, origin, dim))
@@ -431,10 +431,10 @@ def _by_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked:
 
 
 def _check_others(func: Any, marked: Any, values: Any) -> None:
-    """Refuse tensors that do not lie as a part does: those of all experts, or of other ones.
+    """Refuse tensors in another layout than a part's: those of all experts, or of other ones.
 
     Raises:
-        LayerError: names the parameter and what to use instead.
+        LayerError: names the parameter and a replacement.
     """
     part, dim = marked.fsmoe_origin.part, marked.fsmoe_dim
     for each in tensors_in(values):
@@ -450,7 +450,7 @@ def _check_others(func: Any, marked: Any, values: Any) -> None:
 
 
 def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> Any:
-    """Sum up, or find another statistic. Collective where a gradient is wanted and experts are added up."""
+    """Compute a sum or another statistic. Collective where a gradient is wanted and experts are summed."""
     plain, origin = func.__name__.strip("_"), marked.fsmoe_origin
     if any(isinstance(each, torch.Tensor) for each in args[1:]):
         _check_others(func, marked, args)
@@ -472,7 +472,7 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any
 
 
 def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> torch.Tensor:
-    """Add up over all experts. Collective, forward and backward."""
+    """Sum over all experts. Collective, forward and backward."""
     plain, origin = func.__name__.strip("_"), marked.fsmoe_origin
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else 2))
     if plain in ("sum", "mean"):
@@ -502,10 +502,10 @@ def _warn(function: str, origin: Origin) -> None:
 
 
 def _viewed(func: Any, plain: str, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> Any:
-    """Return another view of a part, or a product expert by expert, in which experts stay apart.
+    """Return another view of a part, or a product expert by expert, in which experts stay separate.
 
     Raises:
-        LayerError: they do not.
+        LayerError: the operation mixes experts.
     """
     dim, origin = marked.fsmoe_dim, marked.fsmoe_origin
     if plain in ("view", "reshape", "flatten", "ravel"):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the layer in Hugging Face models: the module of the experts runs our way, and all around it stays theirs.
+"""The layer in Hugging Face models: replaces the forward of the module of experts, and nothing around it.
 
-The model's own router decides and calls ``experts(hidden_states, top_k_index, top_k_weights)``. The module keeps its
-parameters' names, its own class as a base, and the experts of this rank; see ``engine/convert_experts.py``.
+The model's own router decides, and calls ``experts(hidden_states, top_k_index, top_k_weights)``. The module keeps its
+parameters' names and its own class as a base, and has the experts of this rank; see ``engine/convert_experts.py``.
+``stock_layer`` is the counterpart for DeepSpeed's layers.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from ds_fsmoe.layer.state import ConvertedLayer, LayerRun
 
 
 class FSMoEExperts(ConvertedLayer):
-    """Goes before the class of a module of experts, and replaces its forward. Made by conversion, never constructed."""
+    """Replaces the forward of a module of experts, as a base in front of its class. Made by conversion, never
+    constructed."""
 
     fsmoe: ExpertsState
     num_experts: int
 
     def train(self, mode: bool = True) -> FSMoEExperts:
-        """Change the mode, if nothing is wrong with the choices made in the other.
+        """Change the mode, after a check of the choices made in the other mode.
 
         Raises:
             RoutingError: a forward on a device had choices out of range.
@@ -48,32 +50,32 @@ class FSMoEExperts(ConvertedLayer):
 
     @property
     def gate(self) -> ExternalRouter:
-        """The stand-in for the model's router."""
+        """Return the placeholder of the model's router."""
         return self.fsmoe.gate
 
     @property
     def ep_size(self) -> int:
-        """The ranks over which the experts are spread."""
+        """Return the number of ranks over which the experts are spread."""
         return self.fsmoe.ep_size
 
     @property
     def ep_group_name(self) -> str:
-        """DeepSpeed's name of these ranks."""
+        """Return DeepSpeed's name of these ranks."""
         return self.fsmoe.group_name
 
     @property
     def num_local_experts(self) -> int:
-        """The number of experts of this rank."""
+        """Return the number of experts of this rank."""
         return self.fsmoe.total_experts // self.fsmoe.ep_size
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return for each token the sum of its experts' results, times their weights.
+        """Return for each token the sum of its experts' results times their weights.
 
         Args:
             hidden_states: [S, M].
-            top_k_index: [S, k] integers: experts of all ranks, or their number for none.
+            top_k_index: [S, k] integers: experts of all ranks, or E for a choice that is not made.
             top_k_weights: [S, k].
 
         Raises:
@@ -87,11 +89,11 @@ class FSMoEExperts(ConvertedLayer):
         shape = hidden_states.shape
         x_SM = hidden_states.reshape(-1, shape[-1])
         num_tokens = x_SM.shape[0]
-        # Of no tokens torch cannot tell how many choices each has.
+        # Without tokens torch cannot infer the number of choices.
         sizes = [num_tokens, -1] if num_tokens else [0, top_k_index.shape[-1]]
         index_SK, weights_SK = top_k_index.reshape(sizes), top_k_weights.reshape(sizes)
         if weights_SK.shape != index_SK.shape:
-            # Some families of the first releases mean a weight for each expert, and some the first k of those.
+            # Some model families of the first releases return a weight for each expert, and some the first k of those.
             raise LayerError(
                 f"{state.path}: the router returned weights {list(weights_SK.shape)} for choices "
                 f"{list(index_SK.shape)}: must be one per choice; a later version of transformers does so"
@@ -101,8 +103,7 @@ class FSMoEExperts(ConvertedLayer):
         run = state.begin_call(self, x_SM, route=route)
         way = self._fast_path(run) if run.gate is route else None
         is_short = way is not None and way.takes(x_SM, weights_SK)
-        # Instruments may look at a forward, and not at the same one when it is computed again, which is to keep the
-        # same tensors.
+        # Instruments may observe a forward, but not its recomputation, which must save the same tensors.
         if as_first(state.gate, is_short) and is_short:
             y_SM, fault = way.run(x_SM, index_SK, weights_SK)
             state.settle_fault(fault, self.training)
@@ -115,7 +116,7 @@ class FSMoEExperts(ConvertedLayer):
         return output
 
     def _fast_path(self, run: LayerRun) -> FastPath | None:
-        """Return the short way of the layer, if nothing is to see or to change this call."""
+        """Return the fast path of the layer, unless an instrument observes or changes this call."""
         state, local = self.fsmoe, run.local_experts
         is_as_ever = run.pipeline is state.pipeline and run.experts is local
         if not is_as_ever or state.known_experts is None or local is not state.known_experts[1]:
@@ -142,13 +143,13 @@ class FSMoEExperts(ConvertedLayer):
 
     @contextmanager
     def adapted(self, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Add these to weights in calls meanwhile, and those that were there already.
+        """Add adapters to weights inside the block, besides those that are active.
 
         Args:
             adapters: with A and B of this rank's experts.
         """
         state = self.fsmoe
-        # For this call alone: while it pauses, another half of the batch may come here.
+        # For this call alone: while it pauses, another sub-batch may call the module.
         token = adapters_now.set({**adapters_now.get(), id(state): (*state.adapters, *adapters)})
         try:
             yield
@@ -158,7 +159,7 @@ class FSMoEExperts(ConvertedLayer):
     def route_without_hooks(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> Routing:
-        """Return a decision about made-up tokens, with a row for each choice."""
+        """Return a decision about artificial tokens, with a row for each choice."""
         num_choices = self.fsmoe.gate.k or 1
         rows_KS = torch.arange(num_choices * len(x_SM), device=x_SM.device).view(num_choices, len(x_SM))
         counts_E = rows_KS.new_full((1,), rows_KS.numel())
@@ -166,34 +167,34 @@ class FSMoEExperts(ConvertedLayer):
         return Routing(rows_KS, weights_KS, x_SM.new_zeros(()), counts_E, rows_KS.numel(), 1)
 
     def run_without_tokens(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-        """Take part in a forward of the other ranks, with tokens that choose nothing.
+        """Take part in a forward of the other ranks, with tokens that make no choice.
 
         Args:
             shape: the shape of the tokens, [S, M].
-            like: a tensor that the result is to hang on.
+            like: a tensor that the result depends on.
 
         Returns:
             A scalar, 0.
         """
         weight = next(self.parameters())
         x_SM = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + like.to(weight)
-        # As many choices as others have, which is all that is to be the same in what ranks decide alike.
+        # As many choices as on other ranks, the only number on which ranks' common decisions depend.
         index_SK = torch.full((len(x_SM), self.fsmoe.gate.k or 1), self.fsmoe.total_experts, device=weight.device)
         called = self.fsmoe.outermost[0] if self.fsmoe.outermost else self
         return 0.0 * called(x_SM, index_SK, torch.zeros_like(index_SK, dtype=weight.dtype)).float().sum()
 
     def why_called(self) -> str | None:
-        """Return why the layer must not be cut: ``None``, since hooks on the module see its own call."""
+        """Return the reason against chunks: ``None``, since hooks on the module see its own call."""
         return None
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the process groups. DeepSpeed comes here layer by layer on every rank."""
+        """Create the process groups. DeepSpeed calls this layer by layer on every rank."""
         if self.fsmoe.running is not None:
             self.fsmoe.connect(self.fsmoe.ep_size, self.gate)
 
 
 def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
-    """Return the class that a converted module had before."""
+    """Return the class of a converted module before its conversion."""
     return type(module).__bases__[1]
 
 
@@ -206,27 +207,27 @@ def _route_as_chosen(
     used_token_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> Routing:
-    """Decide as the model's router did; the last three arguments, which every gate gets, change nothing.
+    """Return the router's decision; the last three arguments, which every gate gets, have no effect.
 
     Args:
-        index_SK: [S, K] integers: experts, or E for none.
+        index_SK: [S, K] integers: experts, or E for a choice that is not made.
         weights_SK: [S, K] float.
         num_experts: E.
-        chosen_KS: [k, S] integers: the experts as the router chose them, see :attr:`Routing.experts_KS`.
-        x_SM, used_token_S, group: as every gate gets them.
+        chosen_KS: [k, S] integers: the experts that the router chose, see :attr:`Routing.experts_KS`.
+        x_SM, used_token_S, group: the arguments of every gate.
     """
     return BareRouting.of(index_SK.t().long(), weights_SK.t(), num_experts, experts_KS=chosen_KS)
 
 
-# ---- Stands before PEFT's wrapper around a parameter of experts, which on each rank has the adapters of its
-# own experts
+# ---- Adapters of PEFT on parameters of experts: each rank has the adapters of its own experts
 #
-# PEFT makes a weight with its adapters' change added, anew in each call. Here the experts beneath are told of the
-# adapters instead, and add what they give to rows: see ``components/expert_compute/adapters.py``.
+# PEFT adds the adapters' change to a weight in each call. Here the wrapped experts receive the adapters instead, and
+# add their part to rows: see ``components/expert_compute/adapters.py``.
 
 
 class FSMoEParamWrapper(OpaqueModule):
-    """Goes before PEFT's class, and replaces its forward. Made by conversion, never constructed."""
+    """Replaces the forward of PEFT's wrapper, as a base in front of its class. Made by conversion, never
+    constructed."""
 
     opaque: Handle | None = None
 
@@ -234,8 +235,8 @@ class FSMoEParamWrapper(OpaqueModule):
         """Return the output of the wrapped experts with the active adapters; arguments are those of the experts.
 
         Raises:
-            ValueError: what PEFT's own wrapper does not take, such as other adapters for each sample.
-            LayerError: an adapter was added after the model had been given to ``initialize``.
+            ValueError: arguments that PEFT's own wrapper refuses, such as other adapters for each sample.
+            LayerError: an adapter was added after ``initialize``.
         """
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
@@ -249,7 +250,7 @@ class FSMoEParamWrapper(OpaqueModule):
 
     @property
     def wrapped_experts(self) -> FSMoEExperts:
-        """Return the experts that are wrapped."""
+        """Return the wrapped module of experts."""
         return self.get_base_layer()
 
     def adapter(self, name: str) -> Adapter:
@@ -259,7 +260,7 @@ class FSMoEParamWrapper(OpaqueModule):
             name: PEFT's name of it.
 
         Raises:
-            LayerError: it was added after the model had been given to ``initialize``.
+            LayerError: it was added after ``initialize``.
         """
         experts = self.wrapped_experts
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
@@ -268,57 +269,59 @@ class FSMoEParamWrapper(OpaqueModule):
                 f"{experts.fsmoe.path}: adapter {name!r} of {self.parameter_name} was added after initialize(), so "
                 "its parameters are not in the optimizer; add it before"
             )
-        # Within GatheredParameters they have all experts.
+        # Within GatheredParameters A and B have all experts.
         num_experts = (shape_of(a) or (0,))[0] // self.r[name]
         return Adapter(self.parameter_name, a, b, self.scaling[name], num_experts)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what an adapter adds to this rank's part of the weight; within ``deepspeed.zero.GatheredParameters``,
-        as has to be at ZeRO 3, to the whole weight."""
+        """Return an adapter's change of this rank's part of the weight.
+
+        Within ``deepspeed.zero.GatheredParameters``, which ZeRO 3 needs, return its change of the whole weight.
+        """
         weight, contract = self.get_param(), self.wrapped_experts.fsmoe.contract
         return self.adapter(adapter_name).delta(contract.is_transposed).to(weight.device, weight.dtype)
 
 
-# ---- Marks modules that have this rank's experts only and no engine: loaded by parts, or left by an engine
+# ---- Modules with this rank's experts only and no engine: loaded by parts, or left by an engine
 
 
 _LEFT = "fsmoe_left"
-"""The attribute of such a module: (the hook by which it refuses to run, the part that it was loaded with or ``None``,
-where each of its experts lies if an engine has moved them)."""
+"""The attribute of such a module: (the hook that refuses its calls, the part that it was loaded with or ``None``,
+the position of each of its experts if an engine has moved them)."""
 
 
 def leave_alone(module: nn.Module, loaded: ExpertPart | None = None, places: Sequence[int] | None = None) -> None:
-    """Let a module of experts refuse to run until it has an engine.
+    """Mark a module of experts so that it refuses to run until it has an engine.
 
     Args:
-        module: the module, whose parameters say which parts they are.
+        module: the module, whose parameters describe their parts.
         loaded: the part that it was loaded with; ``None``: an engine has left it.
-        places: where each of its experts lies among those of all ranks, if they have moved.
+        places: the position of each of its experts among those of all ranks, if they have moved.
     """
     setattr(module, _LEFT, (module.register_forward_pre_hook(_refuse), loaded, places))
 
 
 def let_run(module: nn.Module) -> Sequence[int] | None:
-    """Let a marked module run, as it has an engine or all experts, and return where its experts lie if they moved."""
+    """Remove the mark of a module, as it has an engine or all experts, and return the positions of moved experts."""
     handle, _, places = vars(module).pop(_LEFT)
     handle.remove()
     return places
 
 
 def loaded_part(module: nn.Module) -> ExpertPart | None:
-    """Return the part that a module was loaded with, ``None`` for one that has all experts or has had an engine."""
+    """Return the part that a module was loaded with; ``None`` for one that has all experts or has had an engine."""
     return getattr(module, _LEFT, (None, None))[1]
 
 
 def loaded_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertPart]]:
-    """Return (name, module, part) of every module of a model that was loaded by parts."""
+    """Yield (name, module, part) for every module of a model that was loaded by parts."""
     for name, module in model.named_modules():
         if (part := loaded_part(module)) is not None:
             yield name, module, part
 
 
 def is_left(module: nn.Module) -> bool:
-    """Return whether an engine has left a module, which no other one has taken up since."""
+    """Return True if an engine has left a module and no other engine has it."""
     return hasattr(module, _LEFT) and loaded_part(module) is None
 
 
@@ -336,12 +339,11 @@ def _refuse(module: nn.Module, inputs: Any) -> None:
     )
 
 
-# ---- Makes the use of a parameter an error that a model had before its experts were spread, or put together
-# again
+# ---- Errors on the use of parameters that were replaced when experts were spread, or made whole again
 
 
 class ReplacedParameter(nn.Parameter):
-    """Stands for a parameter that a model had, and that is no parameter of it any more."""
+    """Represents a parameter that a model had before; any use of it raises an error."""
 
     fsmoe_name: str
 
@@ -360,7 +362,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def replace_all(replaced: Mapping[nn.Parameter, nn.Parameter], path: str, module: nn.Module) -> None:
-    """Make parameters that a model no longer has raise when they are used, and free their memory.
+    """Turn the replaced parameters of a model into ones that raise on use, and free their memory.
 
     Args:
         replaced: new parameter -> the one that it replaces.

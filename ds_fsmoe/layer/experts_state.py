@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds all of ours that a module of experts in a Hugging Face model has."""
+"""The state of a module of experts in a Hugging Face model, and its fast path on one rank.
+
+``experts_layer`` calls both in each forward. ``state`` has the common state of all layers; this module adds the
+observation of the model's router, the contract of its weights, and adapters.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +41,20 @@ from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.ops import Ops
 
 adapters_now: ContextVar[Mapping[int, tuple[Adapter, ...]]] = ContextVar("adapters", default=MappingProxyType({}))
-"""Identity of a layer's state -> what is added to its weights."""
+"""Identity of a layer's state -> the adapters on its weights."""
 
 
 class ExternalRouter(nn.Module):
-    """Stands for a router that is the model's own, where a layer is asked for its gate."""
+    """Represents the model's own router where a layer's gate is needed."""
 
     drop_tokens = False
     needs_capacity = False
     takes_width = None
     k: int | None = None
-    """The number of choices per token, as the last call had it."""
+    """The number of choices per token in the last call."""
 
     def describe(self) -> str:
-        """Describe it, for the log."""
+        """Return a few words about it, for the log."""
         return "the model's own router"
 
 
@@ -60,43 +64,44 @@ class ExpertsState(LayerState):
 
     contract: Contract | None = None
     own_forward: OwnForward | None = None
-    """The module's own forward, where it computes something else than the contract says."""
+    """The module's own forward, where it computes something else than the contract."""
     total_experts: int = 0
     """The number of experts of all ranks, E."""
     ep_size: int = 1
     esp_size: int = 1
-    """The ranks that share an expert."""
+    """The number of ranks that share an expert."""
     gate: ExternalRouter = field(default_factory=ExternalRouter)
     choice: RouterChoice | None = None
-    """What is watched of the router, from the call of the block around it to that of the experts."""
+    """Observes the router, from the call of the block around it to that of the experts."""
     watch: RouterWatch | None = None
-    """The hooks that see the router's block being called."""
+    """The hooks on the router's block."""
     passes_on: bool | None = None
-    """Whether the router hands on what it chose as it is; ``None`` as long as that has not been seen."""
+    """Whether the router passes on its choice unchanged; ``None`` before it was observed."""
     lent: tuple[weakref.ref, ...] = ()
-    """The weights of the last call that had others than those known."""
+    """The weights of the last call whose weights were not the known ones."""
     fast_path: FastPath | None = None
-    """How the layer is run where it exchanges nothing, as it was found to be last."""
+    """The last fast path of the layer, for a layer without communication."""
     outermost: tuple[nn.Module, ...] = ()
-    """The module around this one that the model calls, if there is one; in a tuple, since it holds this one."""
+    """The module around this one that the model calls, if any; in a tuple, since it contains this one."""
 
     @property
     def group_name(self) -> str:
-        """DeepSpeed's name of the ranks that share the experts."""
+        """Return DeepSpeed's name of the ranks that share the experts."""
         return stock_names(self.ep_size, self.esp_size).expert_group_name
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters of the present call, as declared by the modules around this one."""
+        """Return the adapters of the present call, as declared by the modules around this one."""
         return adapters_now.get().get(id(self), ())
 
     def sends_rows(self, gate: Any, dispatch: Dispatch | None = None) -> bool:
-        """Return that rows travel: these layers send nothing else."""
+        """Return True: these layers use unpadded dispatch only."""
         return True
 
     def refuse_gradient(self, gradient: torch.Tensor) -> None:
-        """Refuse a backward whose gradients would be the tokens' of other ranks, as a hook on the layer's output: this
-        rank has a part of the experts, and the engine that could reduce their gradients has ended.
+        """Refuse a backward after the engine has ended, as a hook on the layer's output.
+
+        This rank has a part of the experts, whose gradients would include tokens of other ranks without a reduction.
 
         Raises:
             LayerError: always.
@@ -108,23 +113,23 @@ class ExpertsState(LayerState):
         )
 
     def had_before(self, weights: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether these weights were in use at the last call of this method as well, and not for one call alone.
+        """Return True if the last call of this method had the same weights, so that they are not lent for one call.
 
-        ``torch.func.functional_call`` lends a module others, which go with the call.
+        ``torch.func.functional_call`` lends a module other weights for the call.
         """
         present = [each for each in weights if each is not None]
         before, self.lent = self.lent, tuple(map(weakref.ref, present))
         return len(before) == len(present) and all(map(operator.is_, (each() for each in before), present))
 
     def settle_fault(self, fault: torch.Tensor, in_training: bool) -> None:
-        """Refuse choices that are out of range: now, or on a device, where that would wait, with the engine's step.
+        """Refuse choices out of range: now, or on a device, where that would wait, at the engine's step.
 
         Args:
             fault: a scalar, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`.
             in_training: whether the layer is in training.
 
         Raises:
-            RoutingError: something is wrong with them.
+            RoutingError: a choice is out of range.
         """
         if fault.device.type == "cpu" or self.running is None or self.running.is_over:
             if number := int(fault):
@@ -133,11 +138,11 @@ class ExpertsState(LayerState):
             self.running.late_faults.add(self.path, fault, in_training)
 
     def places(self) -> list[int] | None:
-        """Return where each expert lies among those of all ranks; ``None`` where none has moved."""
+        """Return the position of each expert among those of all ranks; ``None`` if none has moved."""
         return None if self.placed is None else list(self.placed.placement.place_of_expert)
 
     def begin_choice(self) -> None:
-        """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
+        """Start to observe the router, if its choice is replaced or must be recorded as it is made."""
         if self.choice is not None:
             self.end_choice()
         given = self.next_given()
@@ -154,14 +159,14 @@ class ExpertsState(LayerState):
         return choice
 
     def settle_choice(self, choice: RouterChoice | None, index_SK: torch.Tensor) -> torch.Tensor:
-        """Keep the choice for functions that are recomputed, and return it: [k, S], as the router made it.
+        """Keep the choice for recomputed functions, and return it: [k, S], as the router made it.
 
         Args:
-            choice: what was watched of the router.
-            index_SK: [S, k], what the experts were called with.
+            choice: the observation of the router.
+            index_SK: [S, k], the argument of the experts.
 
         Raises:
-            ReplayError: a choice was given, and the router makes its own in another way.
+            ReplayError: a choice is replayed, and the router does not choose by ``torch.topk``.
         """
         given = None if choice is None else choice.given
         is_again = runs_again()
@@ -183,18 +188,18 @@ class ExpertsState(LayerState):
         return chosen_KS
 
 
-# ---- The short way of a layer that exchanges nothing: one rank has all experts, and its tokens are one chunk
+# ---- The fast path of a layer without communication: one rank has all experts, and its tokens are one chunk
 #
-# It is made of the parts of the general way (:func:`~ds_fsmoe.layer.moe_layer.path_of_tokens`) and gives the same
-# bits. What it leaves out is what several chunks and ranks need: tasks, lanes, and the sizes of chunks on the host.
-# Every choice has a row, those of none behind the last end, so nothing waits for the device.
+# It consists of parts of the general path (:meth:`~ds_fsmoe.layer.state.LayerRun.token_path`), and returns the same
+# bits. It omits what several chunks and ranks need: tasks, lanes, and the sizes of chunks on the host. Every choice has
+# a row, those not made behind the last end, so the host does not wait for the device.
 #
 # Letters: S tokens, E experts, K choices per token, R = K * S rows, M width, H width of an expert, F = 2 * H where
 # experts are gated, else H.
 
 
 def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedExperts) -> str:
-    """Return why a layer takes the general way whatever it is called with; empty where it need not.
+    """Return the reason why a layer needs the general path for any call; empty if it does not.
 
     Args:
         state: the state of the layer.
@@ -205,7 +210,7 @@ def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedEx
     weights = [getattr(experts.module, each) for each in (contract.up, contract.down)]
     widths = [size for each in weights for size in (shape_of(each) or ())[1:]]
     is_found_late = weights[0].device.type != "cpu"
-    # A choice out of range is found behind the forward, and ranks have to refuse it together.
+    # A choice out of range is detected after the forward, and ranks must refuse it together.
     shares_faults = state.running is not None and state.running.late_faults.are_shared
     reasons = {
         "several ranks share the experts": collectives.num_exchanging * collectives.num_sharing > 1,
@@ -229,7 +234,7 @@ def why_general(state: ExpertsState, pipeline: LayerPipeline, experts: StackedEx
 
 @dataclass(slots=True)
 class _Call(RowGroups):
-    """One call: where its rows lie."""
+    """Holds one call, with the ranges of its rows."""
 
     rows_KS: torch.Tensor
     path: FastPath
@@ -237,12 +242,12 @@ class _Call(RowGroups):
 
 @dataclass(frozen=True, slots=True)
 class FastPath:
-    """Runs one layer the short way, as long as its pipeline and experts are these."""
+    """Runs one layer on the fast path, as long as its pipeline and experts are these."""
 
     pipeline: LayerPipeline
     experts: StackedExperts
     why_general: str
-    """The reason against it; empty where there is none."""
+    """The reason against the fast path; empty without one."""
     module: nn.Module
     gate: Gate
     ops: Ops
@@ -251,13 +256,13 @@ class FastPath:
     is_transposed: bool
     dtype: torch.dtype
     device: torch.device
-    """Those of the weights."""
+    """The device of the weights."""
     below_autograd: Callable[[], AbstractContextManager]
-    """Within this no operator asks for derivatives of its own, which compiled ones have."""
+    """Returns a context in which compiled operators skip their own derivatives."""
 
     @classmethod
     def of(cls, state: ExpertsState, pipeline: LayerPipeline, experts: StackedExperts) -> FastPath:
-        """Return the short way of a layer as it is now."""
+        """Return the fast path of a layer in its present state."""
         why, contract = why_general(state, pipeline, experts), experts.contract
         of_experts = experts.module, experts.gate, state.order.ops, (contract.up, contract.down)
         below = torch._C._AutoDispatchBelowAutograd if state.order.ops.name == "compiled" else nullcontext
@@ -266,7 +271,7 @@ class FastPath:
         return cls(pipeline, experts, why, *of_experts, *of_weights, below)
 
     def takes(self, x_SM: torch.Tensor, weights_SK: torch.Tensor) -> bool:
-        """Return whether a call goes the short way, in which nothing but the tensors is looked at.
+        """Return True if a call may use the fast path; checks its tensors only.
 
         Args:
             x_SM: the tokens.
@@ -281,7 +286,7 @@ class FastPath:
             and up_weight.device == self.device
             and weights_SK.is_floating_point()
             and not torch.is_autocast_enabled(x_SM.device.type)
-            # It looks at rows that nobody has written.
+            # Anomaly detection reads rows that are never written.
             and not torch.is_anomaly_enabled()
         )
 
@@ -292,8 +297,8 @@ class FastPath:
 
         Args:
             x_SM: the tokens.
-            index_SK: integers: experts, or E for none.
-            weights_SK: of each choice its weight.
+            index_SK: integers: experts, or E for a choice that is not made.
+            weights_SK: the weight of each choice.
         """
         up_weight, down_weight = map(self.module._parameters.get, self.names)
         found = self.ops.number_rows(index_SK.t().long(), up_weight.shape[0])
@@ -317,7 +322,7 @@ class FastPath:
     def down(
         self, up_RF: torch.Tensor, weights_KS: torch.Tensor, weight: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the experts' results, [R, M], the weights of choices as they are used, and the sums, [S, M]."""
+        """Return the experts' results, [R, M], the weights of choices in their final dtype, and the sums, [S, M]."""
         y_RM = products.product(self.gate.forward(up_RF), weight, self.is_transposed, call)
         if weights_KS.dtype is not torch.float64:
             weights_KS = weights_KS.float()
@@ -326,9 +331,9 @@ class FastPath:
 
 
 class _Up(torch.autograd.Function):
-    """Arranges the tokens and multiplies them with the first weights.
+    """Arranges the tokens and multiplies them by the first weights.
 
-    It is a function of its own so that the gradient of the second weights leaves before that of the first is made.
+    It is separate from :class:`_Down`, so that the second weights' gradient is passed on before the first is computed.
     """
 
     @staticmethod
@@ -340,13 +345,13 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dup_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # As most backwards are, without the cost of saying so.
+        # Once differentiable as most backwards, without the cost of the decorator.
         return (_of_up_once if torch.is_grad_enabled() else _of_up)(ctx, dup_RF)
 
 
 def _of_up(ctx: Any, dup_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x_RM, weight = ctx.saved_tensors
-    # Each goes when it has been used, unless the graph is kept; a torch that cannot do it yet goes without.
+    # Each tensor is freed after its last use, unless the graph is retained; skipped on a torch without the method.
     if clear := getattr(ctx, "maybe_clear_saved_tensors", None):
         clear()
     call, way = ctx.call, ctx.call.path

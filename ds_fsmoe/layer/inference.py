@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs trained layers over many ranks in inference, with experts that come and go in each call, as in Lina (ATC'23).
+"""Runs trained layers over many ranks in inference, with experts that change in each call, as in Lina (ATC'23).
 
-When a layer has routed, the paths of its tokens say how popular the experts of the next one will be. The sum over ranks
-is begun there, and is there when the layer's call ends: then all ranks make the same table of who holds what, and begin
-to have their experts. After the gate of the next layer the true counts are summed; only if other experts are on top
-than was estimated, a table is made of those. The paper's scheduler on device 0 is not needed: every rank has the same
-integers and comes to the same table.
+After a layer has routed, the paths of its tokens predict how popular the next layer's experts will be. The sum over
+ranks starts there and is finished when the layer's call ends. Then all ranks compute the same table of experts per
+rank, and start to load their experts. After the gate of the next layer the true counts are summed; if other experts are
+on top than predicted, a new table is made. Every rank has the same integers and computes the same table, so the paper's
+scheduler on device 0 is not needed. ``engine.inference`` creates an :class:`InferenceRun`; ``expert_cache`` loads the
+weights.
 
 Letters: S tokens, K choices of a token, E experts, G ranks of an EP group.
 """
@@ -35,50 +36,53 @@ from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import TokenPaths, choices_of
 
 _UNITS = 1 << 20
-"""The units of a token in which popularity is summed over ranks: integers, so that all ranks get the same bits."""
+"""The units per token in which popularity is summed over ranks: integers, so that all ranks get the same bits."""
 
 
 @dataclass
 class LayerRecord:
-    """Records the calls of one layer, the same on every rank."""
+    """Holds statistics of the calls of one layer, the same on every rank."""
 
     calls: int = 0
     compared: int = 0
-    """The calls in which an estimate was compared with what the gate decided."""
+    """The calls in which an estimate was compared with the gate's decision."""
     accurate: int = 0
-    """The calls of these in which the same experts were on top."""
+    """The calls among these in which the same experts were on top."""
     second_phases: int = 0
     """The calls in which the table was made after the gate."""
     copies: int = 0
-    """The experts held by all ranks, copies included, summed over calls."""
+    """The experts of all ranks, copies included, summed over calls."""
     fullest_at_home: float = 0.0
-    """The rows of the fullest rank over the mean, with each expert at home alone; summed over calls whose counts are
-    known."""
+    """The rows of the fullest rank relative to the mean, with primary experts only; summed over calls with known
+    counts."""
     fullest: float = 0.0
-    """Counts the same rows with the table that the call went by."""
+    """The same with the table of the call."""
     counted: int = 0
     """The calls whose counts are known."""
 
     @property
     def accuracy(self) -> float | None:
-        """The share of estimates with the same experts on top; ``None``: none was compared."""
+        """Return the share of estimates with the same experts on top; ``None`` without a comparison."""
         return self.accurate / self.compared if self.compared else None
 
 
 @dataclass(frozen=True)
 class Options:
-    """Holds a user's options, the same for all layers."""
+    """Holds the options of a user, the same for all layers."""
 
     most_per_rank: int = 4
-    """The most experts of a rank, see :func:`~ds_fsmoe.planning.lina.expert_ranks.ranks_of_experts`."""
+    """The maximum number of experts of a rank, see :func:`~ds_fsmoe.planning.lina.expert_ranks.ranks_of_experts`."""
     second_phase: bool = True
-    """Says whether estimates are compared with what gates decide."""
+    """Whether estimates are compared with the gates' decisions."""
 
 
 @dataclass(eq=False)
 class InferenceLayer:
-    """One layer with experts that come and go. It is what its calls are ``placed`` by, and takes the place of the
-    layer's experts in a call: which they are is known only when the rows are."""
+    """Represents one layer whose experts change in each call.
+
+    It acts as the layer's placement, and replaces the layer's experts in a call: these are known only when the rows
+    are.
+    """
 
     experts: ClassVar[tuple[nn.Module, ...]] = ()
     parameters: ClassVar[tuple[nn.Parameter, ...]] = ()
@@ -86,7 +90,7 @@ class InferenceLayer:
 
     label: str
     primary_experts: tuple[tuple[int, ...], ...]
-    """The experts at home on each of G ranks."""
+    """The primary experts of each of G ranks."""
     block: RowBlock
     ops: Ops
     cache: ExpertCache
@@ -94,10 +98,10 @@ class InferenceLayer:
     """The path of the layer in the model, for messages."""
     options: Options
     profile: PathProfile | None = None
-    """What is known of paths; ``None``: nothing is estimated."""
+    """The profile of paths; ``None``: no estimates are made."""
     record: LayerRecord = field(default_factory=LayerRecord)
     k: int | None = None
-    """The number of choices of a token, as the last call had it."""
+    """The number of choices of a token in the last call."""
     owner: InferenceRun | None = None
     _estimate_E: np.ndarray | None = None
     _table: ExpertCacheTable | None = None
@@ -106,7 +110,7 @@ class InferenceLayer:
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Return the number of experts, E."""
         return sum(map(len, self.primary_experts))
 
     def expect(self, estimate_E: np.ndarray) -> None:
@@ -115,11 +119,11 @@ class InferenceLayer:
         self._load_experts(estimate_E)
 
     def begin(self, is_expected: bool) -> None:
-        """Begin a call.
+        """Start a call.
 
         Args:
-            is_expected: whether :meth:`expect` was called for it; else the whole layer's distribution is all that is
-                known of its tokens.
+            is_expected: whether :meth:`expect` was called for it; otherwise the estimate is the layer's whole
+                distribution.
         """
         if not is_expected:
             self._estimate_E = self._table = None
@@ -133,7 +137,7 @@ class InferenceLayer:
         rows_E = rows_of_experts(routing)
         self.record.calls += 1
         if self.options.second_phase or self._table is None:
-            # A rank without a batch may know no k of its own, so it is agreed on with the counts.
+            # A rank without a batch may have no k, so ranks agree on it with the counts.
             *actual, ks = self.summed(torch.cat([rows_E, rows_E.new_full((1,), self.k)])).tolist()
             self._correct(np.array(actual), -(-ks // len(self.block.places)))
         self.record.copies += int(self._table.copies_E.sum())
@@ -144,24 +148,24 @@ class InferenceLayer:
         return result
 
     def call(self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, **options: bool) -> ExpertCall:
-        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`.
+        """Return one call of the experts; see :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`.
 
         Raises:
-            RuntimeError: there is to be a backward.
+            RuntimeError: a backward is needed.
         """
         if needs_backward:
             raise RuntimeError(f"{self.path}: backward inside ds_fsmoe.inference, which is for torch.no_grad()")
         return self.cache.call_rows(rows, x_RM)
 
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
-        """Return counts summed over the block, on which all ranks wait."""
+        """Return counts summed over the block. Collective, with a wait."""
         counts = counts.clone()
         with waiting("the counts of choices of", self.label):
             dist.all_reduce(counts, group=self.block.group)
         return counts
 
     def _correct(self, actual_E: np.ndarray, k: int) -> None:
-        """Compare the estimate with the true counts; make another table if other experts are on top.
+        """Compare the estimate with the true counts, and make another table if other experts are on top.
 
         Args:
             actual_E: [E], the rows of all ranks for each expert.
@@ -185,21 +189,21 @@ class InferenceLayer:
     def _load_experts(self, popularity_E: np.ndarray) -> None:
         held = self.primary_experts if self._before is None else self._before.experts_of_rank
         ranks = ranks_of_experts(popularity_E, len(self.primary_experts), self.options.most_per_rank, held)
-        # A rank that nothing was given to has a copy of an expert of its own.
+        # A rank without an expert gets one of its primary experts.
         ranks = tuple(each or home[:1] for each, home in zip(ranks, self.primary_experts, strict=True))
         self._table = self._before = self.cache.arranged(ExpertCacheTable(ranks, self.num_experts))
         self.cache.prepare(self._table)
 
 
 class InferenceRun:
-    """Runs the calls of an engine's layers: :meth:`watch` is an instrument, :meth:`after` a hook behind a layer.
+    """Runs the calls of an engine's layers: :meth:`watch` is an instrument, :meth:`after` a hook after a layer's call.
 
     Args:
         labels: the labels of all layers whose tokens choose experts, in the order of their calls.
-        layers: label -> those of them whose experts come and go.
-        path_length: the layers of a path.
-        most_experts: the most experts that a layer has.
-        overlaps: whether a sum may be under way beside the traffic of a layer.
+        layers: label -> those of them whose experts change.
+        path_length: the number of layers in a path.
+        most_experts: the maximum number of experts of a layer.
+        overlaps: whether a sum may be concurrent with the communication of a layer.
     """
 
     def __init__(
@@ -222,12 +226,12 @@ class InferenceRun:
             layer.owner = self
 
     def watch(self, call: LayerCall) -> None:
-        """Begin a call of a layer."""
+        """Start a call of a layer."""
         if call.label not in self._labels:
             return
         layer = self.layers.get(call.label)
         if self._paths.begins_forward(call.label) or (self._summing is not None and self._summing[0] is not layer):
-            # A forward was broken off, or passes a layer by, whose weights may be whole in its own forward only.
+            # A forward was aborted, or skips a layer, whose weights may be whole in its own forward only.
             self._forget()
         self._settle()
         expected, self._expected = self._expected, None
@@ -246,7 +250,7 @@ class InferenceRun:
         call.gate = noted
 
     def routed(self, label: str, routing: Routing) -> None:
-        """Record the choices of a layer's tokens, and begin to estimate those of the next. Collective there."""
+        """Record the choices of a layer's tokens, and start to estimate those of the next layer. Collective there."""
         coming = self._next.get(label)
         needs_paths = any(each.profile is not None for each in self.layers.values())
         if not needs_paths:
@@ -266,27 +270,27 @@ class InferenceRun:
                 work.wait()
 
     def after(self, *_: Any) -> None:
-        """End a call of a layer: make the table of the next one, and begin to have its experts."""
+        """End a call of a layer: make the table of the next layer, and start to load its experts."""
         if self._summing is not None and self._summing[0].cache.may_be_early:
             self._settle()
 
     def close(self) -> None:
         """Release the layers at once, so that their weights do not wait for the garbage collector."""
-        # After an error not all ranks may have begun a sum, so that nobody waits for it here.
+        # After an error some ranks may not have started a sum, so this does not wait for it.
         self._summing = self._expected = None
         for layer in self.layers.values():
             layer.owner = None
         self.layers, self._next = {}, {}
 
     def _forget(self) -> None:
-        """Wait for the sum that is under way, if one is, and expect no layer's call."""
+        """Wait for a running sum, if any, and drop the expected call."""
         if self._summing is not None:
             with waiting("the estimate of choices of", self._summing[0].label):
                 self._summing[1].wait()
         self._summing = self._expected = None
 
     def _settle(self) -> None:
-        """Wait for the sum that is under way, if one is, and make the table of the layer it is for."""
+        """Wait for a running sum, if any, and make the table of its layer."""
         if self._summing is None:
             return
         (layer, work, units_E), self._summing = self._summing, None
@@ -298,23 +302,23 @@ class InferenceRun:
 
 
 def is_running_inference(running: LayerRuntime) -> bool:
-    """Return whether the layers of an engine are in inference with experts that come and go.
+    """Return True if the layers of an engine are in inference with changing experts.
 
     Args:
-        running: what the engine's layers share.
+        running: the runtime that the engine's layers share.
     """
     return any(isinstance(getattr(each, "__self__", None), InferenceRun) for each in running.instruments)
 
 
 def refuse_within(running: LayerRuntime, what: str) -> None:
-    """Refuse changes of weights or of the places of experts inside inference.
+    """Refuse changes of weights or of the positions of experts inside inference.
 
     Args:
-        running: what the engine's layers share.
-        what: what is asked for, for the message.
+        running: the runtime that the engine's layers share.
+        what: the refused action, for the message.
 
     Raises:
-        RuntimeError: inference is under way; on every rank, as all are in it.
+        RuntimeError: inference is running; on every rank, as all take part in it.
     """
     if is_running_inference(running):
         raise RuntimeError(
@@ -323,5 +327,5 @@ def refuse_within(running: LayerRuntime, what: str) -> None:
 
 
 def _in_units(estimate_E: np.ndarray, num_experts: int) -> np.ndarray:
-    """Return [E] int64. A profile may know of more experts, as other layers have."""
+    """Return popularity as integers, [E] int64. A profile may have more experts than this layer."""
     return np.rint(estimate_E[:num_experts] * _UNITS).astype(np.int64)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the layer put together by hand that the paper's listing 2 shows.
+"""The layer that a user builds from parts, as in the paper's listing 2, with or without DeepSpeed.
+
+It shares ``state`` with the converted layers of ``stock_layer`` and ``experts_layer``, but needs no engine.
 
 Letters: S tokens on this rank, M width, E experts, H width of an expert.
 """
@@ -35,7 +37,7 @@ from ds_fsmoe.ops import REFERENCE, Ops
 
 @dataclass(frozen=True)
 class MoEOutput:
-    """The results of a layer.
+    """Holds the results of a layer.
 
     Args:
         output: the output, [..., M], in the shape of the input.
@@ -57,31 +59,31 @@ class MoEOutput:
 
 
 class MOELayer(nn.Module):
-    """A layer put together by hand from parts, usable as any ``nn.Module``, DeepSpeed or not.
+    """Runs a layer that is built from parts, usable as any ``nn.Module``, with or without DeepSpeed.
 
     Args:
-        gate_impl: a gate; the layer gives it its sizes.
+        gate_impl: a gate; the layer passes it the sizes.
         order_impl: an order.
         model_dim: M.
         num_experts: E, over all ranks of ``group``.
-        expert_impl: one expert: a name on the shelf (then ``expert_dim`` is needed) or any row-wise ``nn.Module``,
+        expert_impl: one expert: a name in the registry (then ``expert_dim`` is needed) or any row-wise ``nn.Module``,
             which is copied for each expert of this rank.
-        expert_dim: H, for an expert named.
-        alltoall_impl: an all-to-all, or its name on the shelf.
-        callbacks: hooks, called in turn.
-        group: the ranks that share the experts; ``None`` means this process alone. Every rank has to be given the same
-            gate parameters: nothing is broadcast here.
+        expert_dim: H, for an expert from the registry.
+        alltoall_impl: an all-to-all, or its name in the registry.
+        callbacks: hooks, called in this order.
+        group: the ranks that share the experts; ``None`` means this process alone. Every rank must start with the same
+            gate parameters: the layer broadcasts none.
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
-        pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ. Experts that
-            would compute something else in chunks, as with dropout, are found at the first forward and not cut.
-        overlap: ``False`` runs one task after another.
-        ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; those in plain
-            torch unless given.
-        dispatch: what travels to the experts: ``"rows"``, as many as tokens have chosen an expert, or ``"slots"``, as
-            many as the fullest expert has. ``"auto"``: rows where the gate drops nothing.
+        pipeline_degree: the number of chunks; (forward, backward) if they differ. Experts that would compute something
+            else in chunks, as with dropout, are detected at the first forward. Their layer runs in one chunk.
+        overlap: ``False`` runs tasks one after another.
+        ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; by default the
+            reference in torch.
+        dispatch: ``"rows"``, unpadded dispatch: as many rows as tokens chose an expert; or ``"slots"``, padded
+            dispatch: as many slots as the fullest expert has. ``"auto"``: rows where the gate drops nothing.
 
     Raises:
-        ValueError: sizes do not fit together, or a part does not exist.
+        ValueError: sizes do not match, or a part is not in the registry.
         TypeError: a part is of the wrong kind.
 
     Examples:
@@ -159,14 +161,14 @@ class MOELayer(nn.Module):
         self._checked_modes: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
-        """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`.
+        """Compute [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`.
 
         Args:
             x: [..., M], the tokens of this rank.
-            used_token_S: [S], false or 0 for tokens that take no part, such as padding; ``None``: all do.
+            used_token_S: [S], false or 0 for tokens that take no part, such as padding; ``None``: all take part.
         """
         state = self._state
-        # A script may have put others into the layer since.
+        # A script may have replaced these attributes of the layer.
         state.order = self.order
         state.parts = replace(state.parts, callbacks=self.callbacks, dispatch=self.dispatch)
         run = state.begin_call(self, x, used_token_S)
@@ -174,7 +176,7 @@ class MOELayer(nn.Module):
         return MoEOutput(output, run.routing.aux_loss, run.routing.counts_E) if self.return_stats else output
 
     def run_alone(self, device: torch.device) -> None:
-        """Make the pipeline, as its device is known, with the first forward."""
+        """Create the pipeline at the first forward, when the device is known."""
         self._state.run_alone(self.group, make_lanes(device, self.overlap), self._degrees)
 
     def route(
@@ -190,12 +192,15 @@ class MOELayer(nn.Module):
         return self._state.known_experts[1]
 
     def why_called(self) -> None:
-        """Return why the module of experts has to be called itself: nothing, as there is none."""
+        """Return the reason why the module of experts must be called as a whole: ``None``, as there is no such
+        module."""
 
 
 def _check_experts(layer: MOELayer, x: torch.Tensor) -> None:
-    """Do not cut experts that would compute something else in chunks, as the first forward in each mode finds.
-    Collective then where the layer is."""
+    """Run experts in one chunk if chunks would change their results, as the first forward in each mode detects.
+
+    Collective then where the layer is.
+    """
     state = layer._state
     if layer.training in layer._checked_modes:
         return

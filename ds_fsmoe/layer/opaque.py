@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a module of ours to torch's compiler as one operator.
+"""Represents one of our modules as one operator for torch's compiler, which cannot trace lanes and collectives.
 
-A compiler cannot trace lanes and collectives. So compiled code calls the operator ``fsmoe::call_module``, which calls
-the module as if nothing were compiled, hooks and all. The parameters are no inputs of it: its backward runs the
-backward of that call, in which they get their gradients as without a compiler, as under reentrant checkpointing. What
-ZeRO has put on them holds, and compiled code does not depend on what they are.
+Compiled code calls the operator ``fsmoe::call_module``, which calls the module as without a compiler, with its hooks.
+The parameters are no inputs of the operator: its backward runs the backward of that call, in which they get their
+gradients, as under reentrant checkpointing. So ZeRO's hooks on parameters keep working, and compiled code does not
+depend on the parameters. Converted layers derive from :class:`OpaqueModule`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 class Handle:
-    """Stands for a module in compiled code.
+    """Represents a module in compiled code.
 
-    Its number is in a tensor, so that what is compiled for one layer runs all others. The tensor requires a gradient:
-    so the operator has a backward even if no other input needs one.
+    Its number is in a tensor, so that code compiled for one layer runs all others. The tensor requires a gradient, so
+    that the operator has a backward even if no other input needs one.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
@@ -37,39 +37,39 @@ class Handle:
         self.path = path
         """The path of the module in its model, for messages."""
         self.is_used = False
-        """Return whether compiled code has called the module."""
+        """True if compiled code has called the module."""
         self.backward = -1
-        """The last backward that has come to the module."""
+        """The number of the last backward that reached the module."""
         _modules[number] = module
         _usual_keys()
         self.tensor = torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Return none for a copy, which is another module, or in another process."""
+        """Return ``None`` as the copy: a copied module is another module, perhaps in another process."""
         return type(None), ()
 
 
 class OpaqueModule(nn.Module):
-    """Is called as one operator where the code that calls it is compiled."""
+    """Represents a module that compiled code calls as one operator."""
 
     @property
     def opaque(self) -> Handle | None:
-        """Return the handle that stands for it in compiled code, if there is one."""
+        """Return the handle that represents the module in compiled code; ``None`` without one."""
         return self.fsmoe.opaque
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, hooks and all."""
+        """Call the module with its hooks."""
         if torch.compiler.is_dynamo_compiling() and self.opaque is not None and self.fits_operator(*args, **kwargs):
             return self.through_operator(*args)
         return self.call_uncompiled(*args, **kwargs)
 
     @torch._disable_dynamo
     def call_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module where nothing is compiled; for a compiler this is a break."""
+        """Call the module without a compiler; compiled code has a graph break here."""
         return self._call_impl(*args, **kwargs)
 
     def fits_operator(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a call can go through the operator."""
+        """Return True if a call can go through the operator."""
         return len(args) == 3 and not kwargs
 
     def through_operator(self, *args: Any) -> Tensor:
@@ -83,12 +83,12 @@ class OpaqueModule(nn.Module):
 
         Args:
             x: [..., M], the first argument of the module.
-            second: the second one, which has no gradient.
-            third: the third one.
-            num_experts: E, where the module leaves ``l_aux`` and ``exp_counts`` behind; 0: it does not.
+            second: the second argument, which has no gradient.
+            third: the third argument.
+            num_experts: E, if the module sets ``l_aux`` and ``exp_counts``; 0 otherwise.
 
         Returns:
-            The result, in the shape and type of ``x``, and what the module leaves behind.
+            The result, in the shape and dtype of ``x``, and the values of ``l_aux`` and ``exp_counts``.
         """
         handle, kind, has_grad = self.opaque.tensor, x.device.type, torch.is_grad_enabled()
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -100,7 +100,8 @@ class OpaqueModule(nn.Module):
 
 
 class _Call(bytearray):
-    """Memory of the tensor that stands for a call whose backward is to come: what it keeps lives as long as that."""
+    """Holds the memory of the tensor that represents a call until its backward; its data lives as long as the
+    tensor."""
 
     __slots__ = ("__weakref__", "edges", "gradients", "handle")
 
@@ -109,7 +110,7 @@ _calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 
 
 class _CopiedArgument(torch.autograd.Function):
-    """Copies an argument for a module, and puts the gradient of the copy into a list."""
+    """Copies an argument for a module, and stores the gradient of the copy in a list."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
@@ -132,13 +133,13 @@ def _handed(given: Tensor | None, anchor: Tensor | None, gradients: list[Tensor 
 
 @functools.cache
 def _usual_keys() -> tuple[Any, Any]:
-    """Return what torch calls for a tensor outside of operators."""
+    """Return torch's dispatch keys outside of operators."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @contextmanager
 def _as_outside(has_grad: bool, device: str, autocast: torch.dtype | None) -> Iterator[None]:
-    """Run as outside of an operator, in which torch leaves autograd out."""
+    """Run the block as outside of an operator, where autograd is active."""
     with (
         torch._C._ForceDispatchKeyGuard(*_usual_keys()),
         torch.set_grad_enabled(has_grad),
@@ -213,7 +214,7 @@ def _call_module_backward(
         )
     number_of_backward = torch._C._current_graph_task_id()
     if call.handle.backward == number_of_backward:
-        # Its parameters would get a gradient from each, and ZeRO takes the first for all.
+        # Its parameters would get a gradient from each call, and ZeRO would count only the first.
         raise RuntimeError(
             f"{call.handle.path}: one backward reached two compiled calls of this layer: call backward for each "
             "forward, or do not use torch.compile"

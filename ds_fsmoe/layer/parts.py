@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the exchangeable parts of a layer that hold no parameters, as a block asks for them."""
+"""Creates the parts of a layer that have no parameters, from the ``"fsmoe"`` block: order, all-to-all, hooks,
+operators.
+
+An engine calls :func:`choose_parts` once for all layers, and :func:`exchange_in` for each plan's all-to-all.
+``components`` contains the parts themselves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NOD
 
 
 class LayerError(ValueError):
-    """The MoE layers of a model cannot be converted. The message names the layer, its class and a remedy.
+    """Reports MoE layers of a model that cannot be converted. The message has the layer, its class and a remedy.
 
     It is a ``ValueError``, raised on every rank that has the layer, before training.
 
@@ -39,12 +44,12 @@ class LayerError(ValueError):
         ...     ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=3)
         ... except ds_fsmoe.LayerError as error:
         ...     print(error)
-        MoE: num_experts = 4 is not divisible by ep_size = 3; for 4 experts the sizes are 1, 2, 4
+        MoE: num_experts = 4 is not divisible by ep_size = 3; with 4 experts ep_size can be 1, 2, 4
     """
 
 
 def refuse_copy(path: str) -> NoReturn:
-    """Refuse to copy or pickle a layer that has an engine, or had one.
+    """Refuse to copy or pickle a layer that has or had an engine.
 
     Args:
         path: the path of the layer in its model.
@@ -66,17 +71,17 @@ class Parts:
     alltoall: AllToAllBase
     callbacks: tuple[CallbackBase, ...]
     asked_order: str
-    """The name of the order for all layers; "auto": each layer gets the one that goes with its gate."""
+    """The name of the order for all layers; ``"auto"``: each layer has the order of its gate."""
     ops: Ops
     dispatch: Dispatch = "auto"
-    """Whether rows travel or slots, see :attr:`FSMoEBlock.dispatch`."""
+    """Unpadded or padded dispatch, see :attr:`FSMoEBlock.dispatch`."""
     _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
 
     def order_for(self, gate: Any) -> OrderBase:
         """Return the order of a layer with this gate.
 
         Raises:
-            ConfigError: the order asked for cannot read what the gate returns; names those that can.
+            ConfigError: the configured order cannot read the gate's routing; names those that can.
             LayerError: the part registered under its name is not an order.
         """
         kind = kind_of(gate)
@@ -94,10 +99,10 @@ class Parts:
         return order
 
     def check_dispatch(self, gate: Any) -> None:
-        """Refuse rows where only slots can travel.
+        """Refuse unpadded dispatch where only padded dispatch is possible.
 
         Raises:
-            ConfigError: rows were asked for, and the gate or the all-to-all has none.
+            ConfigError: unpadded dispatch is configured, and the gate or the all-to-all does not support it.
         """
         if self.dispatch != "rows":
             return
@@ -110,7 +115,7 @@ class Parts:
 
     @property
     def order_name(self) -> str:
-        """The names of the orders that layers have been given."""
+        """Return the names of the orders that layers have."""
         return "; ".join(sorted(self._orders)) or self.asked_order
 
     def _make_order(self, name: str) -> OrderBase:
@@ -122,7 +127,7 @@ class Parts:
 
 
 def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
-    """Return the parts a block asks for; "auto" takes the best. Collective, unless ``ops`` is "reference".
+    """Return the parts that a block configures; "auto" takes the best. Collective, unless ``ops`` is "reference".
 
     Raises:
         RuntimeError: ``ops: "required"`` and the ops cannot be built, on every rank.
@@ -141,14 +146,15 @@ def _check_kind(part: Any, base: type, name: str) -> None:
 
 
 def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
-    """Make ``fsmoe.hooks``: each is named as ``package.module.Name``, a class without arguments or an object."""
+    """Create the hooks of ``fsmoe.hooks``: each is named ``package.module.Name``, a class without arguments or an
+    object."""
     callbacks = []
     for name in block.hooks:
         module, _, attribute = name.rpartition(".")
         try:
             found = getattr(importlib.import_module(module), attribute)
             callback = found() if isinstance(found, type) else found
-        except Exception as error:  # whatever the module, or a name that is none, brings up
+        except Exception as error:  # any error of the module, or of a wrong name
             raise LayerError(f"fsmoe.hooks: {name!r} cannot be constructed: {type(error).__name__}: {error}") from error
         if not isinstance(callback, CallbackBase):
             raise LayerError(f"fsmoe.hooks: {name!r} is a {type(callback).__name__}: it must be a CallbackBase")
@@ -156,14 +162,14 @@ def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
     return tuple(callbacks)
 
 
-# ---- Runs an all-to-all in the groups of a layer: in one task or in two, and on which communicators
+# ---- All-to-alls in the groups of a layer: in one task or in two, and their communicators
 
 
 def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
-    """Prepare an all-to-all in the groups of a layer. Collective: it may make communicators.
+    """Prepare an all-to-all in the groups of a layer. Collective: it may create communicators.
 
-    Whether it is in steps follows from the nodes of all EP groups, not of this rank's, because the schedule has to be
-    the same on every rank. On one kind of link steps gain nothing, and the flat way is used.
+    Whether it has steps depends on the nodes of all EP groups, because the schedule must be the same on every rank. On
+    one kind of link steps gain nothing, and the flat all-to-all is used.
 
     Raises:
         ValueError: a hierarchical all-to-all contradicts itself, on every rank.
@@ -179,8 +185,8 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
     all_ranks = groups.layout.ep
     nodes_of = {ranks: Nodes.of(groups.topology.node_of_rank[rank] for rank in ranks) for ranks in all_ranks}
     relays_of = {nodes: BlockPaths(alltoall, nodes) for nodes in dict.fromkeys(nodes_of.values())}
-    # Steps along one kind of link share communicators where they have the same parts, and those along another do not:
-    # each is on one lane.
+    # Steps along one kind of link share communicators where they have the same parts. Steps along different links do
+    # not, since a communicator is for one lane.
     communicators = tuple(
         make(Communicators(f"a2a_{link}", _parts(all_ranks, relays_of, nodes_of, step)), groups.max_ctas)
         for step, link in enumerate(alltoall.links)
@@ -215,7 +221,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Collectives:
 def _parts(
     all_ranks: tuple[Ranks, ...], relays_of: Mapping[Nodes, BlockPaths], nodes_of: Mapping[Ranks, Nodes], step: int
 ) -> tuple[Ranks, ...]:
-    """Return the ranks that talk to each other in a step, of all groups."""
+    """Return the ranks of all groups that communicate with each other in a step, as disjoint parts."""
     parts = [
         tuple(ranks[each] for each in part) for ranks in all_ranks for part in relays_of[nodes_of[ranks]].parts(step)
     ]
@@ -223,7 +229,7 @@ def _parts(
 
 
 def _node_deduplication(groups: FSMoEGroups, flat: Collectives) -> Collectives:
-    """Prepare the two levels, or say why it is the flat way. Collective."""
+    """Prepare the two levels, or give the reason for the flat all-to-all. Collective."""
     if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
         return replace(flat, why_flat="each expert is split over several ranks")
     nodes = node_links(groups, "ep", "a2a")
@@ -232,11 +238,11 @@ def _node_deduplication(groups: FSMoEGroups, flat: Collectives) -> Collectives:
     return replace(flat, nodes=nodes)
 
 
-# ---- Makes the communicators of groups whose ranks are addressed in two levels: inside a node, and between nodes
+# ---- The communicators of groups with two levels: inside a node, and between nodes
 
 
 def node_links(groups: FSMoEGroups, kind: str, purpose: str) -> NodeLinks | None:
-    """Return the two levels of this rank's group of a kind. Collective: it may make communicators.
+    """Return the two levels of this rank's group of a kind. Collective: it may create communicators.
 
     Args:
         groups: the groups of a layer.
@@ -244,7 +250,7 @@ def node_links(groups: FSMoEGroups, kind: str, purpose: str) -> NodeLinks | None
         purpose: "a2a" or "gradients"; the two have separate communicators.
 
     Returns:
-        ``None`` where the ranks of any group of that kind, on whichever rank, are not equally many in several nodes.
+        The levels; ``None`` if any group of that kind, on any rank, does not have equally many ranks in several nodes.
     """
     ranks, node_of = getattr(groups.layout, kind), groups.topology.node_of_rank
     levels = levels_of(ranks, node_of)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets layers route by choices that are given, or as they did the first time where a forward is computed again."""
+"""Replays the routing of layers: from a recording, or in a forward that is recomputed under activation checkpointing.
+
+``engine.routing_data`` arms a :class:`Replay`; ``state`` takes a layer's choice from it in each call.
+:class:`RouterChoice` replaces the choice of a Hugging Face router. A :class:`Tape` keeps the decisions of checkpointed
+functions.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +32,18 @@ from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.observing.instruments import Gate
 
-# ---- Holds the choices by which the layers of an engine are to route in the next forward
+# ---- Recorded choices for the layers of an engine
 
 
 class ReplayError(ValueError):
-    """Recorded choices do not fit the layers that replay them. Raised on every rank."""
+    """Reports recorded choices that do not fit the layers that replay them. Raised on every rank."""
 
 
 class Replay:
-    """Hands out choices, a forward at a time.
+    """Supplies recorded choices to layers, one forward at a time.
 
-    All ranks are armed for the same forwards; the first layer of such a forward looks on all ranks whether the choices
-    are for as many tokens as there are.
+    All ranks are armed for the same forwards. The first layer of such a forward checks on all ranks that the choices
+    are for the number of tokens.
     """
 
     def __init__(self) -> None:
@@ -50,23 +55,23 @@ class Replay:
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next forward, or the one that is under way, is one of those that are replayed."""
+        """Return True if the next or the present forward is replayed."""
         return self._choices is not None
 
     @functools.cached_property
     def control_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the job, in a group that does not wait for devices. Collective the first time."""
+        """Return the ranks of the job in a group that does not wait for devices. Collective the first time."""
         if world_size_now() == 1 or dist.get_backend() == dist.Backend.GLOO:
             return None
         with waiting("a new process group"):
             return dist.new_group(backend="gloo")
 
     def arm(self, choices: Mapping[str, ReplayedRouting | None] | None, names: Mapping[str, str]) -> None:
-        """Replay the next forward; the same on every rank, whatever each has.
+        """Replay the next forward; called on every rank, whatever choices it has.
 
         Args:
             choices: label of a layer -> its choices, ``None`` if it chooses by itself; ``None`` in place of all: the
-                layers of this rank do.
+                layers of this rank choose by themselves.
             names: label -> path of every layer, for messages.
         """
         self._choices = dict(choices or {})
@@ -79,10 +84,10 @@ class Replay:
         self._choices = None
 
     def finish(self) -> None:
-        """End a forward that was replayed.
+        """End a replayed forward.
 
         Raises:
-            ReplayError: a layer did not run in it.
+            ReplayError: a layer with choices did not run in it.
         """
         choices, self._choices = self._choices, None
         left = [label for label, given in (choices or {}).items() if given is not None]
@@ -96,8 +101,8 @@ class Replay:
         """Return the choices of a layer in this forward.
 
         Raises:
-            ReplayError: the layer has run in this forward before, or runs again within the backward in a way that is
-                not known here.
+            ReplayError: the layer has run in this forward before, or is recomputed within the backward by an unknown
+                kind of checkpointing.
         """
         if in_backward():
             if label in self._replayed:
@@ -118,10 +123,10 @@ class Replay:
         return given
 
     def check(self, label: str, given: ReplayedRouting | None, num_tokens: int) -> None:
-        """Check that a layer's choices are for its tokens. Collective at the first layer of a forward.
+        """Check that a layer's choices fit its tokens. Collective at the first layer of a forward.
 
         Raises:
-            ReplayError: they are not, on any rank.
+            ReplayError: they do not fit, on any rank.
         """
         if self._choices is None or in_backward():
             return
@@ -143,7 +148,7 @@ class Replay:
 def choices_on_device(
     array: Any, device: torch.device, num_experts: list[int], is_own: bool = False
 ) -> list[ReplayedRouting | None]:
-    """Return the choices of layers, on a device; ``None`` for one in which all tokens choose by themselves.
+    """Return the choices of layers on a device; ``None`` for a layer whose tokens all choose by themselves.
 
     Args:
         array: [S, L, k] integers on the host.
@@ -156,7 +161,7 @@ def choices_on_device(
         bool((each < 0).any() or (not is_own and (each >= E).any()))
         for each, E in zip(on_host, num_experts, strict=True)
     ]
-    # Without tokens there is nothing that they say.
+    # Without tokens the choices contain no information.
     alone, sizes = [bool((each < 0).all()) for each in on_host], [each.shape[-1] for each in on_host]
     if device.type == "cuda":
         on_host = on_host.pin_memory()
@@ -167,15 +172,15 @@ def choices_on_device(
     ]
 
 
-# ---- Lets the router of a Hugging Face model decide by a choice that is given
+# ---- Replay in the router of a Hugging Face model
 #
-# The routers of transformers choose with ``torch.topk``, in their own ways before and after it: scores of all kinds,
-# a bias for the choice alone, groups, weights that are normalised, scaled, or a softmax over the chosen. So the
-# router runs as it is, and only the result of this one operator is replaced: the experts by those that are given, its
-# values by the scores of these, with their gradients. Where scores were masked for the choice, such as those of
-# groups that are out, values are taken from before the mask.
+# The routers of transformers choose with ``torch.topk``, with different code around it: scores of all kinds, a bias for
+# the choice alone, groups, weights that are normalised, scaled, or a softmax over the chosen. So the router runs
+# unchanged, and only the result of this operator is replaced: the experts by the replayed ones, its values by their
+# scores, with gradients. Where scores were masked for the choice, such as those of excluded groups, values are those
+# before the mask.
 #
-# Letters: S tokens, E classes that a router has, k choices.
+# Letters: S tokens, E classes of a router, k choices.
 
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
@@ -186,8 +191,8 @@ _MASKS_IN_PLACE = (torch.Tensor.masked_fill_,)
 class _ScoresOf(torch.autograd.Function):
     """Gathers scores [..., E] at [..., k].
 
-    It keeps one tensor of indices for the backward, as ``topk`` does and ``gather`` does not: torch's checkpointing
-    compares what a forward keeps with what it keeps when it runs again.
+    It saves one tensor of indices for the backward, as ``topk`` does and ``gather`` does not. torch's checkpointing
+    compares the tensors that a forward saves with those of its recomputation.
     """
 
     @staticmethod
@@ -207,29 +212,29 @@ class RouterChoice(TorchFunctionMode):
     """Observes a router's choice from the call of its block on, and replaces or records it.
 
     Args:
-        num_experts: the fewest classes that a choice is made among.
-        given: the choice to go by; ``None``: the router's own is remembered.
+        num_experts: the minimum number of classes of a choice.
+        given: the choice to replay; ``None``: the router's own is recorded.
     """
 
     def __init__(self, num_experts: int, given: ReplayedRouting | None) -> None:
         super().__init__()
         self.given = given
         self.chosen_KS: torch.Tensor | None = None
-        """[k, S]: the choice as the router made it, or as it was given; ``None`` as long as there was none."""
+        """[k, S]: the choice of the router, or the replayed one; ``None`` before there was one."""
         self.index: torch.Tensor | None = None
-        """The indices that the operator has returned to the router."""
+        """The indices that the operator returned to the router."""
         self.version = 0
         self._num_experts = num_experts
         self._unmasked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._is_on = False
 
     def begin(self) -> None:
-        """Watch from now on, in this thread."""
+        """Start to observe, in this thread."""
         self.__enter__()
         self._is_on = True
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop observing."""
         if self._is_on:
             self._is_on = False
             self.__exit__(None, None, None)
@@ -237,7 +242,7 @@ class RouterChoice(TorchFunctionMode):
 
     @property
     def is_passed_on(self) -> bool:
-        """Whether the operator's result is unchanged."""
+        """Return True if the operator's result is unchanged."""
         return self.index is not None and self.index._version == self.version
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -275,7 +280,7 @@ class RouterChoice(TorchFunctionMode):
 
 
 _NAME: Any = "ds_fsmoe.router_choice"
-"""The key of the hooks in a block: what a compiler makes of one block depends on the keys, and is to run the others."""
+"""The key of the hooks in a block: compiled code of one block depends on the keys, and must run for the others."""
 
 
 def _rename(number: int, *hooks: dict[Any, Any]) -> None:
@@ -284,11 +289,11 @@ def _rename(number: int, *hooks: dict[Any, Any]) -> None:
 
 
 class RouterWatch:
-    """Begins to watch a router where the block around its experts is called, and ends if the experts are not reached.
+    """Starts to observe a router at the call of the block around its experts, and stops if the experts are not reached.
 
     Args:
         block: the module that calls router and experts.
-        experts: the module of experts, whose state says what is wanted.
+        experts: the module of experts, whose state decides what is observed.
     """
 
     def __init__(self, block: nn.Module, experts: Any) -> None:
@@ -305,7 +310,7 @@ class RouterWatch:
             handle.id = _NAME
 
     def _begin(self, block: nn.Module, args: Any) -> None:
-        # In compiled code, only what is plain to read. A block that runs again computes there what it computed before.
+        # In compiled code only plain attributes are read. There a recomputed block computes the same as before.
         if not torch.compiler.is_compiling():
             self._experts.fsmoe.begin_choice()
         elif self._experts.fsmoe.running.needs_routers:
@@ -324,22 +329,22 @@ def _refuse_compiled(path: str) -> None:
     )
 
 
-# ---- Lets a forward that is computed again route as it did the first time
+# ---- Replay in a recomputed forward
 #
-# Under activation checkpointing a layer runs once more within the backward. Rounding may differ there, and two scores
-# that are close change places: gradients would be those of another forward. So each checkpointed function has a tape,
-# on which layers keep what they decided, and from which they take it when the function runs again.
+# Under activation checkpointing a layer runs once more within the backward. Rounding may differ there, and two close
+# scores may change their order: gradients would be those of another forward. So each checkpointed function has a tape,
+# on which layers keep their decisions, and from which they take them when the function runs again.
 #
-# A function is given its tape where torch's checkpointing takes it, of either kind. Whether torch calls what stands
-# there is tried when it is put there, as a name that is still there may be called by nobody.
+# Both kinds of torch's checkpointing are wrapped so that a function gets its tape. A trial checks that torch calls the
+# wrappers, as an existing name may be unused.
 
 
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""The names of what runs a function without reentrance: that of torch 2.14 and later first."""
+"""The names of torch's generator of non-reentrant checkpointing: that of torch 2.14 and later first."""
 
 
 class Tape:
-    """Holds the decisions of layers in a checkpointed function, by layer, in the order of their calls."""
+    """Keeps the decisions of layers in a checkpointed function, by layer, in the order of their calls."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Any]] = {}
@@ -350,7 +355,7 @@ class Tape:
         self._kept.setdefault(layer, []).append(given)
 
     def take(self, layer: int) -> Any:
-        """Return the next decision of a layer in this run; ``None``: it kept none."""
+        """Return the next decision of a layer in this run; ``None`` if it kept none."""
         number = self._num_taken.get(layer, 0)
         self._num_taken[layer] = number + 1
         kept = self._kept.get(layer, [])
@@ -361,7 +366,7 @@ class Tape:
         """Record the decisions of layers on this tape inside the block.
 
         Args:
-            is_again: whether they take it from the tape instead, from its beginning on.
+            is_again: whether layers take decisions from the tape instead, from its beginning.
         """
         if is_again:
             self._num_taken.clear()
@@ -377,13 +382,13 @@ _tapes: ContextVar[tuple[tuple[Tape, bool], ...]] = ContextVar("tapes", default=
 
 
 def is_kept() -> bool:
-    """Return whether a decision that is made now is kept for a function that may run again."""
+    """Return True if a decision that is made now is kept for a function that may run again."""
     tapes = _tapes.get()
     return bool(tapes) and any(not is_again for _, is_again in tapes)
 
 
 def runs_again() -> bool:
-    """Return whether a checkpointed function runs again now."""
+    """Return True if a checkpointed function is being recomputed."""
     tapes = _tapes.get()
     return bool(tapes) and any(is_again for _, is_again in tapes)
 
@@ -402,7 +407,7 @@ def take(layer: object) -> Any:
 
 
 def as_first(layer: object, decided: bool) -> bool:
-    """Return a layer's decision in a function's first run, unless this is the first; and keep it."""
+    """Keep and return a layer's decision; in a recomputed function, that of its first run."""
     if _tapes.get():
         found = take(layer)
         decided = decided if found is None else found
@@ -411,13 +416,13 @@ def as_first(layer: object, decided: bool) -> bool:
 
 
 def remembering(route: Gate, gate: Any, layer: object, given: ReplayedRouting | None) -> Gate:
-    """Return a layer's way to decide that goes by what is given, and is kept for functions that may run again.
+    """Return a layer's routing function that replays a choice, and keeps its decision for functions that may run again.
 
     Args:
-        route: the layer's way to decide.
-        gate: the module that decides; a gate that takes nothing decides by itself.
+        route: the layer's routing function.
+        gate: the module that decides; one that accepts no choice decides by itself.
         layer: the layer, as a key.
-        given: the choice to go by.
+        given: the choice to replay.
     """
     can_take = isinstance(gate, GateBase) or getattr(gate, "takes_given", False)
     given = given if can_take else None
@@ -439,7 +444,7 @@ def remembering(route: Gate, gate: Any, layer: object, given: ReplayedRouting | 
 
 
 class Taped:
-    """Calls a function: the first call is its forward, and keeps decisions; later ones take them.
+    """Calls a function: the first call is its forward, and keeps decisions; later calls take them.
 
     Args:
         function: a function that checkpointing will call again.
@@ -459,10 +464,10 @@ class Taped:
 
 
 def tape_torchs_functions() -> None:
-    """Give functions that torch checkpoints their tapes, from now on in this process. Without effect the second time.
+    """Wrap torch's checkpointing so that functions have tapes, in this process. A second call has no effect.
 
     Raises:
-        RuntimeError: this torch does not call what is replaced, or does not take what is given to it.
+        RuntimeError: this torch does not call the wrapped functions, or lacks their arguments.
     """
     if getattr(torch_checkpoint, "_ds_fsmoe_tapes", False):
         return
@@ -480,7 +485,7 @@ def tape_torchs_functions() -> None:
 
     @functools.wraps(generator)
     def taped_generator(*args: Any, **kwargs: Any) -> Any:
-        # A compiler takes contexts that are its own only, and runs no layer of ours.
+        # A compiler accepts its own contexts only, and runs no layer of ours.
         if torch.compiler.is_compiling():
             return generator(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
@@ -505,7 +510,7 @@ def _refused(name: str, why: str) -> str:
 
 
 def _has_tape(use_reentrant: bool) -> bool:
-    """Return whether a function has a tape when torch checkpoints it, and the same one when it runs again."""
+    """Return True if a function has a tape when torch checkpoints it, and the same one when it runs again."""
     taped: list[bool] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -520,7 +525,7 @@ def _has_tape(use_reentrant: bool) -> bool:
 
 
 def _with_tape(context_fn: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
-    """Return a function that makes a user's two contexts, with those of a tape around them."""
+    """Return a function that creates a user's two contexts, inside those of a tape."""
 
     def contexts() -> tuple[Any, Any]:
         tape, (first, again) = Tape(), context_fn()
@@ -530,7 +535,7 @@ def _with_tape(context_fn: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[
 
 
 class _both:
-    """Enters a context that is made anew each time, and one that is there, as often as it is asked to."""
+    """Enters a new context each time, and a given one inside it; may be entered repeatedly."""
 
     def __init__(self, make: Callable[[], Any], other: Any) -> None:
         self._make, self._other = make, other

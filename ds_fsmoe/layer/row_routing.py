@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers the rows of a gate's decision in the order in which they are sent.
+"""Numbers the rows of a gate's decision in the order in which they are sent, and maps experts to their places.
+
+``state`` calls it in each forward with unpadded dispatch, ahead of the exchange of counts.
 
 Letters: S tokens on this rank, E experts of all ranks, K choices per token, T segments of the tokens, R rows.
 """
@@ -22,38 +24,38 @@ from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
 
 def takes_rows(dispatch: str, gate: Any) -> bool:
-    """Whether rows travel, instead of slots, as far as the gate is concerned.
+    """Return True if a gate and a configured dispatch allow unpadded dispatch.
 
     Args:
-        dispatch: what was asked for, see :attr:`~ds_fsmoe.config.blocks.FSMoEBlock.dispatch`.
+        dispatch: the configured dispatch, see :attr:`~ds_fsmoe.config.blocks.FSMoEBlock.dispatch`.
         gate: the gate of the layer.
     """
     if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
         return False
-    # Whether it gives every choice a place, as its settings say now; a gate of one's own says so by ``drop_tokens``.
+    # Whether the gate drops no choice by its present settings; a custom gate declares that by ``drop_tokens``.
     return dispatch == "rows" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
 
 
 @dataclass(frozen=True)
 class RowRouting:
-    """A decision as rows."""
+    """Holds a decision as numbered rows."""
 
     routing: Routing
-    """The decision, with all rows as the slots of one expert: what an order needs to put them in order."""
+    """The decision, with all rows as the slots of one expert, for an order."""
     counts_ET: torch.Tensor
     """[E, T] int64: the rows for each expert in each segment."""
     fault: torch.Tensor
-    """Scalar int64: what is wrong with the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
+    """Scalar int64: the fault of the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
 
 
 def number_rows_of_layer(
     routing: Routing, token_chunks: TokenChunks, ops: Ops, *, is_trusted: bool = False
 ) -> RowRouting:
-    """Number the rows of a decision; nothing waits for the device.
+    """Number the rows of a decision. The host does not wait for the device.
 
     Args:
-        routing: the decision. What it drops is no row.
-        cuts: the cuts of the tokens.
+        routing: the decision. Dropped choices have no row.
+        token_chunks: the chunks of the tokens.
         ops: the operators to use.
         is_trusted: whether the decision need not be checked.
     """
@@ -73,19 +75,22 @@ def number_rows_of_layer(
 
 
 def segments_with_queues(token_chunks: TokenChunks, num_experts: int, num_tokens: int) -> np.ndarray:
-    """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next."""
+    """Return for each segment its end, its queue of expert 0, and the step from one expert's queue to the next: [3,
+    T]."""
     return np.stack([np.cumsum(token_chunks.lengths(num_tokens)), *_queues(token_chunks, num_experts)])
 
 
 def _places(token_chunks: TokenChunks, num_experts: int) -> np.ndarray:
-    """Return [E, T]: the queue of each expert in each segment."""
+    """Return the queue of each expert in each segment, [E, T]."""
     first_T, step_T = _queues(token_chunks, num_experts)
     return np.arange(num_experts)[:, None] * step_T + first_T
 
 
 def _queues(token_chunks: TokenChunks, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each segment the queue of expert 0, and the step from one expert to the next. Queues are numbered as
-    rows are sent: chunk by chunk of the forward, expert by expert, segment by segment."""
+    """Return for each segment the queue of expert 0, and the step from one expert to the next.
+
+    Queues are numbered in the order of sending: by chunk of the forward, then by expert, then by segment.
+    """
     chunks = token_chunks.chunks(token_chunks.forward)
     lengths = [last - first for first, last in chunks]
     first_of_chunk = np.repeat([first for first, _ in chunks], lengths)
@@ -94,8 +99,7 @@ def _queues(token_chunks: TokenChunks, num_experts: int) -> tuple[np.ndarray, np
     )
 
 
-# ---- Numbers the rows of a gate's decision where a token sends one row to each node that has one of its
-# experts
+# ---- The rows of node-deduplicated dispatch: a token sends one row to each node that has one of its experts
 #
 # Letters: S tokens on this rank, E experts of all ranks, K choices per token, G ranks of the EP group, n nodes, T
 # segments of the tokens.
@@ -104,17 +108,17 @@ def _queues(token_chunks: TokenChunks, num_experts: int) -> tuple[np.ndarray, np
 def number_by_node(
     routing: Routing, token_chunks: TokenChunks, links: NodeLinks, ops: Ops
 ) -> tuple[Routing, NodeRows, torch.Tensor]:
-    """Number the rows of a decision; nothing waits for the device.
+    """Number the rows of a decision for node-deduplicated dispatch. The host does not wait for the device.
 
     Args:
-        routing: the decision. What it drops is no row.
-        cuts: the cuts of the tokens.
+        routing: the decision. Dropped choices have no row.
+        token_chunks: the chunks of the tokens.
         links: the levels of the EP group.
         ops: the operators to use.
 
     Returns:
-        The rows to nodes, as the slots of one expert: what an order needs to put them in order; the counts and places
-        that the other ranks are told of; and the weights of choices, [K, S] float32 or float64.
+        The rows to nodes, as the slots of one expert, for an order; the counts and places that other ranks need; and
+        the weights of choices, [K, S] float32 or float64.
     """
     slots_KS, num_experts = routing.slots_KS, routing.num_experts
     num_tokens = slots_KS.shape[1]
@@ -145,29 +149,31 @@ def number_by_node(
 
 
 def _queues_by_expert(token_chunks: TokenChunks, num_tokens: int) -> np.ndarray:
-    """Return [3, T]: where each segment ends, its queue of expert 0, and the step from one expert's to the next. Queues
-    are numbered expert by expert, segment by segment."""
+    """Return for each segment its end, its queue of expert 0, and the step from one expert's queue to the next: [3, T].
+
+    Queues are numbered by expert, then by segment.
+    """
     numbers_T = np.arange(token_chunks.num_segments)
     steps_T = np.full(token_chunks.num_segments, token_chunks.num_segments)
     return np.stack([np.cumsum(token_chunks.lengths(num_tokens)), numbers_T, steps_T])
 
 
 def _segments(token_chunks: TokenChunks, num_tokens: int) -> np.ndarray:
-    """Return [S]: the segment of each token."""
+    """Return the segment of each token, [S]."""
     return np.repeat(np.arange(token_chunks.num_segments), token_chunks.lengths(num_tokens))
 
 
-# ---- Sends rows to where experts have been placed: a router's decision about experts becomes one about places
+# ---- Expert placement: a router's decision about experts becomes one about places
 #
-# Gates, losses, counts, hooks and recordings know experts by their own numbers. Only what lies between the order and
-# the experts counts in places, see :class:`~ds_fsmoe.planning.expert_placement.ExpertPlacement`.
+# Gates, losses, counts, hooks and recordings use the numbers of experts. Only the code between order and experts uses
+# places, see :class:`~ds_fsmoe.planning.expert_placement.ExpertPlacement`.
 #
 # Letters: E experts, K choices, S tokens.
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement by which a layer is called. Never changed: a layer is given another one instead.
+    """Routes the calls of a layer by a placement. It never changes: a layer gets a new one instead.
 
     Args:
         placement: the same on every rank.
@@ -176,7 +182,7 @@ class Placed:
     placement: ExpertPlacement
 
     def place_of(self, experts: torch.Tensor) -> torch.Tensor:
-        """Return the places of these experts, E for E or more; nothing waits.
+        """Return the places of these experts, E for E or more; without a wait for the device.
 
         Args:
             experts: any shape, integers in 0..E.
@@ -190,7 +196,7 @@ class Placed:
             routing: a decision about E experts.
         """
         slots_KS, capacity = routing.slots_KS, max(1, routing.capacity)
-        # A number that is none's, too large or too small, stays one, so that it is still found to be a fault.
+        # A number out of range stays out of range, so that it is still detected as a fault.
         expert_KS = slots_KS.div(capacity, rounding_mode="floor")
         place_KS = self.place_of(expert_KS.clamp(0, self.placement.num_experts))
         placed_KS = place_KS * capacity + (slots_KS - expert_KS * capacity)
@@ -199,7 +205,8 @@ class Placed:
         return replace(routing, slots_KS=torch.where(is_one_KS, placed_KS, slots_KS), counts_E=counts)
 
     def _table(self, like: torch.Tensor) -> torch.Tensor:
-        """Return [E + 1]: the place of each expert, and last E for none; on the device of a tensor."""
+        """Return the place of each expert, and last E for a choice that is not made: [E + 1], on the device of a
+        tensor."""
         return TABLES.from_host(like, _places_of_experts, self.placement)
 
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the layers of one engine: by the plan that a block asks for, on lanes and groups that all layers share."""
+"""The lanes, plan, groups and checks that the layers of one engine share, and the pipelines that run them.
+
+The engine creates one :class:`LayerRuntime`; each layer's state calls it to create groups and pipelines. Layers without
+an engine use :func:`pipeline_without_engine`.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +44,24 @@ from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 
-# ---- Reports choices that are out of range where looking at them in the call would make the host wait for the
-# device
+# ---- Reports choices out of range late, where a check in the call would make the host wait for the device
 #
-# A layer that exchanges nothing counts such a choice as none and goes on. What the device has found travels to the
-# host behind the forward, and is looked at with the engine's step; without a step at the next call that finds it
-# there, ``eval()``, ``train()`` or ``destroy()``. Several ranks share what forwards in training have found at their
-# common step, and raise together; in evaluation, where nothing is shared, each rank raises alone, as a call on a CPU
-# does.
+# A layer without communication treats such a choice as not made, and continues. The device's finding is copied to the
+# host behind the forward, and checked at the engine's step; without a step, at a later call after its arrival, or at
+# ``eval()``, ``train()`` or ``destroy()``. Several ranks share the findings of forwards in training at their common
+# step, and raise together. In evaluation each rank raises alone, as a call on a CPU does.
 
 
 def refuse(path: str, fault: int, rank: int | None = None) -> None:
-    """Refuse choices that are out of range.
+    """Refuse choices out of range.
 
     Args:
         path: the path of the layer.
-        fault: see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`; 0: nothing is wrong.
-        rank: the rank that made them; without it this one.
+        fault: see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`; 0: no fault.
+        rank: the rank that made them; by default this one.
 
     Raises:
-        RoutingError: something is.
+        RoutingError: there is a fault.
     """
     if fault:
         if rank is None:
@@ -68,11 +70,11 @@ def refuse(path: str, fault: int, rank: int | None = None) -> None:
 
 
 _MOST = 256
-"""The number of forwards of layers that may wait to be looked at."""
+"""The maximum number of forwards of layers that wait for their check."""
 
 
 class LateFaults:
-    """Holds the faults of one engine's layers that have not been checked yet."""
+    """Holds the faults of one engine's layers that are not checked yet."""
 
     def __init__(self) -> None:
         self._found: list[tuple[str, torch.Tensor, HostCopy]] = []
@@ -83,7 +85,7 @@ class LateFaults:
 
     @property
     def are_shared(self) -> bool:
-        """Whether ranks share the faults of forwards in training."""
+        """Return True if ranks share the faults of forwards in training."""
         return bool(self._paths)
 
     def begin_sharing(self, paths: Iterable[str], device: torch.device) -> None:
@@ -106,7 +108,7 @@ class LateFaults:
         Raises:
             RoutingError: an earlier forward had choices out of range.
         """
-        if is_capturing():  # a graph would keep what this forward found, and nothing of its replays
+        if is_capturing():  # a graph would keep this forward's fault, and none of its replays
             return
         if in_training and self.are_shared:
             self._keep(path, fault)
@@ -115,9 +117,9 @@ class LateFaults:
         self._found.append((path, fault, HostCopy(fault)))
 
     def share(self) -> None:
-        """Share the faults found since the last time with all ranks. Collective where ranks share them.
+        """Share the faults since the last call with all ranks. Collective where ranks share them.
 
-        Only the device waits for it, in :meth:`look` the host.
+        Only the device waits for it; the host waits in :meth:`check`.
         """
         if not self.are_shared:
             return
@@ -126,14 +128,14 @@ class LateFaults:
         self._found.clear()
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         faults_L = torch.stack([self._kept.pop(each, none).long() for each in self._paths])
-        # The largest of each layer names the rank it is of.
+        # The largest code of each layer identifies its rank.
         codes_L = torch.where(faults_L > 0, faults_L * dist.get_world_size() + dist.get_rank(), 0)
         with waiting("choices out of range"):
             dist.all_reduce(codes_L, op=dist.ReduceOp.MAX)
         self._shared.append(HostCopy(codes_L))
 
     def check(self) -> None:
-        """Check the faults that have been found, and wait for those that have not arrived.
+        """Check all faults, with a wait for those that have not arrived.
 
         Raises:
             RoutingError: a forward had choices out of range; if it was shared, on every rank.
@@ -148,7 +150,7 @@ class LateFaults:
         self._check_own(waits=True)
 
     def check_all(self) -> None:
-        """Check faults that will not be shared any more, at the end of the engine.
+        """Check faults that will no longer be shared, at the end of the engine.
 
         Raises:
             RoutingError: a forward of this rank had choices out of range.
@@ -170,13 +172,13 @@ class LateFaults:
                 refuse(path, fault)
 
 
-# ---- Runs layers that belong to no engine of ours
+# ---- Layers without an engine of ours
 
 
 def pipeline_without_engine(
     alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
 ) -> LayerPipeline:
-    """Return the pipeline of a layer that belongs to no engine of ours.
+    """Return the pipeline of a layer without an engine of ours.
 
     Args:
         alltoall: the all-to-all.
@@ -194,16 +196,15 @@ def pipeline_without_engine(
     return LayerPipeline(lanes, Collectives(alltoall.exchange, group, None, exchange_rows=rows, block=block), *plans)
 
 
-# ---- Runs the layers of one engine: by the plan that a block asks for, on lanes and groups that all layers
-# share
+# ---- The layers of one engine
 
 
 def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
-    """Return the plan that a block asks for. A degree of "auto" is 1, as nothing has been measured that would say more.
+    """Return the plan that a block configures. A degree of "auto" is 1 before measurements.
 
     Args:
         block: the block of the engine.
-        links: the order of traffic within a layer.
+        links: the order of communication within a layer.
     """
     asked = block.pipeline_degree
     forward, backward = (
@@ -214,12 +215,12 @@ def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
 
 
 def planned_links(block: FSMoEBlock) -> Links:
-    """Return the order of traffic within a layer."""
+    """Return the order of communication within a layer."""
     return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
 
 
 def block_of(groups: FSMoEGroups) -> RowBlock:
-    """Return the ranks that share the experts of a layer, as the exchange of counts needs them."""
+    """Return the ranks that share the experts of a layer, for the exchange of counts."""
     if groups.block_group is None:
         return ALONE
     ranks, layout = groups.ranks_of("blocks"), groups.layout
@@ -232,7 +233,7 @@ def block_of(groups: FSMoEGroups) -> RowBlock:
 class LayerRuntime:
     """Holds the lanes, plan, trace and watchdog that one engine's MoE layers share. ``close`` it with the engine.
 
-    Make it once torch.distributed is initialised; collective over all ranks of the job.
+    Create it after torch.distributed is initialised; collective over all ranks of the job.
 
     Args:
         block: the options.
@@ -253,7 +254,7 @@ class LayerRuntime:
         self.mp_size, self.pp_size = sizes_of_mpu(mpu)
         tape_torchs_functions()
         self.one_link = why_one_link() if device.type == "cuda" else None
-        """The reason why no two collectives may be under way at once, if there is one; the same on every rank."""
+        """The reason why two collectives must not be concurrent, if there is one; the same on every rank."""
         if self.one_link is not None:
             log_on_rank_0(
                 "links are used one at a time, as NCCL may start collectives in another order on each rank, and "
@@ -263,27 +264,27 @@ class LayerRuntime:
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.links: Links = planned_links(block) if self.one_link is None else "shared"
         self.plan = planned_by(block, self.links)
-        """The plan by which layers are run until another one is applied to them."""
+        """The plan of layers until another one is applied to them."""
         self.observer = CallObserver.of(block, device)
         self.tracer, self.step_clock = self.observer.tracer, self.observer.clock
         self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled is True)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
-        """The instruments that are shown the calls of all layers."""
+        """The instruments that receive the calls of all layers."""
         self.late_faults = LateFaults()
-        """What devices have found of choices out of range."""
+        """The choices out of range that devices have detected."""
         self.replay = Replay()
-        """The choices by which the next forward is to route."""
+        """The choices that the next forward replays."""
         self.records_routing = False
         """Whether the choices of routers are recorded."""
         self._logged: set[str] = set()
         self.checks: list[Check] = []
-        """The checks that are shown all layers before their calls."""
+        """The checks that receive all layers before their calls."""
         self.engine: Callable[[], Any] = lambda: None
-        """Returns the engine as long as it is there."""
+        """Returns the engine; ``None`` before it is set and after the engine is deleted."""
         self.is_over = False
-        """Whether the engine has ended: layers run without it."""
+        """Whether the engine has ended, and layers run without it."""
         self.put_on_model: list[Callable[[], None]] = []
-        """What takes off again what lies on the model besides its layers, when it is given back."""
+        """Functions that remove the engine's changes of the model outside its layers."""
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)
@@ -291,19 +292,20 @@ class LayerRuntime:
 
     @property
     def needs_routers(self) -> bool:
-        """Whether routers' choices are recorded or replaced in the forward that begins now; the same on every rank."""
+        """Return True if routers' choices are recorded or replaced in the forward that begins; the same on every
+        rank."""
         return self.records_routing or self.replay.is_armed
 
     @property
     def max_ctas(self) -> int | None:
-        """The most thread blocks that a collective of a lane may have; ``None``: NCCL's own choice."""
+        """Return the maximum thread blocks of a lane's collective; ``None``: NCCL's own choice."""
         return None if self.block.max_ctas == "auto" else self.block.max_ctas
 
     def describe_links(self, orders: Sequence[str]) -> str:
-        """Describe how the traffic of the links runs, for the log.
+        """Return a description of the order of communication on the links, for the log.
 
         Args:
-            orders: the orders of tasks of the layers that run in chunks, in words; the others have one task at a time.
+            orders: the orders of tasks of the layers that run in chunks, in words; others have one task at a time.
         """
         if not self.block.overlap:
             return "one at a time (fsmoe.overlap = false)"
@@ -318,7 +320,7 @@ class LayerRuntime:
         return f"{words}, started in the order of issue ({VARIABLE}){ctas}"
 
     def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
-        """Return the groups of a layer spread over so many ranks. Collective."""
+        """Return the groups of a layer with this EP size. Collective."""
         asked = self.block.topology.ranks_per_node
         return make_groups(
             ep_size,
@@ -337,23 +339,25 @@ class LayerRuntime:
         return layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
 
     def index_in(self, kind: str, ep_size: int) -> int:
-        """Return this rank's place in its group of a kind; no group is made for it.
+        """Return this rank's index in its group of a kind, without creating the group.
 
         Args:
-            kind: "ep": which of the ranks that share the experts it is; "esp": which part of each expert it has.
-            ep_size: the ranks over which the experts are spread.
+            kind: "ep": the ranks that share the experts; "esp": the ranks that share each expert.
+            ep_size: the number of ranks over which the experts are spread.
         """
         rank = dist.get_rank() if world_size_now() > 1 else 0
         return self._layout(ep_size, self.block.esp_size).group_of(kind, rank).index(rank)
 
     def experts_by_rule(self, ep_size: int) -> list[int]:
-        """Return, for each rank of this rank's block, the EP rank whose experts a script gives it, by DeepSpeed's rule.
-        The rule ignores shards: in its layout the ranks of a block are several groups of ``ep_size``."""
+        """Return, for each rank of this rank's block, the EP rank whose experts a script gives it by DeepSpeed's rule.
+
+        The rule ignores shards: in its layout the ranks of a block are several groups of ``ep_size``.
+        """
         cut, whole = (self._layout(ep_size, esp_size) for esp_size in (self.block.esp_size, 1))
         return [whole.group_of("ep", rank).index(rank) for rank in cut.group_of("blocks", dist.get_rank())]
 
     def exchange(self, groups: FSMoEGroups, alltoall: str) -> Collectives:
-        """Make an all-to-all in the groups of a layer. Collective: communicators may be made.
+        """Create an all-to-all in the groups of a layer. Collective: communicators may be created.
 
         Args:
             groups: the groups of the layer.
@@ -368,13 +372,13 @@ class LayerRuntime:
             raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
 
     def warn_alltoall_fallback(self, alltoall: str, why: str) -> None:
-        """Say once, for all layers, why an all-to-all is run as the flat one."""
+        """Warn once, for all layers, that an all-to-all runs as the flat one, with the reason."""
         if why not in self._logged:
             self._logged.add(why)
             log_on_rank_0(f"fsmoe.alltoall = {shown(alltoall)} is run as flat: {why}", logging.WARNING)
 
     def warn_padded_dispatch(self, path: str) -> None:
-        """Say once, for all layers, that wires are for rows, if any is asked for."""
+        """Warn once, for all layers, that a configured communication dtype applies to unpadded dispatch only."""
         comm_dtypes = self.block.wires
         if (comm_dtypes.dispatch, comm_dtypes.combine) != ("model", "model") and "wires" not in self._logged:
             self._logged.add("wires")
@@ -396,7 +400,8 @@ class LayerRuntime:
             groups: the groups of the layer.
             plan: the plan of the layer.
             collectives: those of the plan's all-to-all, in these groups.
-            in_rows: whether rows are sent, for which wires are; slots go in their own type.
+            in_rows: whether the layer uses unpadded dispatch, to which communication dtypes apply; slots keep their own
+                dtype.
         """
         comm_dtypes = CommDtypes(self.block.wires.dispatch, self.block.wires.combine) if in_rows else FULL
         phases = (
@@ -420,7 +425,7 @@ class LayerRuntime:
             self.tracer.step(number)
 
     def close(self) -> None:
-        """End the watchdog and the lanes, and write what was recorded of a trace. Layers are looked at no more."""
+        """Stop the watchdog and the lanes, write the trace, and drop checks and instruments."""
         self._watchdog.close()
         if self.tracer is not None:
             self.tracer.close()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds a layer as data, and runs its calls: the same for all layers, and the one owner of how a layer is run."""
+"""The state of a layer, and the path of its tokens in a call, common to all kinds of layers.
+
+``stock_layer``, ``experts_layer`` and ``moe_layer`` own a :class:`LayerState` each, call :meth:`LayerState.begin_call`
+in their forward, and run :meth:`LayerRun.token_path`. Only the state changes how a layer runs.
+"""
 
 from __future__ import annotations
 
@@ -41,28 +45,28 @@ from ds_fsmoe.observing.instruments import Check, Gate, LayerCall
 from ds_fsmoe.planning.block import LayerPlan
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
-# ---- Runs one call of a layer, whatever layer it is: gate, order, the way to the experts and back, order
+# ---- One call of any layer: gate, order, the experts' part, i-order
 #
-# A layer is data here: its gate, order, experts and pipeline, and what stands around a token's way. DeepSpeed's layer,
-# Hugging Face's and the one put together by hand say what is their own; the rest is done here for all of them.
+# A layer is data here: its gate, order, experts and pipeline. The classes of DeepSpeed's layer, Hugging Face's and the
+# one built from parts define what differs between them; the rest is common.
 #
 # Letters: S tokens on this rank, M width, E experts, C slots per expert.
 
 
 @dataclass
 class LayerHooks:
-    """Calls a layer's hooks, in turn, at each of the six points."""
+    """Calls a layer's hooks, in their order, at each of the six points."""
 
     callbacks: Sequence[CallbackBase]
     label: str
-    """The label of the layer, which hooks are told."""
+    """The label of the layer, passed to hooks."""
     routing: RoutingBase | None = None
-    """The gate's decision, as soon as there is one."""
+    """The gate's decision; ``None`` before the gate has run."""
 
     def at(
         self, point: str, tensor: torch.Tensor, direction: Literal["forward", "backward"] = "forward", chunk: int = 0
     ) -> torch.Tensor:
-        """Return the tensor to go on with; see :data:`~ds_fsmoe.execution.phase.Hook`."""
+        """Return the tensor after the hooks of a point; see :data:`~ds_fsmoe.execution.phase.Hook`."""
         for callback in self.callbacks:
             args = CallbackArgs(tensor, self.routing, direction, self.label, chunk)
             replaced = getattr(callback, point)(args)
@@ -72,28 +76,29 @@ class LayerHooks:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LayerRun(LayerCall):
-    """One call of a layer. Instruments may have replaced its gate, pipeline and experts before :meth:`token_path`."""
+    """Runs one call of a layer. Instruments may have replaced its gate, pipeline and experts before
+    :meth:`token_path`."""
 
     state: LayerState
-    """The layer as data: its order, hooks, and where experts are."""
+    """The layer as data: its order, hooks, and expert placement."""
     used_token_S: torch.Tensor | None = None
-    """[S]: the mask of tokens that take part; ``None``: all do."""
+    """[S]: the mask of tokens that take part; ``None``: all take part."""
     width: int | None = None
-    """M, as the layer was made; ``None`` where it is not known."""
+    """M of the layer; ``None`` if it is unknown."""
     forward: Forward | None = None
-    """The forward, which ranks that exchange counts compare; ``None``: not known."""
+    """The forward, which ranks that exchange counts compare; ``None``: unknown."""
     routing: RoutingBase | None = None
-    """The gate's decision, as soon as there is one."""
+    """The gate's decision; ``None`` before the gate has run."""
     hooks: LayerHooks | None = None
     """The hooks of the layer, if it has any."""
 
     @property
     def name(self) -> str:
-        """The name of the layer, for messages."""
+        """Return the name of the layer, for messages."""
         return self.path or self.pipeline.label
 
     def token_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Run gate, order, the way to the experts and back chunk by chunk, i-order, and return [..., M].
+        """Run gate, order, the experts' part chunk by chunk, and i-order, and return [..., M].
 
         Args:
             x: the input of the call, [..., M].
@@ -113,7 +118,7 @@ class LayerRun(LayerCall):
         routing = self.routing = self.gate(x_SM, self.used_token_S, self.capacity_group)
         if self.hooks is not None:
             self.hooks.routing = routing
-        # What hooks, losses and counts see is about experts; what is sent is about places.
+        # Hooks, losses and counts use the numbers of experts; rows are sent to places.
         placed = self.state.placed
         sent = routing if placed is None else placed.routing(routing)
         y_SM = self._through_rows(x_SM, sent) if self.in_rows else self._through_slots(x_SM, sent)
@@ -121,7 +126,7 @@ class LayerRun(LayerCall):
         return y if self.hooks is None else self.hooks.at("before_moe_end_hook", y)
 
     def _through_slots(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """Send all slots, [E, C] of them, empty or not; [S, M] to [S, M]."""
+        """Send all slots, [E, C], taken or empty; [S, M] to [S, M]."""
         order, duplicates = self.state.order, self.state.duplicates
         chunked, capacity = self._in_chunks(routing)
         x_ECM = order.arrange(x_SM, chunked)
@@ -135,8 +140,10 @@ class LayerRun(LayerCall):
         return order.restore(y_ECM, chunked)
 
     def _in_chunks(self, routing: RoutingBase) -> tuple[RoutingBase, int]:
-        """Return the routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order
-        puts rows where the routing says, so contiguous chunks cost no copy."""
+        """Return the routing with its slots chunk by chunk, and the slots per expert that this rank sends.
+
+        An order writes rows to the routing's slots, so contiguous chunks need no copy.
+        """
         num_experts, capacity = routing.num_experts, routing.capacity
         degree, duplicates = self.pipeline.forward.block.degree, self.state.duplicates
         if duplicates is None:
@@ -152,7 +159,8 @@ class LayerRun(LayerCall):
         return routing.relaid(place, duplicates.num_ranks * own_capacity), own_capacity
 
     def _through_rows(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """Send a row for every choice that a token made; [S, M] to [S, M]. Their counts travel while the order runs."""
+        """Send a row for every choice that a token made; [S, M] to [S, M]. Counts are exchanged while the order
+        runs."""
         if not isinstance(routing, Routing):
             raise TypeError(
                 f"{self.name}: the gate returned a {type(routing).__name__}, which has no rows: dispatch = "
@@ -186,14 +194,14 @@ class LayerRun(LayerCall):
         """Send rows to the experts and back, see :meth:`~ds_fsmoe.execution.pipeline.LayerPipeline.run`.
 
         Raises:
-            LayerError: an expert does not take or make rows of the layer's width. Experts are tried, with one row each,
-                only once something has failed: torch names two matrices and neither of their owners.
+            LayerError: an expert does not accept or return rows of the layer's width. Experts are tried, with one row
+                each, only after an error: torch's message names two matrices, but not their owners.
         """
         hook = None if self.hooks is None else self.hooks.at
         try:
             return self.pipeline.run(x_RM, layout, self.experts, hook, weights_R)
         except RuntimeError as error:
-            # Experts with stacked weights are no modules that rows could be given to, and have the model's own width.
+            # Experts with stacked weights are no modules that could be tried, and have the model's own width.
             is_stacked = isinstance(self.experts, StackedExperts)
             alone: Sequence[Any] = () if is_stacked else getattr(self.experts, "experts", ())
             for index, expert in enumerate(alone):
@@ -204,7 +212,7 @@ class LayerRun(LayerCall):
 
 
 _OF_SHAPES = re.compile(r"shapes? |size of tensor|input of size")
-"""Matches what torch says of shapes that do not fit, and of no other failure."""
+"""Matches torch's messages about shapes that do not fit, and no other error."""
 
 
 def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> str | None:
@@ -224,20 +232,20 @@ def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> s
     return None
 
 
-# ---- Holds all of ours that a converted layer has; the one owner of how it is run
+# ---- The state of a layer, and the class in front of a converted module's own
 
 
 @dataclass(eq=False, repr=False)
 class LayerState:
-    """Holds the state of a layer inside DeepSpeed, as its one attribute ``fsmoe``.
+    """Holds the state of a layer, its one attribute ``fsmoe`` inside DeepSpeed.
 
-    Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_unchunked` and
-    :meth:`attach`. A call that is under way, or waits for its backward, keeps the pipeline it began with.
+    Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_unchunked` and :meth:`attach`.
+    A call that is active, or waits for its backward, keeps the pipeline it began with.
     """
 
     parts: Parts
     order: OrderBase
-    """The order that goes with the layer's gate."""
+    """The order for the layer's gate."""
     running: LayerRuntime | None
     """The runtime that the engine's layers share; ``None`` for a layer outside of an engine."""
     label: str
@@ -247,12 +255,12 @@ class LayerState:
     tensor_parallel: TensorParallelUse
 
     pipeline: LayerPipeline | None = None
-    """The pipeline that runs the layer; set in this class alone. ``None`` until the layer's groups are there."""
+    """The pipeline that runs the layer; set in this class alone. ``None`` before the layer's groups exist."""
     plan: LayerPlan | None = None
-    """The plan applied last; a layer that is run uncut has one chunk whatever it says."""
+    """The plan applied last; a layer with :attr:`why_unchunked` has one chunk whatever the plan is."""
     why_unchunked: str = ""
-    """The reason why the layer must not be cut, see :class:`~ds_fsmoe.layer.expert_checks.Uncut`; empty where it may
-    be."""
+    """The reason why the layer must run in one chunk, see :class:`~ds_fsmoe.layer.expert_checks.Uncut`; empty without
+    one."""
     groups: FSMoEGroups | None = None
     """The process groups of a layer in an engine."""
     duplicates: TensorParallelTokens | None = None
@@ -260,34 +268,34 @@ class LayerState:
     last_shape: torch.Size | None = None
     """The shape of the last input."""
     unsharded: Sequence[nn.Module] | None = None
-    """The whole experts of this rank, where they will be sharded and the groups are not there yet."""
+    """The whole experts of this rank, where they will be sharded once the groups exist."""
     known_experts: tuple[list, ExpertSet] | None = None
-    """The modules and parameters of the experts, and the set that was made of them."""
+    """The modules and parameters of the experts, and the set made from them."""
     is_in_slots: bool = False
-    """Whether slots are sent, whatever the all-to-all, as far as was known when groups were made."""
+    """Whether the layer uses padded dispatch whatever the all-to-all, as decided when its groups were created."""
     placed: Placed | None = None
-    """Where the experts are; ``None``: in the model's own order."""
+    """The expert placement; ``None``: the model's own order."""
     forwards: Forwards | None = None
-    """The forwards so far."""
+    """Counts the forwards of the layer."""
     group_alone: dist.ProcessGroup | None = None
     """The ranks that share the experts of a layer outside of an engine of ours; ``None`` for this process alone."""
     checks: list[Check] = field(default_factory=list)
-    """The checks that are shown a layer outside of an engine of ours before each call."""
+    """The checks that receive a layer outside of an engine of ours before each call."""
     opaque: Handle | None = None
-    """The stand-in for the layer in compiled code."""
+    """Represents the layer in compiled code."""
     _exchanges: dict[str, Collectives] = field(default_factory=dict)
 
     @property
     def capacity_group(self) -> dist.ProcessGroup | None:
-        """The ranks that agree on a capacity, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
+        """Return the ranks that agree on a capacity, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.capacity_group
 
     def sends_rows(self, gate: Any, dispatch: Dispatch | None = None) -> bool:
-        """Whether rows travel in the next call, instead of slots; the same on every rank.
+        """Return True if the next call uses unpadded dispatch; the same on every rank.
 
         Args:
             gate: the gate of the layer.
-            dispatch: the dispatch to go by instead of the one that was asked for.
+            dispatch: the dispatch to assume instead of the configured one.
         """
         assert self.pipeline is not None
         collectives = self.pipeline.collectives
@@ -297,7 +305,7 @@ class LayerState:
         return takes_rows(dispatch or self.parts.dispatch, gate)
 
     def could_send_rows(self, gate: Any) -> bool:
-        """Whether slots travel and rows would, if they were asked for; the same on every rank.
+        """Return True if the layer uses padded dispatch but could use unpadded dispatch; the same on every rank.
 
         Args:
             gate: the gate of the layer.
@@ -306,22 +314,22 @@ class LayerState:
 
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
+        """Return the tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.mp_group
 
     def begin_call(
         self, layer: Any, x: torch.Tensor, used_token_S: torch.Tensor | None = None, route: Gate | None = None
     ) -> LayerRun:
-        """Begin a call of the layer, once checks have seen the layer, and return it as instruments leave it.
+        """Start a call of the layer: run the checks on the layer, then the instruments on the call, and return it.
 
         Args:
-            layer: the layer, which says what is its own: its gate, its experts, and how it runs alone.
+            layer: the layer, which defines its gate, its experts, and how it runs alone.
             x: its input, [..., M].
-            used_token_S: [S], 0 for tokens that take no part; ``None``: all do.
-            route: its way to decide; unless given, that of its gate, by the choice that is given, if one is.
+            used_token_S: [S], 0 for tokens that take no part; ``None``: all take part.
+            route: its routing function; by default that of its gate, with a replayed choice if there is one.
 
         Raises:
-            ReplayError: a choice is given that is not for these tokens, on any rank.
+            ReplayError: a replayed choice does not fit these tokens, on any rank.
         """
         self.last_shape = x.shape
         if self.forwards is None:
@@ -362,25 +370,26 @@ class LayerState:
         return run
 
     def next_given(self) -> ReplayedRouting | None:
-        """Return the choice by which the call that begins is to go: of its forward, if it runs again; or replayed."""
+        """Return the choice for the call that begins: of its first forward, if it is recomputed; or replayed; else
+        ``None``."""
         if runs_again():
             return take(self)
         return None if self.running is None else self.running.replay.take(self.label)
 
     def check_given(self, given: ReplayedRouting | None, num_tokens: int) -> None:
-        """Check that a choice is for the tokens of a call. Collective where routing is replayed.
+        """Check that a choice fits the tokens of a call. Collective where routing is replayed.
 
         Raises:
-            ReplayError: it is not, on any rank.
+            ReplayError: it does not fit, on any rank.
         """
         if self.running is not None:
             self.running.replay.check(self.label, given, num_tokens)
 
     def connect(self, ep_size: int, gate: Any) -> FSMoEGroups:
-        """Make the process groups of the layer, and run it as the block of its engine asks for. Collective.
+        """Create the process groups of the layer, and apply the plan of its engine's block. Collective.
 
         Args:
-            ep_size: the ranks over which its experts are spread.
+            ep_size: the number of ranks over which its experts are spread.
             gate: the gate of the layer.
         """
         assert self.running is not None
@@ -400,7 +409,7 @@ class LayerState:
         return groups
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Send rows to where this placement has the experts, from the next call on. The same on every rank.
+        """Send rows by this placement of experts, from the next call on. The same on every rank.
 
         Args:
             placement: the placement; the experts themselves have been moved already.
@@ -421,14 +430,14 @@ class LayerState:
         self.pipeline = pipeline_without_engine(self.parts.alltoall, group, lanes or SerialLanes(), degrees)
 
     def run_on_without_engine(self) -> None:
-        """Run the layer from its next call on in one chunk, one task after another, in the groups that it has."""
+        """Run the layer from its next call on in one chunk, one task after another, in its present groups."""
         if self.pipeline is not None:
             self.pipeline = replace(
                 self.pipeline.unchunked(), lanes=SerialLanes(), window=None, observer=None, on_call=()
             )
 
     def apply(self, plan: LayerPlan) -> None:
-        """Run the layer by a plan from its next call on. Collective: an all-to-all may make communicators.
+        """Run the layer by a plan from its next call on. Collective: an all-to-all may create communicators.
 
         Args:
             plan: the same on every rank that runs the layer.
@@ -454,11 +463,11 @@ class LayerState:
 
     @property
     def is_unchunked(self) -> bool:
-        """Whether the layer is run in one chunk whatever the plan says."""
+        """Return True if the layer runs in one chunk whatever the plan is."""
         return bool(self.why_unchunked)
 
     def run_unchunked(self, reason: str) -> None:
-        """Run the layer in one chunk from its next call on, whatever the plan says.
+        """Run the layer in one chunk from its next call on, whatever the plan is.
 
         Args:
             reason: the reason, for messages.
@@ -468,42 +477,42 @@ class LayerState:
             self.pipeline = self.pipeline.unchunked()
 
     def attach(self, window: GradientWindow | None, observer: Observer | None = None) -> None:
-        """From the next call on, let gradients travel in the layer's backward, and report its tasks to an observer.
+        """Send gradients during the layer's backward, and report its tasks to an observer, from the next call on.
 
         Args:
-            window: the window of the gradients; ``None``: none travel.
-            observer: told of every task, unless it is ``None``.
+            window: the window of the gradients; ``None``: none are sent.
+            observer: receives every task; ``None``: no observer.
         """
         assert self.pipeline is not None
         self.pipeline = replace(self.pipeline, window=window, observer=observer)
 
 
 class ConvertedLayer(OpaqueModule):
-    """Goes before the class of a module in a model, and replaces its forward. Made by conversion, never constructed."""
+    """Replaces the forward of a module, as a base in front of its class. Made by conversion, never constructed."""
 
     fsmoe: LayerState
-    """All of our state; without it the module is what it was."""
+    """All state of this package; without it the module is the original one."""
 
     @property
     def label(self) -> str:
-        """The label of the layer, in traces."""
+        """Return the label of the layer, in traces."""
         return self.fsmoe.label
 
     @property
     def pipeline(self) -> LayerPipeline | None:
-        """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
+        """Return the pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
 
     @property
     def total_experts(self) -> int:
-        """The number of experts of all ranks."""
+        """Return the number of experts of all ranks."""
         return self.num_local_experts * self.ep_size
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the layer, alone or with the model around, unless it has an engine and a script asks.
+        """Copy or pickle the layer, alone or with its model, unless it has an engine and a script does it.
 
         Raises:
-            LayerError: it has one.
+            LayerError: the layer has an engine.
         """
         may_be_copied = self.fsmoe.running is None or asking() in TRUSTED
         return super().__reduce_ex__(protocol) if may_be_copied else refuse_copy(self.fsmoe.path)

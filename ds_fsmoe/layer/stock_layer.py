@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer.
+"""The layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer.
 
 DeepSpeed decides parameter groups, expert checkpoints, timers and refusals by ``isinstance`` on ``MoE``, ``MOELayer``
-and ``TopKGate``. So a layer is converted (see ``engine/convert_layers.py``) by giving its inner modules one of these as
-their class: same Parameter objects, same state-dict names, every ``isinstance`` still true.
+and ``TopKGate``. So conversion (see ``engine/convert_layers.py``) gives a layer's inner modules one of these classes.
+Parameter objects and names in state dicts stay, and every ``isinstance`` stays true. ``experts_layer`` is the
+counterpart for Hugging Face models.
 """
 
 from __future__ import annotations
@@ -55,15 +56,14 @@ from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
-# ---- Handles the module ``deepspeed_moe.experts`` that holds a rank's experts, and says whether it must be
-# called itself
+# ---- The module ``deepspeed_moe.experts`` with a rank's experts, and whether it must be called itself
 #
-# DeepSpeed's own only hands each expert its rows, so our layer takes the experts out of it. Where a user has put
-# hooks on it, or replaced its forward or the module itself, it is called once with all rows.
+# DeepSpeed's own only passes each expert its rows, so our layer calls the experts directly. If a user has put hooks on
+# the module, or replaced its forward or the module, it is called once with all rows.
 
 
 def is_like_stocks(container: nn.Module) -> bool:
-    """Return whether it computes as DeepSpeed's does: its class, or one that changes neither forward nor call."""
+    """Return True if the module computes as DeepSpeed's: its class, or one that changes neither forward nor call."""
     return (
         isinstance(container, StockExperts)
         and type(container).forward is StockExperts.forward
@@ -84,14 +84,14 @@ def why_called(container: nn.Module) -> str | None:
 
 
 def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
-    """Refuse to shard experts over several ranks where their module would be shown partial sums.
+    """Refuse to shard experts over several ranks where their module would receive partial sums.
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``.
-        esp_size: the ranks that share an expert.
+        esp_size: the number of ranks that share an expert.
 
     Raises:
-        LayerError: the container has to be called; names the layer.
+        LayerError: the module of experts must be called; names the layer.
     """
     for name, layer in layers.items() if esp_size > 1 else ():
         if reason := why_called(layer.deepspeed_moe.experts):
@@ -101,17 +101,16 @@ def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
             )
 
 
-# ---- Keeps experts whole until their shards can be cut
+# ---- Shards of experts, made once the process groups exist
 #
 # A script fills the experts of a layer by DeepSpeed's rule: rank r has those of EP rank ``r % ep`` (``r // (ranks /
-# ep)`` with ``use_data_before_expert_parallelism``), and of all ranks with the same ones DeepSpeed lets the first
-# decide. Where experts are sharded, the layout differs: neighbours share the experts of one EP rank. So each rank
-# keeps its experts whole until the process groups are there, and then every shard is cut from the expert that
-# DeepSpeed would have trained.
+# ep)`` with ``use_data_before_expert_parallelism``), and of all ranks with the same ones the first decides. Where
+# experts are sharded, the layout differs: neighbours share the experts of one EP rank. So each rank keeps its experts
+# whole until the process groups exist. Then every shard is made from the expert that DeepSpeed would have trained.
 
 
 _SAMPLES = 1024
-"""The elements of a tensor by which experts are told apart, for a warning only."""
+"""The number of elements of a tensor in a digest, which is for a warning only."""
 
 
 @torch.no_grad()
@@ -127,8 +126,8 @@ def hand_out(
 
     Args:
         experts: the whole experts of this rank, as the script has filled them.
-        shards: the shards of this rank, as many as its whole experts; in their final types and on their device.
-        group: the block: rank i of it holds shard ``i % esp`` of the experts of EP rank ``i // esp``.
+        shards: the shards of this rank, as many as its whole experts; in their final dtypes and on their device.
+        group: the block: rank i of it has shard ``i % esp`` of the experts of EP rank ``i // esp``.
         rules: for each rank of the block, the EP rank whose experts it has by DeepSpeed's rule.
         esp: the number of shards of an expert.
         path: the path of the layer, for messages.
@@ -152,7 +151,7 @@ def hand_out(
                 group=group,
             )
         for target, values in zip(targets.values(), received.split(sizes), strict=True):
-            # A copy, as a part of a larger buffer need not begin where an element of its type may.
+            # A copy, as a part of a larger buffer may not be aligned for its dtype.
             target.copy_(values.clone().view(target.dtype).view(target.shape))
 
 
@@ -191,7 +190,7 @@ def _digest(experts: Sequence[nn.Module]) -> str:
 def _bytes_of_shard(
     whole: nn.Module, targets: Mapping[str, torch.Tensor], cuts: Mapping[str, ShardDim], index: int, count: int
 ) -> torch.Tensor:
-    """Return the contents of an expert's shard, in the types and on the device of this rank's shard."""
+    """Return the bytes of an expert's shard, in the dtypes and on the device of this rank's shard."""
     parts = (
         of_one_expert(cuts.get(name, "whole"), index, count).take(tensor.detach()[None])[0].to(targets[name])
         for name, tensor in _tensors(whole)
@@ -209,8 +208,10 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def facts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return what, besides the shapes of parameters, has to be alike on all ranks so that each can take over the
-    experts of another, as short texts by name."""
+    """Return the properties of experts, besides shapes, that must be equal on all ranks, as short texts by name.
+
+    They must be equal so that each rank can take over the experts of another.
+    """
     facts = {}
     for name, layer in layers.items():
         for index, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
@@ -221,17 +222,17 @@ def facts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return facts
 
 
-# ---- Implements the layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer
+# ---- The gate and the inner MoE layer
 
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
 
 class FSMoEGate(GateCallOptions, StockTopKGate):
-    """Decides our way in stock's gate module, with its parameter ``wg``.
+    """Routes tokens in stock's gate module, with its parameter ``wg``.
 
-    Called as a module it takes and returns what stock's does, so hooks on it, and other callers, see what they would
-    see there. Our layer calls it only where that makes a difference; otherwise it uses :meth:`decide`.
+    Called as a module it takes and returns the same as stock's, for hooks and other callers. Our layer calls it as a
+    module only for its hooks; otherwise it uses :meth:`decide`.
     """
 
     takes_given: ClassVar[bool] = True
@@ -239,7 +240,7 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
 
     @property
     def takes_width(self) -> int | None:
-        """The width of the gate's input, see :class:`~ds_fsmoe.components.gate.GateBase`."""
+        """Return the width of the gate's input, see :class:`~ds_fsmoe.components.gate.GateBase`."""
         return getattr(self.wg, "in_features", None)
 
     def forward(
@@ -249,16 +250,16 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
         sparse_routes: bool = False,
         use_tutel: bool = False,
     ) -> StockRoutes | StockMasks:
-        """Take stock's arguments and return its results; ``use_tutel`` changes nothing."""
-        # Where rows travel, the ranks need not agree, and may not all have come here: what is shown is this rank's.
+        """Route tokens with stock's arguments, and return stock's results; ``use_tutel`` has no effect."""
+        # In unpadded dispatch the ranks need not agree, and may not all be here: the result is this rank's.
         routing = self.decide(input, used_token, self.ep_group if self.needs_capacity else None, with_capacity=True)
         self._decided = routing
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
     def route_with_hooks(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
-        """Decide through the module's call, so that its hooks may change the result."""
+        """Route tokens through the module's call, so that its hooks may change the result."""
         routing = routing_of(self(x_SM, used_token_S, True, False))
-        # The tuple has no place for what was chosen and dropped, and for the entropy.
+        # The tuple has no place for dropped choices and for the entropy.
         decided, self._decided = self._decided, None
         if decided is None:
             return routing
@@ -272,11 +273,11 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
         group: dist.ProcessGroup | None,
         with_capacity: bool = False,
     ) -> Routing:
-        """See :class:`~ds_fsmoe.components.gate.GateBase`.
+        """Route tokens without hooks, see :class:`~ds_fsmoe.components.gate.GateBase`.
 
         Args:
             x_SM, used_token_S, group: see there.
-            with_capacity: whether there is to be a capacity even where ranks need none.
+            with_capacity: whether a capacity is agreed on even where ranks need none.
         """
         needs_capacity = with_capacity or self.needs_capacity
         with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
@@ -287,7 +288,7 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
 
 
 def gate_settings(gate: StockTopKGate) -> TopKSettings:
-    """The settings of a stock gate, read at every call because callers may change them between steps."""
+    """Return the settings of a stock gate, read at every call because callers may change them between steps."""
     return TopKSettings(
         k=gate.k,
         capacity_factor=gate.capacity_factor,
@@ -302,10 +303,10 @@ def gate_settings(gate: StockTopKGate) -> TopKSettings:
 
 
 class FSMoELayer(ConvertedLayer, StockMOELayer):
-    """Runs tokens our way in DeepSpeed's inner MoE layer, ``moe.deepspeed_moe``. Made by conversion, never constructed.
+    """Runs DeepSpeed's inner MoE layer, ``moe.deepspeed_moe``, in our pipeline. Made by conversion, never constructed.
 
-    It has the parameters, the names in a state dict and the results of DeepSpeed's ``MOELayer``: its forward maps
-    [..., M] to [..., M], and leaves ``l_aux``, a scalar, and ``exp_counts`` [E] on the layer.
+    It has the parameters, the names in a state dict and the results of DeepSpeed's ``MOELayer``. Its forward computes
+    [..., M] to [..., M], and sets ``l_aux``, a scalar, and ``exp_counts`` [E] on the layer.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -316,7 +317,8 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
     """
 
     def fits_operator(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a call can go through the operator: what types other gates and autocast give is not known."""
+        """Return True if a call can go through the operator: result dtypes under other gates and autocast are
+        unknown."""
         is_known = isinstance(self.gate, FSMoEGate) and not torch.is_autocast_enabled(args[0].device.type)
         return is_known and not kwargs
 
@@ -327,14 +329,15 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         return result
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [..., M] to [..., M]; leave ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.
+        """Compute [..., M] to [..., M]; set ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads
+        them.
 
         Args:
             hidden_states: [..., M], the tokens of this rank.
-            used_token: [S], 0 for tokens that take no part; ``None``: all do.
+            used_token: [S], 0 for tokens that take no part; ``None``: all take part.
 
         Raises:
-            RuntimeError: the experts are spread over ranks, and the process group was not made.
+            RuntimeError: the experts are spread over ranks, and the process group does not exist.
         """
         state = self.fsmoe
         run = state.begin_call(self, hidden_states, used_token)
@@ -342,7 +345,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             output = run.token_path(hidden_states)
         self.l_aux, self.exp_counts = run.routing.aux_loss, run.routing.counts_E
         if state.mp_group is not None and not state.tensor_parallel.same_tokens:
-            # Each rank has the loss of its own tokens: added up over the group they are to be its mean.
+            # Each rank has the loss of its own tokens; the sum over the group must be their mean.
             self.l_aux = self.l_aux / state.mp_group.size()
         return output
 
@@ -360,10 +363,10 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         self.fsmoe.run_alone(self.ep_group)
 
     def whole_experts(self, local: ExpertSet | None) -> ExpertSet | WholeExperts:
-        """Return the experts of this rank as they are called where :meth:`why_called` says why.
+        """Return the experts of this rank for a call that :meth:`why_called` requires.
 
         Raises:
-            RuntimeError: the layer is run in chunks, and of what its experts are nothing is known.
+            RuntimeError: the layer runs in chunks, and its experts are unknown.
         """
         container, path = self.experts, self.fsmoe.path
         if self.fsmoe.pipeline.is_chunked:
@@ -378,7 +381,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         return WholeExperts(container, tuple(container.parameters()), name, again, is_like_stocks(container))
 
     def why_called(self) -> str | None:
-        """Return why the experts module has to be called itself; ``None`` if it need not be."""
+        """Return why the experts module must be called itself; ``None`` if it need not be."""
         return why_called(self.experts)
 
     def run_without_tokens(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
@@ -386,7 +389,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
 
         Args:
             shape: the shape of the tokens, [..., M].
-            like: a tensor that the result is to hang on.
+            like: a tensor that the result depends on.
 
         Returns:
             A scalar, 0.
@@ -397,11 +400,11 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         return 0.0 * (y.float().sum() + self.l_aux.float())
 
     def local_experts(self) -> ExpertSet | None:
-        """Return the experts of this rank; ``None`` where nothing is known of the module that holds them."""
+        """Return the experts of this rank; ``None`` if the module with the experts is of an unknown kind."""
         if not is_like_stocks(self.experts):
             return None
         state, modules = self.fsmoe, tuple(self.experts.deepspeed_experts)
-        # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
+        # Compared by identity: replaced modules or parameters lead to a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
         if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
             state.known_experts = present, ExpertSet(modules, keep_expert_dim=True, path=state.path)
@@ -411,7 +414,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
         self.ep_group = ep_group
         state = self.fsmoe
         if state.running is not None:
-            # DeepSpeed comes here layer by layer on every rank, and making groups is collective.
+            # DeepSpeed calls this layer by layer on every rank, and the creation of groups is collective.
             groups = state.connect(self.ep_size, self.gate)
             if state.unsharded is not None and groups.block_group is not None:
                 rules = state.running.experts_by_rule(self.ep_size)
@@ -425,13 +428,13 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
                 "DeepSpeed engine: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
             )
         elif warn_missing_engine not in state.checks:
-            # Only an engine gives a layer its group, and this one is not ours.
+            # Only an engine sets a layer's group, and this one is not ours.
             state.checks.append(warn_missing_engine)
         if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group if state.capacity_group is None else state.capacity_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Extend torch's hook of every module: add a sentence to the error where shards are given whole experts."""
+        """Extend torch's loading: add a sentence to the error where shards receive whole experts."""
         super()._load_from_state_dict(state_dict, prefix, *others)
         running = self.fsmoe.running
         esp_size = 1 if running is None else running.block.esp_size
@@ -464,13 +467,13 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             return self.gate.decide(x_SM, used_token_S, group)
         if isinstance(self.gate, GateBase):
             return self.gate(x_SM, used_token_S, group)
-        # A user's subclass of stock's gate keeps its own forward; only what it returns is translated.
+        # A user's subclass of stock's gate keeps its own forward; only its result is converted.
         return routing_of(self.gate(x_SM, used_token_S, True, False))
 
 
 @contextmanager
 def _stock_times(layer: FSMoELayer, call: LayerCall) -> Iterator[None]:
-    """Time the parts that stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and its two
+    """Measure the times that stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and its two
     all-to-alls."""
     recorder = Recorder(call.x.device)
     call.pipeline = call.pipeline.watched(recorder)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom ops, each with a plain reference in torch. Importing this package builds and loads nothing."""
+"""Custom operators, each with a reference in plain torch.
+
+Layers get them from :func:`load_ops`. Importing this package builds and loads nothing.
+"""
 
 from ds_fsmoe.ops.loading import REFERENCE, Ops, load_ops
 

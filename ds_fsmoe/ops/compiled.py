@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled ops, as torch sees them: their signatures, shapes without data, and gradients.
+"""The compiled ops as torch sees them: their signatures, shapes without data, and gradients.
 
-The operators exist once :func:`ds_fsmoe.ops.load_ops` has loaded a library. What each computes is written out in
-``ds_fsmoe.ops.reference``.
+The operators exist once :func:`ds_fsmoe.ops.load_ops` has loaded a library; ``loading`` then calls :func:`define`.
+``ds_fsmoe.ops.reference`` defines their results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import SymInt, Tensor
 from ds_fsmoe.ops.reference import Rows, Slots
 
 # ---- Signatures. They are here and not in the libraries because a process may load those of two device types, and
-# torch wants every signature once
+# torch requires every signature once
 
 SCHEMAS = (
     "gather_rows(Tensor x, Tensor index) -> Tensor",
@@ -38,9 +38,9 @@ SCHEMAS = (
 
 @functools.cache
 def define() -> torch.library.Library:
-    """Tells torch of the operators, once per process: their signatures, the shapes of their results, their gradients.
+    """Register the operators with torch, once per process: signatures, shapes of results, and gradients.
 
-    Called after a library has been loaded. The signatures live as long as what this returns, which is kept here.
+    Called after a library has been loaded. The signatures live as long as the returned object, which is cached here.
     """
     library = torch.library.Library("fsmoe", "FRAGMENT")
     for schema in SCHEMAS:
@@ -71,21 +71,21 @@ def define() -> torch.library.Library:
     return library
 
 
-# ---- Rows read by number. Each operator is the gradient of the other, so derivatives of any order exist
+# ---- Rows by number. Each operator is the gradient of the other, so derivatives of any order exist
 
 
 def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
-    """Reads rows by number; an empty slot reads as a row of zeros. Differentiable in ``x_RM``, twice.
+    """Return rows by number, with zeros for an empty slot. Differentiable in ``x_RM``, twice.
 
     Args:
         x_RM: [R, M], float32, float64, bfloat16 or float16, on the CPU.
-        index_N: [N], int64, row numbers. Anything outside 0..R-1 is an empty slot; R is the usual way to write it.
+        index_N: [N], int64, row numbers. A number outside 0..R-1 is an empty slot; by convention R.
 
     Returns:
         [N, M] in the dtype of ``x_RM``: row ``index_N[n]`` of ``x_RM``, or zeros. Contiguous.
 
     Raises:
-        RuntimeError: a wrong number of dimensions or a dtype that is not listed above.
+        RuntimeError: a wrong number of dimensions, or a dtype that is not listed above.
         AttributeError: the library has not been loaded.
     """
     return torch.ops.fsmoe.gather_rows.default(x_RM, index_N)
@@ -120,18 +120,18 @@ def _gather_rows_backward_gradient(ctx: Any, ddx_RM: Tensor) -> tuple[Tensor, No
 
 
 # ---- Token rows to slots and back
-#
-# None of them makes a [K, S, M] tensor. The gradient of one is another: ``arrange`` and the unweighted ``restore`` are
-# each other's, and the two gradients of the weighted ``restore`` come from one pass. So derivatives of any order exist.
+# No operator allocates a [K, S, M] tensor. The gradient of one is another: ``arrange`` and the unweighted ``restore``
+# are each other's, and the two gradients of the weighted ``restore`` come from one pass. So derivatives of any order
+# exist.
 
 
 def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Token rows to slots; a slot that no token took is zero. Differentiable in ``x_SM``.
+    """Copy token rows into slots; a slot without a token is zero. Differentiable in ``x_SM``.
 
     Args:
         x_SM: [S, M], float32, bfloat16 or float16, on the CPU float64 too.
-        slots_KS: [K, S] int64, the slot of every choice; outside 0..N-1 (by convention N) is a choice that was dropped.
-            No slot may be there twice.
+        slots_KS: [K, S] int64, the slot of every choice; a number outside 0..N-1 (by convention N) is a dropped choice.
+            No slot may appear twice.
         num_slots: N = E * C.
         dtype: of the result; ``None`` is that of ``x_SM``.
 
@@ -139,7 +139,7 @@ def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype |
         [N, M]. The gradient of ``x_SM`` is summed in float32, in the order of the slots, and rounded once.
 
     Raises:
-        RuntimeError: shapes or dtypes that do not fit; on the CPU also a slot that two tokens were given.
+        RuntimeError: shapes or dtypes that do not fit; on the CPU also a slot with two tokens.
     """
     return torch.ops.fsmoe.arrange.default(x_SM, slots_KS, num_slots, dtype)
 
@@ -151,7 +151,7 @@ def restore(
     dtype: torch.dtype | None = None,
     by_slot: bool = False,
 ) -> Tensor:
-    """The weighted sum of every token's rows; zero where all its choices were dropped.
+    """Compute the weighted sum of every token's rows; zero where all its choices were dropped.
 
     Differentiable in ``y_NM`` and ``weights_KS``.
 
@@ -160,10 +160,10 @@ def restore(
         slots_KS: [K, S] int64, as for :func:`arrange`.
         weights_KS: [K, S], float32, on the CPU float64 too; ``None`` counts every row once.
         dtype: of the result; ``None`` is that of ``y_NM``.
-        by_slot: whether sums go in the order of the slots instead of that of the choices.
+        by_slot: whether terms are summed in the order of the slots instead of that of the choices.
 
     Returns:
-        [S, M], summed in float32 (float64 if anything is) and rounded once.
+        [S, M], summed in float32 (float64 if an operand is) and rounded once.
 
     Raises:
         RuntimeError: shapes or dtypes that do not fit.
@@ -172,7 +172,7 @@ def restore(
 
 
 def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows, [N, M], and of the weights, [K, S], of a weighted :func:`restore`."""
+    """Return the gradients of the rows, [N, M], and of the weights, [K, S], of a weighted :func:`restore`."""
     return torch.ops.fsmoe.restore_backward.default(d_out_SM, y_NM, slots_KS, weights_KS)
 
 
@@ -188,7 +188,7 @@ def _save_for_arrange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _arrange_gradient(ctx: Any, d_out_NM: Tensor) -> tuple[Tensor, None, None, None]:
     (slots_KS,) = ctx.saved_tensors
-    # The order of a sum is part of its last bit: torch adds up what it gathers in the order of the slots.
+    # The last bit of a sum depends on its order: torch adds up gathered rows in the order of the slots.
     return restore(d_out_NM, slots_KS, None, ctx.dtype, by_slot=True), None, None, None
 
 
@@ -222,7 +222,7 @@ def _restore_gradient(ctx: Any, d_out_SM: Tensor) -> tuple[Tensor, None, Tensor 
 def _restore_backward_fake(
     d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # On a GPU gradients of weights lie as the weights do.
+    # On a GPU gradients of weights have the strides of the weights.
     is_dense = not weights_KS.is_cuda
     d_weights_KS = weights_KS.new_empty(weights_KS.shape) if is_dense else torch.empty_like(weights_KS)
     return y_NM.new_empty(y_NM.shape), d_weights_KS
@@ -233,7 +233,7 @@ def _save_for_restore_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[
 
 
 def _restore_backward_gradient(ctx: Any, ddy_NM: Tensor, dd_weights_KS: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
-    # dy[slot] = weight * d_out and d_weight = <d_out, y[slot]>; both are linear in each of what they are made of.
+    # dy[slot] = weight * d_out and d_weight = <d_out, y[slot]>; both are linear in each factor.
     d_out_SM, y_NM, slots_KS, weights_KS = ctx.saved_tensors
     backward = torch.ops.fsmoe.restore_backward.default
     of_d_out_SM = restore(ddy_NM, slots_KS, weights_KS, d_out_SM.dtype)
@@ -247,7 +247,7 @@ def _restore_backward_gradient(ctx: Any, ddy_NM: Tensor, dd_weights_KS: Tensor) 
 
 
 def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-    """As :func:`ds_fsmoe.ops.reference.gated`, in one pass on CUDA devices.
+    """Compute the gated product of :func:`ds_fsmoe.ops.reference.gated`, in one pass on CUDA devices.
 
     Raises:
         RuntimeError: shapes, dtypes or forms that do not fit.
@@ -258,7 +258,7 @@ def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0
 def gated_backward(
     x_RF: Tensor, dh_RH: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`ds_fsmoe.ops.reference.gated_backward`, in one pass on CUDA devices.
+    """Compute the gradients of :func:`ds_fsmoe.ops.reference.gated_backward`, in one pass on CUDA devices.
 
     Raises:
         RuntimeError: shapes, dtypes or forms that do not fit.
@@ -276,13 +276,13 @@ def _gated_backward_fake(
     return x_RF.new_empty(x_RF.shape), dh_RH.new_empty(dh_RH.shape)
 
 
-# ---- From scores to slots. Results are whole numbers, so there are no gradients
+# ---- From scores to slots. Results are integers, so there are no gradients
 
 
 def top_k_slots(
     scores_SE: Tensor, k: int, capacity: int, used_S: Tensor | None = None, priority: str = "choice"
 ) -> Slots:
-    """As :func:`ds_fsmoe.ops.reference.top_k_slots`, in one pass.
+    """Choose experts and assign slots as :func:`ds_fsmoe.ops.reference.top_k_slots`, in one pass.
 
     Raises:
         RuntimeError: ``k`` out of range, or shapes or dtypes that do not fit.
@@ -298,7 +298,7 @@ def take_slots(
     priority: str = "choice",
     scores_KS: Tensor | None = None,
 ) -> Slots:
-    """As :func:`ds_fsmoe.ops.reference.take_slots`.
+    """Assign slots as :func:`ds_fsmoe.ops.reference.take_slots`.
 
     Raises:
         RuntimeError: shapes or dtypes that do not fit.
@@ -314,7 +314,7 @@ def number_rows(
     segments_3T: Tensor | None = None,
     limits_E: Tensor | None = None,
 ) -> Rows:
-    """As :func:`ds_fsmoe.ops.reference.number_rows`, in one pass over the choices.
+    """Number the rows of a decision as :func:`ds_fsmoe.ops.reference.number_rows`, in one pass over the choices.
 
     Raises:
         RuntimeError: shapes or dtypes that do not fit.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows read by number and rows added up by number, always in the same order of additions.
+"""Gathers rows and adds up rows by index, always in the same order of additions.
 
-On CUDA torch adds rows with atomics (``index_add``, and the gradients of ``index_select``): those that go to one place
-are added in the order in which they come, and a sum of three has other last bits from run to run. Here rows are sorted
-by their place first, and each place adds up its own. No number is left to chance, and nothing waits for the device.
+On CUDA torch adds rows with atomics (``index_add``, and the gradients of ``index_select``). The order of rows for one
+place then varies, and so do the last bits of a sum of three. Here rows are first sorted by place, and each place adds
+up its own rows. The host does not wait for the device. ``loading`` chooses these functions for ``deterministic`` runs.
 
 Letters: R places, N rows, M width.
 """
@@ -19,12 +19,15 @@ from ds_fsmoe.ops import reference
 
 
 def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
-    """:func:`ds_fsmoe.ops.reference.gather_rows`, with gradients of any order from here."""
+    """Gather rows as :func:`ds_fsmoe.ops.reference.gather_rows`, with gradients of any order from this module."""
     return _Gather.apply(x_RM, index_N)
 
 
 def add_rows(y_NM: Tensor, index_N: Tensor, num_rows: int) -> Tensor:
-    """:func:`ds_fsmoe.ops.reference.add_rows`: each sum in the order of the rows, in float32 at least, rounded once."""
+    """Add up rows as :func:`ds_fsmoe.ops.reference.add_rows`, each sum in the order of the rows.
+
+    Sums are computed in float32 or wider, and rounded once.
+    """
     return _Add.apply(y_NM, index_N, num_rows)
 
 
@@ -49,7 +52,7 @@ class _Add(torch.autograd.Function):
         sorted_N, order_N = torch.sort(places_N, stable=True)
         starts = torch.searchsorted(sorted_N, torch.arange(num_rows + 1, device=index_N.device))
         rows_NM = y_NM.index_select(0, order_N).to(torch.promote_types(y_NM.dtype, torch.float32))
-        # Without checks of the starts, for which the host would wait; rows behind the last one have no place.
+        # Without checks of the starts, for which the host would wait; rows behind the last start have no place.
         sums_RM = torch.segment_reduce(rows_NM, "sum", offsets=starts, axis=0, initial=0, unsafe=True)
         return sums_RM.to(y_NM.dtype)
 

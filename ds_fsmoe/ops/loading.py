@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses between the reference ops and the compiled ones, and builds the latter when they are asked for."""
+"""Chooses between the reference ops, torch's and the compiled ones, and builds the latter on request.
+
+Engines and users call :func:`load_ops` once. ``reference``, ``plain``, ``compiled`` and ``deterministic`` contain the
+operators.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +33,18 @@ MODES = ("auto", "plain", "reference", "required")
 LIBRARIES = {"cpu": "fsmoe_cpu", "cuda": "fsmoe_cuda"}
 
 _OP_BUILDER = "ds_fsmoe.ops.op_builder"
-# A failed compile can print thousands of lines: of its first characters and of its last so many are passed on. The
-# exception it is raised from has all of them.
+# A failed compile can print thousands of lines: so many of its first and last characters are shown. The exception's
+# cause has all of them.
 _REASON_CHARACTERS = (300, 1700)
 _LOG = logging.getLogger("ds_fsmoe")
-# What a rank says whose build is under way, and how often.
+# The message of a rank that is building, and its interval.
 _AT_WORK = "at work"
 _ANSWER_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The operators of an MoE layer, all of one origin.
+    """Holds the operators of an MoE layer, all of one origin.
 
     Attributes:
         name: "reference", "plain" or "compiled".
@@ -53,7 +57,7 @@ class Ops:
         gated: (x_RF, form, interleaved, limit, alpha) -> [R, H].
         gated_backward: (x_RF, dh_RH, form, interleaved, limit, alpha) -> [R, F], [R, H].
         gather_rows: (x_RM, index_N) -> [N, M]; zeros where the index is outside 0..R-1.
-        add_rows: (y_NM, index_N, num_rows) -> [R, M]; rows whose index is outside 0..R-1 are left out.
+        add_rows: (y_NM, index_N, num_rows) -> [R, M]; rows whose index is outside 0..R-1 are ignored.
     """
 
     name: str
@@ -105,7 +109,7 @@ _ON_CPU = Ops(
 
 
 def _unless_double(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """For kernels that have no float64: what is tested in it goes by the reference."""
+    """Return an operator that uses the reference for float64, which the kernel does not support."""
 
     def operator(*args: Any) -> Any:
         # "in" would compare tensors with a dtype, which takes longer than the operator.
@@ -115,7 +119,7 @@ def _unless_double(compiled: Callable[..., Any], plain: Callable[..., Any]) -> C
     return operator
 
 
-# Device type -> its compiled operators. On CUDA torch's own gather is as good as one of ours would be.
+# Device type -> its compiled operators. On CUDA torch's own gather is as fast as a custom one.
 COMPILED = {
     "cpu": _ON_CPU,
     "cuda": Ops(
@@ -132,8 +136,8 @@ COMPILED = {
     ),
 }
 
-# Those whose sums are added up in one order on every device. The compiled ones for CUDA use atomics for whole numbers
-# alone, so what they do not do themselves is all that differs.
+# Operators that add up in one order on every device. The compiled ones for CUDA use atomics for integers only, so only
+# the other operators differ.
 _IN_ORDER = {
     "gather_rows": in_order.gather_rows,
     "add_rows": in_order.add_rows,
@@ -143,7 +147,7 @@ _OF_REFERENCE = {
     "restore": partial(reference.restore, gather=in_order.gather_rows),
 }
 _REFERENCE_IN_ORDER = replace(REFERENCE, **_OF_REFERENCE, **_IN_ORDER)
-# Its own gradients gather, and torch adds up in one order what lies in one tensor.
+# The gradients of PLAIN gather rows, and torch sums a dimension of one tensor in one order.
 _PLAIN_IN_ORDER = replace(PLAIN, **_IN_ORDER)
 _CUDA_IN_ORDER = replace(
     COMPILED["cuda"],
@@ -154,39 +158,39 @@ _CUDA_IN_ORDER = replace(
 
 
 def adding_in_order(ops: Ops, device_type: str) -> Ops:
-    """The same operators in such a way that equal inputs have equal gradients in every run, down to the last bit.
+    """Return the same operators with deterministic sums: equal inputs have equal gradients in every run, in every bit.
 
-    On a CPU they are so already.
+    On a CPU all operators are deterministic.
     """
     if device_type == "cpu":
         return ops
     return {id(COMPILED["cuda"]): _CUDA_IN_ORDER, id(REFERENCE): _REFERENCE_IN_ORDER}.get(id(ops), _PLAIN_IN_ORDER)
 
 
-# Device types for which "auto" has found, on all ranks, that there is nothing to load. It does not build again.
+# Device types for which "auto" has failed to load a library, on all ranks. It does not build again.
 _failed: set[str] = set()
 
 
 def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
-    """The operators to train with. A collective with "auto" and "required": every rank has to call it.
+    """Return the operators to train with. Collective for "auto" and "required": every rank must call it.
 
-    The library comes from the installed wheel if that brings one, and is built otherwise: by the rank with LOCAL_RANK 0
-    on each node first, so that one process per node compiles, then the others load the result. Ranks agree on the
-    outcome, so all compute with the same operators.
+    The library comes from the installed wheel if that contains one, and is built otherwise. The rank with LOCAL_RANK 0
+    on each node builds first, so that one process per node compiles. The others then load the result. Ranks agree on
+    the outcome, so all compute with the same operators.
 
     Args:
-        mode: "plain" for torch's own operators, "reference" for the slower ones that all others are measured against,
-            "required" for the compiled ones, "auto" for the compiled ones where they can be had; where not, rank 0
-            warns once, says why, and "plain" it is.
+        mode: "plain" for torch's own operators, "reference" for the slower ones that define the results, "required" for
+            the compiled ones, "auto" for the compiled ones where they can be loaded. Otherwise "auto" uses "plain", and
+            rank 0 warns once with the reason.
         device_type: torch device type of the tensors, such as "cpu" or "cuda".
-        deterministic: :func:`adding_in_order`.
+        deterministic: use :func:`adding_in_order`.
 
     Raises:
         ValueError: an unknown mode, or "required" for a device type that has no compiled ops.
         RuntimeError: "required", and building or loading failed on some rank; on every rank, with the reason.
 
     Returns:
-        The operators, for ``MOELayer(ops=...)``; ``name`` says which.
+        The operators, for ``MOELayer(ops=...)``; their ``name`` identifies them.
 
     Examples:
         >>> import ds_fsmoe
@@ -214,14 +218,14 @@ def _loaded(mode: str, device_type: str) -> Ops:
 
 
 def import_op_builder() -> ModuleType:
-    """The package of op builders that this package came with, installed or in a checkout. Does not import DeepSpeed.
+    """Import the package of op builders of this package, installed or in a checkout, without DeepSpeed.
 
-    An editable installation of one checkout answers for the names of all: so the neighbour of this file comes first. It
-    always goes by the name ``ds_fsmoe.ops.op_builder``. The top-level name ``op_builder`` is not used, since a
-    checkout of DeepSpeed on ``sys.path`` answers to it too.
+    An editable installation of one checkout resolves names for all others, so the neighbour of this file comes first.
+    The name is always ``ds_fsmoe.ops.op_builder``. The top-level name ``op_builder`` is not used, since a checkout of
+    DeepSpeed on ``sys.path`` has it too.
 
     Raises:
-        RuntimeError: the builders are not there.
+        RuntimeError: the builders are missing.
     """
     folder = Path(__file__).resolve().parents[2] / "op_builder"
     is_checkout = not Path(__file__).with_name("op_builder").is_dir() and (folder / "__init__.py").is_file()
@@ -273,11 +277,11 @@ def _refusal(device_type: str, failure: RuntimeError) -> RuntimeError:
 
 
 def _load_on_every_rank(device_type: str) -> RuntimeError | None:
-    """Loads the library on all ranks, or says, the same on all of them, why one could not."""
+    """Load the library on all ranks, or return the reason of a failure, the same on all ranks. Collective."""
     builds = os.environ.get("LOCAL_RANK", "0") == "0"
     for my_turn in (builds, not builds):
-        # Every rank takes part in both agreements, whatever happened to it; the first one is also the barrier that
-        # keeps the other ranks of a node from building.
+        # Every rank takes part in both agreements, failed or not; the first is also the barrier that keeps the other
+        # ranks of a node from building.
         failure = _agree_after(partial(_try_to_load, device_type) if my_turn else None)
         if failure is not None:
             return failure
@@ -291,20 +295,19 @@ def _try_to_load(device_type: str) -> Exception | None:
         if _is_rank_0() and builder.will_compile():
             _LOG.info("compiling the ops for %s: about a minute, once per machine", device_type)
         builder.load()
-    except Exception as err:  # of any kind: the other ranks are waiting to hear of it
+    except Exception as err:  # of any kind: the other ranks wait for the result
         return err
     return None
 
 
 def _agree_after(work: Callable[[], Exception | None] | None) -> RuntimeError | None:
-    """Some ranks work, the others wait for them; then all agree on what has come of it. Collective.
+    """Run ``work`` on some ranks while the others wait, then agree on the outcome. Collective.
 
-    A build may take longer than a collective waits. So ranks tell one another again and again whether they are still
-    at work: no message is late by more than ``_ANSWER_EVERY_S``, however long the work takes, and a rank that has died
-    is found out as in any other collective.
+    A build may take longer than a collective's timeout. So ranks repeatedly exchange whether they are still at work,
+    every ``_ANSWER_EVERY_S`` seconds. A dead rank is then detected as in any other collective.
 
     Args:
-        work: of this rank; what it returns is what has gone wrong. ``None`` for a rank that waits.
+        work: the work of this rank, which returns its error or ``None``; ``None`` for a rank that waits.
     """
     failure = None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -327,14 +330,14 @@ def _agree_after(work: Callable[[], Exception | None] | None) -> RuntimeError | 
 
 @contextmanager
 def _answering_peers() -> Iterator[None]:
-    """While this lasts, a thread of its own answers the ranks that wait. Nothing else may communicate meanwhile."""
+    """Answer the waiting ranks from a thread inside the block. No other communication may run in the block."""
     is_over = threading.Event()
     errors: list[BaseException] = []
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def tell() -> None:
         try:
-            if device is not None:  # threads have one of their own each
+            if device is not None:  # each thread has its own current device
                 torch.cuda.set_device(device)
             while not is_over.wait(_ANSWER_EVERY_S):
                 _gathered(_AT_WORK)
@@ -353,7 +356,7 @@ def _answering_peers() -> Iterator[None]:
 
 
 def _gathered(own: str | None) -> list[str | None]:
-    """What each rank says. Collective."""
+    """Return the message of each rank. Collective."""
     told: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     return told

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops in whole tensors of plain torch, for where no library can be compiled: on any device, without a wait for it.
+"""The ops in whole-tensor operations of torch, for machines without a compiled library: on any device, without waits.
 
-They compute what ``ds_fsmoe.ops.reference`` does, which goes choice by choice. Rows that were numbered here bring the
-order with them in which choices lie, so that rows are gathered and need not be scattered.
+They compute the same as ``ds_fsmoe.ops.reference``, which loops over choices, and are faster. Rows that were numbered
+here also contain the order of their choices, so that rows are gathered instead of scattered. ``loading`` chooses these
+ops for "plain".
 
 Letters: S tokens, E experts, K choices of a token, N = K * S rows, V queues, M width.
 """
@@ -24,18 +25,18 @@ _PLACES = "fsmoe_places"
 
 
 class Places(NamedTuple):
-    """Where the choices of numbered rows are."""
+    """Holds the choices and tokens of numbered rows."""
 
     choice_N: Tensor
-    """[N] int64: of each row its choice, ``token * K + choice``."""
+    """[N] int64: the choice of each row, ``token * K + choice``."""
     token_N: Tensor
-    """[N] int64: of each row its token."""
+    """[N] int64: the token of each row."""
     is_none_KS: Tensor
-    """[K, S] bool."""
+    """[K, S] bool: True for a choice that has no row."""
 
 
 _counted: dict[torch.device, Tensor] = {}
-"""Of each device 0, 1, 2 and so on, as many as were asked for so far."""
+"""Device -> the numbers 0, 1, 2 and so on, as many as were needed so far."""
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def _numbers(count: int, like: Tensor) -> Tensor:
     if type(like) is not Tensor or found is None or found.shape[0] < count:
         with torch.inference_mode(False):
             found = torch.arange(count, device=like.device)
-        # What a tracer makes has no numbers, and what is made while a graph is captured lives with the graph.
+        # A tensor made by a tracer has no values, and one made during a graph capture belongs to the graph.
         is_captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
         if type(like) is type(found) is Tensor and not is_captured:
             _counted[like.device] = found
@@ -51,7 +52,7 @@ def _numbers(count: int, like: Tensor) -> Tensor:
 
 
 class LazyRows:
-    """As :class:`ds_fsmoe.ops.reference.Rows`, with counts that are made when somebody asks."""
+    """Has the fields of :class:`ds_fsmoe.ops.reference.Rows`; counts are computed on the first access."""
 
     def __init__(self, rows_KS: Tensor, sorted_N: Tensor, queues_V: Tensor, fault: Tensor) -> None:
         self.rows_KS, self.fault = rows_KS, fault
@@ -60,11 +61,11 @@ class LazyRows:
 
     @functools.cached_property
     def counts_V(self) -> Tensor:
-        """[V] int64: the rows of each queue."""
+        """Return the rows of each queue, [V] int64."""
         return self.ends_V - torch.searchsorted(self._sorted_N, self._queues_V)
 
     def __iter__(self) -> Any:
-        """Return the fields of :class:`ds_fsmoe.ops.reference.Rows`, in their order."""
+        """Return an iterator over the fields of :class:`ds_fsmoe.ops.reference.Rows`, in their order."""
         return iter((self.rows_KS, self.counts_V, self.ends_V, self.fault))
 
 
@@ -75,10 +76,10 @@ def number_rows(
     segments_3T: Tensor | None = None,
     limits_E: Tensor | None = None,
 ) -> LazyRows:
-    """As :func:`ds_fsmoe.ops.reference.number_rows`."""
+    """Number the rows of a decision as :func:`ds_fsmoe.ops.reference.number_rows`."""
     num_choices, num_tokens = choices_KS.shape
     none, num_rows = num_experts * capacity, choices_KS.numel()
-    # What is out of range becomes none.
+    # A choice out of range becomes "not made".
     known_KS = choices_KS.clamp(-1, none).remainder(none + 1)
     fault = (known_KS != choices_KS).any()
     expert_KS = known_KS if capacity == 1 else _experts(known_KS, num_experts, capacity)
@@ -104,12 +105,12 @@ def number_rows(
 
 
 def _experts(known_KS: Tensor, num_experts: int, capacity: int) -> Tensor:
-    # Without a place there is no choice but none, which is 0 then.
+    # With a capacity of 0 the only valid number is 0, which means "not made".
     return known_KS.div(capacity, rounding_mode="floor") if capacity else torch.full_like(known_KS, num_experts)
 
 
 def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype | None = None) -> Tensor:
-    """As :func:`ds_fsmoe.ops.reference.arrange`, but that rows behind the last of numbered ones hold anything."""
+    """Arrange tokens as :func:`ds_fsmoe.ops.reference.arrange`; rows behind the last of numbered rows are undefined."""
     return _Arrange.apply(x_SM, slots_KS, num_slots, dtype or x_SM.dtype)
 
 
@@ -120,18 +121,18 @@ def restore(
     dtype: torch.dtype | None = None,
     by_slot: bool = False,
 ) -> Tensor:
-    """As :func:`ds_fsmoe.ops.reference.restore`; torch has its own order of a sum, whatever ``by_slot`` says."""
+    """Restore tokens as :func:`ds_fsmoe.ops.reference.restore`; sums are in torch's order, whatever ``by_slot`` is."""
     return _Restore.apply(y_NM, slots_KS, weights_KS, dtype or y_NM.dtype)
 
 
 def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`ds_fsmoe.ops.reference.restore_backward`."""
+    """Compute the gradients of :func:`ds_fsmoe.ops.reference.restore_backward`."""
     num_slots, num_choices = len(y_NM), len(slots_KS)
     wide = functools.reduce(torch.promote_types, (d_out_SM.dtype, y_NM.dtype, weights_KS.dtype), torch.float32)
     places, weight_N = _places(slots_KS, num_slots), weights_KS.t().reshape(-1)
     if places is None:
         slots_KS = _known(slots_KS, num_slots)
-        # One choice more than there are is that of empty slots, of a token of zeros.
+        # The choice behind the last one is that of empty slots, with a token of zeros.
         choice_N = slots_KS.new_full((num_slots + 1,), slots_KS.numel())
         choice_N[slots_KS] = torch.arange(slots_KS.numel(), device=slots_KS.device).view(slots_KS.t().shape).t()
         choice_N = choice_N[:-1]
@@ -150,7 +151,7 @@ def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_K
 def gated_backward(
     x_RF: Tensor, dh_RH: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`ds_fsmoe.ops.reference.gated_backward`."""
+    """Compute the gradients of :func:`ds_fsmoe.ops.reference.gated_backward`."""
     if interleaved or form not in ("silu", "gelu", "gelu_tanh"):
         return reference.gated_backward(x_RF, dh_RH, form, interleaved, limit, alpha)
     dx_RF = torch.empty_like(x_RF, memory_format=torch.contiguous_format)
@@ -198,12 +199,12 @@ class _Restore(torch.autograd.Function):
 
 
 def _places(slots_KS: Tensor, num_slots: int) -> Places | None:
-    """Where choices are, if these are rows that were numbered here."""
+    """Return the places of choices if these rows were numbered here; else ``None``."""
     return getattr(slots_KS, _PLACES, None) if slots_KS.numel() == num_slots else None
 
 
 def _known(slots_KS: Tensor, num_slots: int) -> Tensor:
-    """The slots, and ``num_slots`` for each that is outside 0..N-1."""
+    """Return the slots, with ``num_slots`` for each that is outside 0..N-1."""
     return slots_KS.clamp(-1, num_slots).remainder(num_slots + 1)
 
 
@@ -220,13 +221,13 @@ def _sums_of_tokens(y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor | None, d
     num_slots, width = y_NM.shape
     places = _places(slots_KS, num_slots)
     known_KS = slots_KS if places is not None else _known(slots_KS, num_slots)
-    # A row of zeros stands for what was dropped, whatever lies in memory behind the last row.
+    # Dropped choices read a row of zeros, whatever memory is behind the last row.
     rows_KSM = F.pad(y_NM, (0, 0, 0, 1)).index_select(0, known_KS.reshape(-1)).view(*slots_KS.shape, width)
     if weights_KS is None:
         wide = None if dtype == y_NM.dtype else torch.promote_types(dtype, y_NM.dtype)
         return rows_KSM.sum(0, dtype=wide).to(dtype)
     wide = functools.reduce(torch.promote_types, (dtype, y_NM.dtype, weights_KS.dtype), torch.float32)
-    # A weight of what was dropped may be no number.
+    # The weight of a dropped choice may be nan.
     is_none_KS = known_KS == num_slots if places is None else places.is_none_KS
     weights_KS = weights_KS.to(wide).masked_fill(is_none_KS, 0)
     return (rows_KSM * weights_KS.unsqueeze(-1)).sum(0).to(dtype)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops written with plain torch operators: what the compiled ones are measured against, on any device.
+"""The ops in plain torch operators, on any device: they define the results that the other versions are tested against.
+
+``loading`` chooses them for "reference"; ``plain`` computes the same faster, and ``compiled`` in kernels.
 
 Letters: S tokens, E experts, K choices of a token, C slots of an expert, N = E * C slots in all, M width.
 """
@@ -22,72 +24,72 @@ FORMS = ("silu", "gelu", "gelu_tanh", "silu_of_clamped", "clamped_silu", "swish_
 ``"swish_of_clamped"``: ``g * sigmoid(alpha * g) * (clamp(up, -L, L) + 1)`` with ``g = min(gate, L)``.
 """
 PRIORITIES = ("choice", "token", "score")
-"""Who goes first when more tokens want an expert than it has slots.
+"""The order of tokens in an expert's queue when more tokens chose it than it has slots.
 
 ``"choice"``: all first choices in the order of the tokens, then all second choices, and so on (GShard).
-``"token"``: the order of the tokens, whichever of its choices it is.
-``"score"``: the highest scores stay, of equal ones the earlier token; those that stay lie in the order of the tokens.
+``"token"``: the order of the tokens, whichever of its choices the expert is.
+``"score"``: the highest scores are kept, of equal ones the earlier token; kept ones are in the order of the tokens.
 """
 
 
 class Slots(NamedTuple):
-    """Which expert and which slot every choice of every token gets."""
+    """Holds the expert and the slot of every choice of every token."""
 
     experts_KS: Tensor
-    """[K, S] int64: the expert of every choice, the best first; also where the choice was dropped."""
+    """[K, S] int64: the expert of every choice, the best first, dropped choices included."""
     slots_KS: Tensor
     """[K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was dropped."""
     counts_E: Tensor
-    """[E] int64: how many tokens chose each expert, before any was dropped; without those that take no part."""
+    """[E] int64: the tokens that chose each expert, before any was dropped; without those that take no part."""
 
 
 class Rows(NamedTuple):
-    """The numbers of the rows of a decision. V: queues, one for each expert in each segment of the tokens."""
+    """Holds the numbers of the rows of a decision. V: queues, one for each expert in each segment of the tokens."""
 
     rows_KS: Tensor
-    """[K, S] int64: the number of each choice among all rows, queue by queue; K * S for none."""
+    """[K, S] int64: the number of each choice among all rows, queue by queue; K * S for a choice without a row."""
     counts_V: Tensor
     """[V] int64: the rows of each queue."""
     ends_V: Tensor
-    """[V] int32: where each queue ends."""
+    """[V] int32: the end of each queue."""
     fault: Tensor
     """Scalar int64: bit 0 for a choice that is out of range, bit 1 for an expert with more rows than its limit."""
 
 
 def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
-    """Reads rows by number; an empty slot reads as a row of zeros. Differentiable in ``x_RM``.
+    """Return rows by number, with zeros for an empty slot. Differentiable in ``x_RM``.
 
     Args:
         x_RM: [R, M], floating point, any device.
-        index_N: [N], int64, row numbers. Anything outside 0..R-1 is an empty slot; R is the usual way to write it.
+        index_N: [N], int64, row numbers. A number outside 0..R-1 is an empty slot; by convention R.
 
     Returns:
         [N, M] in the dtype of ``x_RM``: row ``index_N[n]`` of ``x_RM``, or zeros.
     """
     num_rows, width = x_RM.shape
-    # Empty slots select a row of zeros. Masking the result instead would multiply, and inf times 0 is nan.
+    # Empty slots select a row of zeros. A mask on the result would multiply instead, and inf times 0 is nan.
     padded_RM = torch.cat([x_RM, x_RM.new_zeros(1, width)])
     return padded_RM.index_select(0, places_of(index_N, num_rows))
 
 
 def add_rows(y_NM: Tensor, index_N: Tensor, num_rows: int) -> Tensor:
-    """Adds up rows by number: the gradient of :func:`gather_rows`. Differentiable in ``y_NM``.
+    """Add up rows by number: the gradient of :func:`gather_rows`. Differentiable in ``y_NM``.
 
     Args:
         y_NM: [N, M], floating point.
-        index_N: [N] int64, where each goes. Anything outside 0..R-1 goes nowhere.
+        index_N: [N] int64, the place of each row. A row with a number outside 0..R-1 is ignored.
         num_rows: R.
 
     Returns:
-        [R, M]; zeros where nothing goes.
+        [R, M]; zeros for places without a row.
     """
-    # One row more than there are takes what goes nowhere.
+    # An extra row takes ignored rows.
     sums_RM = y_NM.new_zeros(num_rows + 1, y_NM.shape[1])
     return sums_RM.index_add(0, places_of(index_N, num_rows), y_NM)[:-1]
 
 
 def places_of(index_N: Tensor, num_rows: int) -> Tensor:
-    """The numbers, and ``num_rows`` for each that is outside 0..R-1."""
+    """Return the numbers, with ``num_rows`` for each that is outside 0..R-1."""
     return torch.where((index_N < 0) | (index_N >= num_rows), num_rows, index_N)
 
 
@@ -99,21 +101,21 @@ def arrange(
     *,
     gather: Callable[[Tensor, Tensor], Tensor] = gather_rows,
 ) -> Tensor:
-    """Token rows to slots; a slot that no token took is zero. Differentiable in ``x_SM``.
+    """Copy token rows into slots; a slot without a token is zero. Differentiable in ``x_SM``.
 
     Args:
         x_SM: [S, M], floating point.
-        slots_KS: [K, S] int64, the slot of every choice; outside 0..N-1 (by convention N) is a choice that was dropped.
-            No slot may be there twice.
+        slots_KS: [K, S] int64, the slot of every choice; a number outside 0..N-1 (by convention N) is a dropped choice.
+            No slot may appear twice.
         num_slots: N = E * C.
         dtype: of the result; ``None`` is that of ``x_SM``.
-        gather: as :func:`gather_rows`.
+        gather: a version of :func:`gather_rows`.
 
     Returns:
-        [N, M].
+        The slots, [N, M].
     """
     num_tokens = x_SM.shape[0]
-    # One slot more than there are takes what was dropped and is cut off again: no branch, no waiting for the device.
+    # An extra slot takes dropped choices and is removed again: no branch, and no wait for the device.
     token_of_slot = slots_KS.new_full((num_slots + 1,), num_tokens)
     tokens_KS = torch.arange(num_tokens, device=slots_KS.device).expand_as(slots_KS)
     is_dropped_KS = (slots_KS < 0) | (slots_KS >= num_slots)
@@ -130,7 +132,7 @@ def restore(
     *,
     gather: Callable[[Tensor, Tensor], Tensor] = gather_rows,
 ) -> Tensor:
-    """The weighted sum of every token's rows; zero where all its choices were dropped.
+    """Compute the weighted sum of every token's rows; zero where all its choices were dropped.
 
     Differentiable in ``y_NM`` and ``weights_KS``.
 
@@ -139,11 +141,11 @@ def restore(
         slots_KS: [K, S] int64, as for :func:`arrange`.
         weights_KS: [K, S], float32 or float64; ``None`` counts every row once.
         dtype: of the result; ``None`` is that of ``y_NM``.
-        by_slot: whether sums go in the order of the slots instead of that of the choices.
-        gather: as :func:`gather_rows`.
+        by_slot: whether terms are summed in the order of the slots instead of that of the choices.
+        gather: a version of :func:`gather_rows`.
 
     Returns:
-        [S, M], summed in float32 (float64 if anything is) and rounded once.
+        [S, M], summed in float32 (float64 if an operand is) and rounded once.
     """
     if by_slot:
         slots_KS, order_KS = slots_KS.sort(dim=0, stable=True)
@@ -156,7 +158,7 @@ def restore(
     for choice, slots_S in enumerate(slots_KS):
         rows_SM = gather(y_NM, slots_S).to(sum_dtype)
         if weights_KS is not None:
-            # What was dropped has no part in the sum, whatever its weight is: a nan there must not come through.
+            # A dropped choice has no part in the sum, whatever its weight: a nan there must not reach the result.
             is_dropped_S = (slots_S < 0) | (slots_S >= len(y_NM))
             rows_SM = rows_SM * weights_KS[choice].to(sum_dtype).masked_fill(is_dropped_S, 0).unsqueeze(1)
         out_SM = out_SM + rows_SM
@@ -164,7 +166,7 @@ def restore(
 
 
 def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows, [N, M], and of the weights, [K, S], of a weighted :func:`restore`."""
+    """Return the gradients of the rows, [N, M], and of the weights, [K, S], of a weighted :func:`restore`."""
     with torch.enable_grad():
         y_NM, weights_KS = y_NM.detach().requires_grad_(), weights_KS.detach().requires_grad_()
         out_SM = restore(y_NM, slots_KS, weights_KS, d_out_SM.dtype)
@@ -172,7 +174,7 @@ def restore_backward(d_out_SM: Tensor, y_NM: Tensor, slots_KS: Tensor, weights_K
 
 
 def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-    """The gated product of rows, step by step, each rounded to the type of the rows. Differentiable in ``x_RF``.
+    """Compute the gated product of rows step by step, each rounded to the rows' dtype. Differentiable in ``x_RF``.
 
     Args:
         x_RF: [R, 2H], floating point: gate and up.
@@ -185,7 +187,7 @@ def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0
         [R, H].
 
     Raises:
-        ValueError: there is no such form.
+        ValueError: an unknown form.
     """
     if form not in FORMS:
         raise ValueError(f"form = {form!r}: must be one of {', '.join(map(repr, FORMS))}")
@@ -205,7 +207,7 @@ def gated(x_RF: Tensor, form: str, interleaved: bool = False, limit: float = 0.0
 def gated_backward(
     x_RF: Tensor, dh_RH: Tensor, form: str, interleaved: bool = False, limit: float = 0.0, alpha: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the rows of :func:`gated`, [R, 2H], and its result once more."""
+    """Return the gradient of the rows of :func:`gated`, [R, 2H], and its result once more, [R, H]."""
     with torch.enable_grad():
         leaf_RF = x_RF.detach().requires_grad_()
         h_RH = gated(leaf_RF, form, interleaved, limit, alpha)
@@ -216,18 +218,18 @@ def gated_backward(
 def top_k_slots(
     scores_SE: Tensor, k: int, capacity: int, used_S: Tensor | None = None, priority: str = "choice"
 ) -> Slots:
-    """Every token's ``k`` best experts, and a slot for each choice.
+    """Choose every token's ``k`` best experts, and assign a slot to each choice.
 
     Args:
         scores_SE: [S, E] float32 or float64, the higher the better (probabilities or logits). Of equal ones the expert
-            with the smaller number is better; NaN is above everything.
+            with the smaller number is better; NaN is better than any number.
         k: 1..E.
-        capacity: C, slots of every expert. With C = S nothing is dropped: see :func:`with_capacity`.
+        capacity: C, slots of every expert. With C = S no choice is dropped: see :func:`with_capacity`.
         used_S: [S] bool, tokens that take part; the others get no slot and are not counted. ``None`` means all do.
         priority: one of ``PRIORITIES``.
 
     Raises:
-        ValueError: ``k``, ``capacity`` or ``priority`` that cannot be.
+        ValueError: an impossible ``k``, ``capacity`` or ``priority``.
     """
     num_experts = scores_SE.shape[1]
     if not 1 <= k <= num_experts:
@@ -245,18 +247,18 @@ def take_slots(
     priority: str = "choice",
     scores_KS: Tensor | None = None,
 ) -> Slots:
-    """A slot for every choice, for gates that choose in another way than by the ``k`` highest scores.
+    """Assign a slot to every choice, for gates that do not choose by the ``k`` highest scores.
 
     Args:
-        experts_KS: [K, S] int64, different ones for each token; outside 0..E-1 is a choice not made.
+        experts_KS: [K, S] int64, different ones for each token; a number outside 0..E-1 is a choice that is not made.
         num_experts: E.
         capacity: C, slots of every expert.
         used_S: [S] bool, as for :func:`top_k_slots`.
         priority: one of ``PRIORITIES``.
-        scores_KS: [K, S], of every choice; needed for ``"score"``, and only for that.
+        scores_KS: [K, S], the scores of choices; needed for ``"score"`` only.
 
     Raises:
-        ValueError: ``capacity`` or ``priority`` that cannot be, or no scores where they are needed.
+        ValueError: an impossible ``capacity`` or ``priority``, or missing scores.
     """
     if priority not in PRIORITIES:
         raise ValueError(f"priority = {priority!r}: must be one of {', '.join(map(repr, PRIORITIES))}")
@@ -265,7 +267,7 @@ def take_slots(
     is_choice_KS = (experts_KS >= 0) & (experts_KS < num_experts)
     if used_S is not None:
         is_choice_KS = is_choice_KS & used_S
-    # The tail of the queue, behind all experts, is for those that take no part.
+    # The last queue, behind all experts, is for tokens that take no part.
     queues_KS = torch.where(is_choice_KS, experts_KS, num_experts)
     stays_KS = is_choice_KS
     if priority == "score":
@@ -294,16 +296,16 @@ def number_rows(
     segments_3T: Tensor | None = None,
     limits_E: Tensor | None = None,
 ) -> Rows:
-    """Number, count and check the rows of a decision; nothing waits for the device.
+    """Number, count and check the rows of a decision. The host does not wait for the device.
 
     Args:
-        choices_KS: [K, S] int64, ``expert * capacity + place``; ``num_experts * capacity`` is a choice not made, and so
-            is what is out of range, which is a fault.
+        choices_KS: [K, S] int64, ``expert * capacity + place``; ``num_experts * capacity`` is a choice that is not
+            made. A number out of range is not made either, and a fault.
         num_experts: E.
         capacity: the places of every expert.
-        segments_3T: [3, T] int64, for tokens that are cut: where a segment ends, its queue of expert 0, and the step
-            from one expert's queue to the next. ``None``: one segment, whose queues are the experts.
-        limits_E: [E] int64, the rows that each expert may have; ``None``: any number.
+        segments_3T: [3, T] int64, for tokens in several chunks: the end of each segment, its queue of expert 0, and the
+            step from one expert's queue to the next. ``None``: one segment, whose queues are the experts.
+        limits_E: [E] int64, the maximum rows of each expert; ``None``: no limit.
     """
     num_choices, num_tokens = choices_KS.shape
     none = num_experts * capacity
@@ -332,13 +334,13 @@ def number_rows(
 
 
 def with_capacity(slots_KS: Tensor, num_experts: int, old: int, new: int) -> Tensor:
-    """The same positions in experts of another capacity; what lies beyond it is dropped.
+    """Return slots with the same positions for another capacity; choices beyond it are dropped.
 
-    For gates that drop nothing: take slots with a capacity of S, agree on the largest count of any rank, and take that
-    for the new one.
+    For dropless gates: assign slots with a capacity of S, agree on the largest count of any rank, and use that as the
+    new capacity.
 
     Args:
-        slots_KS: [K, S] int64, as they come with a capacity of ``old``.
+        slots_KS: [K, S] int64, with a capacity of ``old``.
         num_experts: E.
         old, new: capacities.
     """
@@ -350,7 +352,8 @@ def with_capacity(slots_KS: Tensor, num_experts: int, old: int, new: int) -> Ten
 
 
 def _places(queue: Tensor, num_queues: int) -> Tensor:
-    """[n] queue numbers in 0..Q, in the order of arrival, to [n] places in the own queue, from 0."""
+    """Return the place of each element in its queue, [n] from 0, for queue numbers [n] in 0..Q in the order of
+    arrival."""
     by_queue = torch.sort(queue, stable=True)
     lengths = queue.new_zeros(num_queues + 1).scatter_add_(0, queue, torch.ones_like(queue))
     starts = lengths.cumsum(0) - lengths

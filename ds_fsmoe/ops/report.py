@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the way of compiled ops on this machine, and of the tokens' ways: rows for ``ds_fsmoe env``.
+"""Reports obstacles to compiled ops and facts about the machine, as rows for ``ds_fsmoe env``.
 
-A row is (name, what was found, "[OKAY]" or "[NO]" or "[FAIL]" or "", note). Nothing is built or loaded by asking.
+A row is (name, finding, "[OKAY]" or "[NO]" or "[FAIL]" or "", note). The functions build and load nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Row = tuple[str, str, str, str]
 
 OKAY, NO, FAIL = "[OKAY]", "[NO]", "[FAIL]"
 
-# Told to a process by launchers (DeepSpeed's, torchrun, Slurm) and by users.
+# Variables that launchers (DeepSpeed's, torchrun, Slurm) and users set.
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
 
 
 def op_rows() -> list[Row]:
-    """Every library of ops: is it there, and if not, can it be built, and if not, why."""
+    """Return a row for each library of ops: whether it is built or can be built, and the reason if not."""
     rows = []
     for device_type, name in LIBRARIES.items():
         try:
             builder = import_op_builder().builders(device_type)[name]
-        except Exception as error:  # DeepSpeed is not there, or brings up what it will while it is imported
+        except Exception as error:  # DeepSpeed is missing, or raises an error of any kind on import
             rows.append((name, "not built", NO, f"no builder: {type(error).__name__}: {error}"))
             continue
         if builder.is_prebuilt():
@@ -46,7 +46,7 @@ def op_rows() -> list[Row]:
 
 
 def compiler_rows() -> list[Row]:
-    """What ops are built with, and whether nvcc fits torch."""
+    """Return rows for the programs that build ops, and whether nvcc fits torch."""
     compiler = os.environ.get("CXX", "c++")
     rows = [_program("c++", compiler, r"(\d+\.\d+\.\d+)"), _program("ninja", "ninja", r"(\d+(?:\.\d+)+)")]
     try:
@@ -66,7 +66,7 @@ def compiler_rows() -> list[Row]:
 
 
 def lock_rows() -> list[Row]:
-    """Locks that builds hold, or that builds which were killed have left behind: whoever wants that op waits."""
+    """Return rows for the locks of running or killed builds, for which later builds wait."""
     try:
         import_op_builder()
         locks = importlib.import_module("ds_fsmoe.ops.op_builder.locks")
@@ -83,7 +83,7 @@ def lock_rows() -> list[Row]:
 
 
 def machine_rows(environment: Mapping[str, str] = os.environ) -> list[Row]:
-    """This machine, and what a launcher has told this process of the others; nothing is launched to find out."""
+    """Return rows for this machine, and for the job as the launcher's variables describe it. Launches nothing."""
     rows = [("host", socket.gethostname(), "", f"{len(os.sched_getaffinity(0))} CPU cores for this process")]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]

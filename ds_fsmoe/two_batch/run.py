@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of a chain of blocks by two halves of the batch, and that of a checkpointed block once more; what each
-half gets of the arguments, and what both return together.
+"""Runs one forward of a chain of blocks in two sub-batches, and repeats that of a checkpointed block in the backward.
+
+``splitter`` decides which forwards are split and creates a :class:`TwoBatchRun` for each. This module splits the
+arguments, alternates between the sub-batches, and joins their results.
 """
 
 from __future__ import annotations
@@ -21,25 +23,24 @@ from greenlet import getcurrent, greenlet
 from ds_fsmoe.execution.call import SubBatch
 from ds_fsmoe.layer.replay import Tape
 
-# ---- Runs the calls of one half of a batch, one after another, in a stack of their own that can be left and
-# entered again
+# ---- Runs the calls of one sub-batch, one after another, on a stack that can be suspended and resumed
 #
-# A call of a layer pauses deep inside of a block, in code that knows nothing of it. Both halves are run by one thread,
-# so they share what torch keeps per thread: modes, streams, and the numbers by which a backward knows what is younger.
-# What Python keeps in context variables each half has to itself.
+# A layer's call pauses deep inside a block, in code that does not know of it. Both sub-batches run in one thread, so
+# they share torch's state per thread: modes, streams, and the sequence numbers of autograd's nodes. Each sub-batch has
+# its own context variables.
 
 
 Call = Callable[[Any], Any]
-"""Maps what the call before returned to what the next one gets."""
+"""Maps the result of the call before to the argument of the next one."""
 
 
 class Fiber:
-    """The calls of one half.
+    """Runs the calls of one sub-batch.
 
     Args:
-        value: what the first call gets.
+        value: the argument of the first call.
         is_last_in_backward: see :class:`~ds_fsmoe.execution.call.SubBatch`.
-        begin: called first of all, inside of the half's own context.
+        begin: called first, inside the sub-batch's own context.
     """
 
     def __init__(self, value: Any, is_last_in_backward: bool, begin: Callable[[], None]) -> None:
@@ -55,20 +56,20 @@ class Fiber:
         self._stack.gr_context = copy_context()
 
     def add(self, call: Call) -> None:
-        """Append a function to those that are called in turn."""
+        """Append a function to the calls."""
         self._calls.append(call)
 
     def resume(self) -> None:
-        """Go on until a call pauses, or all have returned.
+        """Continue until a call pauses, or all have returned.
 
         Raises:
-            BaseException: what a call has raised; there is nothing to go on with then.
+            BaseException: the error of a call; the fiber is then finished.
         """
         self._stack.parent = getcurrent()
         self._stack.switch()
 
     def close(self) -> None:
-        """Leave the calls that have not returned, as if they had raised an error, and forget the rest."""
+        """Stop calls that have not returned, as if they had raised an error, and drop the rest."""
         self._calls.clear()
         if self._stack:
             self._stack.throw()
@@ -83,7 +84,8 @@ class Fiber:
 
     @contextmanager
     def saving(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-        """Save tensors of this sub-batch by these functions inside the block: torch keeps such functions per thread.
+        """Save tensors of this sub-batch by these functions inside the block, although torch keeps such hooks per
+        thread.
 
         Args:
             pack, unpack: see :class:`torch.autograd.graph.saved_tensors_hooks`.
@@ -109,10 +111,10 @@ class Fiber:
 
 
 def run_alternating(fibers: Sequence[Fiber]) -> None:
-    """Run all calls of fibers to their ends, each until it pauses, and close them.
+    """Run all calls of fibers to their ends, each until it pauses, and close the fibers.
 
     Raises:
-        BaseException: what a call has raised; the others are given up.
+        BaseException: the error of a call; the other fibers are closed.
     """
     try:
         for fiber in fibers:
@@ -126,20 +128,19 @@ def run_alternating(fibers: Sequence[Fiber]) -> None:
             fiber.close()
 
 
-# ---- Activation checkpointing of a block that is run by halves: in the backward both halves run again, in turns
+# ---- Activation checkpointing of a block that runs in sub-batches: in the backward both run again, alternating
 #
-# What autograd would save of a block is not kept. When the backward first needs any of it, the block's forward runs
-# once more for both halves, so that the tokens of one travel while the other computes, and what it saves then is used.
-# Layers route as they did the first time. The forward is run to its end on every rank: a rank that stopped when all
-# was there could leave out a collective that others wait in.
+# Tensors that autograd would save in a block are dropped. When the backward first needs one, the block's forward runs
+# once more for both sub-batches, with overlap, and the tensors that it saves are used. Layers replay their routing. The
+# forward runs to its end on every rank: a rank that stopped early could omit a collective that others wait in.
 
 
 class Again:
-    """One block's forward of both halves, which may run once more.
+    """Runs one block's forward in both sub-batches, which may run once more.
 
     Args:
-        forward: the block's.
-        rests: for each half, its arguments but the first.
+        forward: the block's forward.
+        rests: for each sub-batch, its arguments without the first.
     """
 
     def __init__(self, forward: Callable[..., Any], rests: Sequence[Rest]) -> None:
@@ -153,11 +154,11 @@ class Again:
         self._has_run_again = False
 
     def run(self, sub_batch: int, fiber: Fiber, x_BLM: torch.Tensor) -> Any:
-        """Run the forward of a sub-batch and return its result. The first sub-batch comes first.
+        """Run the forward of a sub-batch, and return its result. The first sub-batch comes first.
 
         Args:
-            half: its number.
-            fiber: in which it runs.
+            sub_batch: its number.
+            fiber: the fiber that runs it.
             x_BLM: the first argument.
         """
         self._given.append(x_BLM)
@@ -170,7 +171,8 @@ class Again:
             return self._forward(x_BLM, *args, **kwargs)
 
     def run_again(self) -> None:
-        """Run the forward of both sub-batches alternating, and fill in the omitted parts. Collective as the forward is.
+        """Run the forward of both sub-batches again, alternating, and fill in the dropped tensors. Collective as the
+        forward.
 
         Raises:
             RuntimeError: it saved other tensors than the first time.
@@ -217,14 +219,14 @@ class Again:
 
 
 class _Saved:
-    """Stands for a tensor that autograd saved; it goes, with the tensor, when autograd needs it no longer."""
+    """Replaces a tensor that autograd saved; it is freed, with the tensor, when autograd drops it."""
 
     def __init__(self, of: Again) -> None:
         self._of = of
         self.tensor: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """Return the tensor, computed again if need be."""
+        """Return the tensor, recomputed if needed."""
         if self.tensor is None:
             self._of.run_again()
         return self.tensor
@@ -235,7 +237,7 @@ def _no_backward(_: object) -> torch.Tensor:
 
 
 def _autocasts_now(device_type: str) -> list[Callable[[], Any]]:
-    """Return makers of contexts in which autocasting is as it is now, on the device and on the CPU."""
+    """Return functions that create contexts with the present autocast settings, of the device and of the CPU."""
     return [
         partial(
             torch.autocast,
@@ -248,29 +250,29 @@ def _autocasts_now(device_type: str) -> list[Callable[[], Any]]:
     ]
 
 
-# ---- Puts together what transformers collects of modules that were called for each half, such as routers' scores
+# ---- Joins the results that transformers collects of modules, such as routers' scores
 #
-# It collects into lists that a context variable holds, one entry for each call. Each half has its own context, so each
-# is given lists of its own, and at the end the entries of both are made one.
+# It collects into lists in a context variable, one entry for each call. Each sub-batch has its own context and lists,
+# and at the end the entries of both are joined.
 
 
 _MODULE, _NAME = "transformers.utils.output_capturing", "_active_collector"
 
 
 def _collector() -> Any:
-    """Return the variable, with ``get`` and ``set``; ``None`` without transformers."""
+    """Return the context variable of transformers; ``None`` without transformers."""
     return getattr(sys.modules.get(_MODULE), _NAME, None)
 
 
 def wants_blocks() -> bool:
-    """Return whether the results of blocks are collected in the present forward."""
+    """Return True if the results of blocks are collected in the present forward."""
     variable = _collector()
     lists = None if variable is None else variable.get()
     return isinstance(lists, dict) and "hidden_states" in lists
 
 
 class Collected:
-    """Collects for one forward by halves."""
+    """Collects results in one forward with sub-batches."""
 
     def __init__(self) -> None:
         variable = _collector()
@@ -280,13 +282,13 @@ class Collected:
             self._of_sub_batches = [{key: [] for key in self._whole} for _ in range(2)]
 
     def begin(self, sub_batch: int) -> None:
-        """Collect apart from here on, in the context of a half."""
+        """Start to collect separately, in the context of a sub-batch."""
         variable = _collector()
         if variable is not None and isinstance(self._whole, dict):
             variable.set(self._of_sub_batches[sub_batch])
 
     def end(self) -> None:
-        """Add the lists that both sub-batches have collected to the forward's own."""
+        """Add the joined entries of both sub-batches to the forward's own lists."""
         if not isinstance(self._whole, dict):
             return
         for key, entries in self._whole.items():
@@ -295,40 +297,41 @@ class Collected:
                 entries += [joined_halves(first, second) for first, second in pairs]
 
 
-# ---- One forward of a chain of blocks by two halves of the batch
+# ---- One forward of a chain of blocks in two sub-batches
 
 
 Forward = Callable[..., Any]
 
 
 class TwoBatchRun:
-    """Runs blocks for both halves in turns.
+    """Runs blocks for both sub-batches, alternating.
 
-    Each half computes up to the next layer with experts and sends its tokens there; when both have, the experts of the
-    first half compute, and then those of the second. So each half's tokens travel while the other half computes.
+    Each sub-batch computes up to the next layer with experts, and sends its tokens to them. When both have, the experts
+    of the first sub-batch compute, and then those of the second. So each sub-batch's tokens are sent while the other
+    computes.
 
     Args:
-        x_BLM: what the first block is called with.
+        x_BLM: the first block's first argument.
     """
 
     def __init__(self, x_BLM: torch.Tensor) -> None:
         self.batch = len(x_BLM)
-        """The samples of both halves, B."""
+        """The samples of both sub-batches, B."""
         self._has_gradients = torch.is_grad_enabled()
         self._collected = Collected()
         self._fibers = [
-            # The backward goes from the youngest to the oldest: the first half comes last.
+            # The backward runs from the youngest node to the oldest: the first sub-batch comes last.
             Fiber(sub_batch, is_last_in_backward=number == 0, begin=partial(self._collected.begin, number))
             for number, sub_batch in enumerate(x_BLM.split(sizes_of_halves(self.batch)))
         ]
 
     def add(self, forward: Forward, rests: Sequence[Rest], runs_again: bool = False) -> None:
-        """Append a block, which is called with the output of the one before it.
+        """Append a block, which is called with the output of the block before it.
 
         Args:
             forward: its forward.
-            rests: for each half, its other arguments.
-            runs_again: whether its activations are not kept, and it runs again in the backward.
+            rests: for each sub-batch, its other arguments.
+            runs_again: whether its activations are dropped, and it runs again in the backward.
         """
         again = Again(forward, rests) if runs_again else None
         for sub_batch, (fiber, (args, kwargs)) in enumerate(zip(self._fibers, rests, strict=True)):
@@ -338,8 +341,8 @@ class TwoBatchRun:
                 fiber.add(partial(_call, partial(again.run, sub_batch, fiber), (), {}))
 
     def advance(self) -> None:
-        """Run both halves through the layer of the block that was added last, up to the experts' results on their way
-        back."""
+        """Run both sub-batches through the last block's layer, up to the point where the experts' results are in
+        flight."""
         with self._reverting_on_failure():
             for fiber in self._fibers:
                 fiber.resume()
@@ -348,7 +351,7 @@ class TwoBatchRun:
                     fiber.resume()
 
     def complete(self) -> Any:
-        """Run both sub-batches to their ends and return the last block's result for the whole batch."""
+        """Run both sub-batches to their ends, and return the last block's result for the whole batch."""
         with self._reverting_on_failure(), torch.set_grad_enabled(self._has_gradients):
             for fiber in self._fibers:
                 fiber.resume()
@@ -376,27 +379,27 @@ def _call(forward: Forward, args: tuple, kwargs: dict[str, Any], value: Any) -> 
     return forward(first, *args, **kwargs)
 
 
-# ---- Cuts the arguments of a block into halves of the batch, and puts what it returns together again
+# ---- Splits the arguments of a block into sub-batches, and joins its results
 
 
 NUM_HALVES = 2
 Rest = tuple[tuple, dict[str, Any]]
-"""The arguments of a block but the first, by place and by name."""
+"""The arguments of a block without the first, by position and by name."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 class CannotSplitError(Exception):
-    """Says why a block has to be given the whole batch."""
+    """Gives the reason why a block must run with the whole batch."""
 
 
 def sizes_of_halves(batch: int) -> tuple[int, int]:
-    """Return the samples of each half: the first has one more if there is one too many."""
+    """Return the samples of each sub-batch; of an odd number the first has one more."""
     return batch - batch // 2, batch // 2
 
 
 def check_cache(arguments: dict[str, Any]) -> None:
-    """Refuse arguments that carry something from call to call.
+    """Refuse arguments that keep state from call to call.
 
     Raises:
         CannotSplitError: there is a cache.
@@ -407,15 +410,16 @@ def check_cache(arguments: dict[str, Any]) -> None:
 
 
 def halves_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
-    """Return each sub-batch's part of an argument: tensors with a row per sample are split, all else is passed on.
+    """Return each sub-batch's part of an argument: tensors with a row per sample are split, other values are passed to
+    both.
 
     Args:
         value: the argument, or a tuple, list or dictionary of such.
-        batch: the samples of the whole, B.
+        batch: the samples of the whole batch, B.
         name: for messages.
 
     Raises:
-        CannotSplitError: it is not known how to cut it.
+        CannotSplitError: the value cannot be split by the batch.
     """
     if isinstance(value, _PLAIN):
         return value, value
@@ -431,7 +435,7 @@ def halves_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
 
 
 def _halves_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    # One of a single dimension goes by positions, or is a number.
+    # A tensor of a single dimension has an entry per position, or is a number.
     if value.dim() < 2 or value.shape[0] == 1:
         return value, value
     if value.shape[0] == batch:
@@ -458,11 +462,11 @@ def check_output(value: Any, batch: int) -> None:
     """Refuse results that :func:`joined_halves` cannot join.
 
     Args:
-        value: what a block returned for a whole batch.
+        value: a block's result for a whole batch.
         batch: its samples, B.
 
     Raises:
-        CannotSplitError: it is something else.
+        CannotSplitError: the value cannot be joined.
     """
     for each in value if isinstance(value, tuple) else (value,):
         is_of_samples = isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[0] == batch
@@ -471,14 +475,13 @@ def check_output(value: Any, batch: int) -> None:
             raise CannotSplitError(f"it returns a {type(each).__name__}{shape}, which has no element per sample")
 
 
-# ---- Stands for what a block will return, between it and the next block: the value is computed when somebody looks at
-# it
+# ---- Replaces the result of a block, between it and the next block: the value is computed at the first access
 #
-# No tensor, so that code that acts on tensors only leaves it alone; whatever takes a tensor gets the value.
+# It is no tensor, so code that acts on tensors only ignores it; torch's functions receive the value.
 
 
 class Pending:
-    """A tensor that is not there yet.
+    """Represents a tensor that is computed at the first access.
 
     Args:
         complete: computes it; called once.
@@ -490,12 +493,12 @@ class Pending:
 
     @property
     def is_open(self) -> bool:
-        """Return whether nobody has looked at it."""
+        """Return True if the value has not been accessed."""
         return self._complete is not None
 
     @property
     def value(self) -> torch.Tensor:
-        """Return the tensor, computed now if need be."""
+        """Return the tensor, computed now if needed."""
         if self._complete is not None:
             complete, self._complete = self._complete, None
             self._value = complete()
@@ -505,11 +508,11 @@ class Pending:
     def __torch_function__(
         cls, function: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with values."""
+        """Call a function of torch with values in place of pending arguments."""
         return function(*map(looked_at, args), **{name: looked_at(each) for name, each in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        # Not while it is made, or copied.
+        # Not while it is created or copied.
         if name.startswith("__") or name in ("_complete", "_value"):
             raise AttributeError(name)
         return getattr(self.value, name)
@@ -522,7 +525,7 @@ class Pending:
 
 
 def looked_at(value: Any) -> Any:
-    """Return a value, or a list or tuple, with tensors in the place of those that were pending."""
+    """Return a value, or a list or tuple, with tensors in place of pending values."""
     if isinstance(value, Pending):
         return value.value
     if type(value) in (tuple, list):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the blocks of one model by halves of the batch, where its layers' plans say so and the blocks can be.
+"""Decides which forwards of a model run with two-batch overlap, and runs its blocks accordingly.
 
-The first forward in training is run as it is, and watched: which block's result goes straight into the next one, what
-the blocks are called with and what they return; ranks agree on what was seen. Where a result does, the halves go on
-into the next block without being put together.
+The engine creates a :class:`Splitter`, whose calls replace the blocks' forwards; ``run`` executes them. The first
+forward in training runs unchanged and is observed: the blocks' arguments and results, and which result goes directly
+into the next block. Ranks agree on the observations. After such a result the sub-batches continue into the next block
+without being joined.
 
-Whether a forward is run by halves is agreed once, at its first block, because half as many calls of layers on one rank
-would leave the others waiting. Whether halves are put together between two blocks is each rank's own affair: the calls
-of layers, and their order, are the same.
+Ranks agree once per forward, at its first block, whether it is split: different numbers of calls of layers would
+deadlock. Each rank alone decides whether sub-batches are joined between two blocks: the calls of
+layers, and their order, are the same.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from ds_fsmoe.two_batch.run import (
 )
 
 _AT_RANDOM = ("p", "attention_dropout", "jitter_noise", "router_jitter_noise")
-"""Names of attributes that say how much is left to chance."""
+"""Names of attributes with the probability of dropout or jitter."""
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
-"""Returns for each of some facts whether it holds on all ranks. Collective over those that run the same blocks."""
+"""Returns for each of some facts whether it is true on all ranks. Collective over ranks that run the same blocks."""
 
 
 class Splitter:
-    """Runs blocks by halves, for one engine.
+    """Runs blocks in sub-batches, for one engine.
 
     Args:
         model: the model.
-        layers: path -> its layers with experts, in the order of the forward.
+        layers: path -> its layer with experts, in the order of the forward.
         named: names of the blocks' classes; empty: they are found.
-        agree: asks all ranks.
-        holds: returns whether batches have to stay whole for now, the same on every rank.
+        agree: returns the agreement of all ranks.
+        holds: returns whether batches must stay whole for now, the same on every rank.
     """
 
     def __init__(
@@ -68,22 +69,22 @@ class Splitter:
         self._holds = holds
         self._chains, self.why_not = find_chains(model, layers, named)
         self.why_whole = ""
-        """The reason why the last forward that might have been run by halves, or was watched, was run with the whole
-        batch; empty: there was none."""
+        """The reason why the last forward that might have been split, or was observed, ran with the whole batch; empty
+        without one."""
         self.is_worth_trying = False
-        """True if, besides, every rank had more than one sample in the forward that was watched."""
+        """True if also every rank had more than one sample in the observed forward."""
         self._next: dict[Block, Block] = {
             block: after for chain in self._chains for block, after in itertools.pairwise(chain)
         }
         self._is_watched = False
         self._watch = _Watch(self._next)
         self._is_agreed: bool | None = False
-        """The ranks' decision about this forward; ``None`` ahead of its first block, and no outside of forwards."""
+        """The ranks' decision about this forward; ``None`` ahead of its first block, False outside of forwards."""
         self._run: TwoBatchRun | None = None
         self._pending: Pending | None = None
         self._logged: set[str] = set()
         self.num_runs = 0
-        """The number of times that blocks were begun to be run by halves."""
+        """The number of runs in sub-batches that were started."""
         for block in self.blocks:
             block.take(self._call)
 
@@ -94,28 +95,28 @@ class Splitter:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether layers' plans say so, and nothing is known against it: the same on every rank."""
+        """Return True if layers' plans want two-batch overlap and no obstacle is known; the same on every rank."""
         return self.is_planned and self._is_watched and not self.why_not and not self._holds()
 
     @property
     def is_planned(self) -> bool:
-        """Return whether layers' plans say so."""
+        """Return True if a layer's plan wants two-batch overlap."""
         pipelines = (layer.pipeline for layer in self._layers.values())
         return any(each is not None and each.forward.is_two_batch for each in pipelines)
 
     def begin_forward(self) -> None:
-        """Start a forward of the model: the remains of an earlier one are dropped."""
+        """Start a forward of the model, and drop the remains of an earlier one."""
         if self._run is not None:
             self._run.close()
         self._run = self._pending = self._is_agreed = None
         self._watch = _Watch(self._next)
 
     def end_forward(self, is_training: bool, has_batch: bool = True) -> None:
-        """End a forward of the model. Collective if it was the watched one.
+        """End a forward of the model. Collective after the observed one.
 
         Args:
-            is_training: whether it was one in training.
-            has_batch: whether this rank took part in it with a batch; if one did not, the next forward is watched.
+            is_training: whether it was a forward in training.
+            has_batch: whether this rank had a batch in it; if a rank had none, the next forward is observed.
         """
         self._is_agreed = False
         if self._is_watched or not is_training or not self._chains:
@@ -136,8 +137,7 @@ class Splitter:
                 self._warn_first_time(f"two-batch overlap is off: {self.why_not}")
 
     def decline(self) -> None:
-        """Take part in the ranks' decision about a forward, on a rank that has no batch for it. Collective if there is
-        something to decide."""
+        """Vote against a split forward on a rank that has no batch. Collective if there is a decision to take."""
         if self.is_wanted and torch.is_grad_enabled():
             self._agree([False])
 
@@ -147,7 +147,7 @@ class Splitter:
             block.give_back()
 
     def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
-        """Run a block, in the place of its forward."""
+        """Run a block, in place of its forward."""
         given, rest = _first(block, args, kwargs)
         if torch.compiler.is_compiling() or not (block.module.training and torch.is_grad_enabled()) or runs_again():
             return _whole(block, args, kwargs)
@@ -207,7 +207,7 @@ class Splitter:
 
 
 class _Watch:
-    """Runs blocks as they are, and records their arguments and results.
+    """Runs blocks unchanged, and records their arguments and results.
 
     Args:
         after: block -> the one behind it in its chain.
@@ -217,17 +217,17 @@ class _Watch:
         self._after = after
         self.called: list[Block] = []
         self.why_not = ""
-        """The first reason why a block cannot be run by halves, whatever the batch."""
+        """The first reason why a block cannot be split, whatever the batch."""
         self.has_samples = True
-        """False if a block was called with less than two samples."""
+        """False if a block was called with fewer than two samples."""
         self._returned: Any = None
         self._version = 0
-        """The number of times by then that this had been changed in place."""
+        """torch's version counter of the last result when it was returned."""
 
     def run(self, block: Block, given: Any, rest: Rest, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a block as it is."""
+        """Run a block unchanged, and record the call."""
         batch = _samples(given)
-        # Whether arguments can be cut does not depend on how many samples there are.
+        # Whether arguments can be split does not depend on the number of samples.
         why = _rests(block, rest, batch)[1] if batch != 1 else ""
         returned = block.forward(*args, **kwargs)
         before = self.called[-1] if self.called else None
@@ -250,7 +250,8 @@ class _Watch:
         return returned
 
     def _is_returned(self, given: Any) -> bool:
-        """Return whether this is the result of the block before; ZeRO 3 passes another tensor on the same memory."""
+        """Return True if a tensor is the result of the block before; ZeRO 3 passes another tensor on the same
+        memory."""
         returned = self._returned
         if given is returned or not (isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)):
             return given is returned
@@ -259,7 +260,8 @@ class _Watch:
 
 
 def _why_not_as_called(blocks: Sequence[Block], called: Sequence[Block]) -> str:
-    """Return why blocks cannot be split, after a forward in which these were called; empty where they can."""
+    """Return the reason why blocks cannot be split, after a forward that called some of them; empty if there is
+    none."""
     for block in blocks:
         if block.layers and block not in called:
             return f"{block.path} was not called in a forward"
@@ -282,17 +284,17 @@ def _first(block: Block, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Rest
 
 
 def _samples(given: Any) -> int:
-    """Return the samples in the input of a block; 0 if it has no dimension for them."""
+    """Return the number of samples in the input of a block; 0 if it has no dimension for them."""
     return len(given) if isinstance(given, torch.Tensor) and given.dim() > 2 else 0
 
 
 def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
-    """Return the other arguments of a block for each half, and why there are none.
+    """Return the other arguments of a block for each sub-batch, and the reason if it cannot be split.
 
     Args:
         block: the block.
         rest: its other arguments.
-        batch: the samples of its first one, see :func:`_samples`.
+        batch: the samples of its first argument, see :func:`_samples`.
     """
     args, named = rest
     try:
@@ -314,10 +316,10 @@ def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
 
 
 def _check_again(block: Block) -> None:
-    """Refuse a block that is checkpointed in a way in which its halves cannot run again in turns.
+    """Refuse a block whose checkpointing prevents sub-batches from being recomputed together.
 
     Raises:
-        CannotSplitError: it is.
+        CannotSplitError: the block is checkpointed like that.
     """
     if is_kept():
         raise CannotSplitError("the module around it is checkpointed, and recomputes it alone")
@@ -333,26 +335,26 @@ def _drop_out(blocks: Sequence[Block]) -> bool:
     return any(isinstance(each, float) and each > 0 for each in shares)
 
 
-# ---- Finds the blocks of a model that may be run by halves of the batch, and puts itself before their forwards
+# ---- The blocks of a model that may run in sub-batches, and replacements of their forwards
 
 
 @dataclass(eq=False)
 class Block:
-    """A block of a chain, whose result is the input of the next one."""
+    """Represents a block of a chain, whose result is the input of the next one."""
 
     path: str
     """Its path in the model."""
     module: nn.Module
     layers: tuple[nn.Module, ...]
-    """The layers with experts in it: one, or none in a block between two that have one."""
+    """Its layers with experts: one, or none in a block between two that have one."""
     forward: Callable[..., Any]
     """Its own forward."""
     has_next: bool = False
-    """True if what it returns was seen to be handed on to the block after it, as it is, on all ranks."""
+    """True if on all ranks its result was passed to the block after it unchanged."""
     num_returned: int | None = None
-    """The length of the tuple that it returns; ``None``: it returns a tensor."""
+    """The length of the returned tuple; ``None``: it returns a tensor."""
     hands_on: bool = False
-    """True if it returns one tensor, or a tuple with nothing else in it."""
+    """True if it returns one tensor, or a tuple whose other elements are ``None``."""
     name_of_first: str = "hidden_states"
     """The name of its first argument."""
 
@@ -361,7 +363,7 @@ class Block:
         self.module.forward = Before(self, call)
 
     def give_back(self) -> None:
-        """Undo :meth:`take`, unless somebody has put another forward around it since."""
+        """Undo :meth:`take`, unless other code has wrapped the forward since."""
         if isinstance(vars(self.module).get("forward"), Before):
             own = self.forward
             if getattr(own, "__func__", None) is type(self.module).forward:
@@ -371,12 +373,11 @@ class Block:
 
     @property
     def runs_again(self) -> bool:
-        """Return whether the model keeps no activations of the block, which runs again in the backward."""
+        """Return True if the model drops the block's activations, so that it runs again in the backward."""
         return bool(getattr(self.module, "gradient_checkpointing", False))
 
     def forward_alone(self) -> Callable[..., Any] | None:
-        """Return its forward without the checkpointing that transformers wraps it in; ``None``: it is not wrapped so,
-        and what checkpoints it is not known."""
+        """Return its forward without the checkpointing wrapper of transformers; ``None`` if it has no such wrapper."""
         wrapper = getattr(self.forward, "__func__", None)
         inside = getattr(wrapper, "__wrapped__", None)
         if inside is None or wrapper.__globals__.get("__name__") != "transformers.modeling_layers":
@@ -384,13 +385,14 @@ class Block:
         return types.MethodType(inside, self.module)
 
     def why_alone(self) -> str:
-        """Return the version of transformers that a checkpointed block is alone because of, in words; empty if not."""
+        """Return the version of transformers that makes a checkpointed block recompute alone, in words; empty if
+        not."""
         if not any(each.__module__ == "transformers.modeling_layers" for each in type(self.module).mro()):
             return ""
         return f", as blocks of transformers before 5.23 do ({version('transformers')} is installed)"
 
     def is_observed(self) -> bool:
-        """Return whether others than DeepSpeed read the block's result or arguments, so that they have to exist."""
+        """Return True if code other than DeepSpeed reads the block's result or arguments, which then must exist."""
         if not isinstance(vars(self.module).get("forward"), Before):
             return True
         of_all = torch.nn.modules.module
@@ -401,7 +403,7 @@ class Block:
 
 
 class Before:
-    """Is called in the place of a block's forward. Copies of the block have its own forward again."""
+    """Replaces a block's forward. Copies of the block have their own forward again."""
 
     def __init__(self, block: Block, call: Callable[..., Any]) -> None:
         self._block = block
@@ -421,8 +423,10 @@ class Before:
 
 
 def _acts_on_tensors_alone(hook: Any) -> bool:
-    """Return whether a hook leaves alone what is no tensor. DeepSpeed's do; whether those of transformers collect what
-    blocks return is asked in each forward."""
+    """Return True if a hook ignores values that are no tensors.
+
+    Hooks of DeepSpeed do; for those of transformers :func:`wants_blocks` is checked in each forward.
+    """
     if isinstance(hook, types.MethodType):
         hook = hook.__func__
     name = getattr(hook, "__module__", "") or ""
@@ -432,15 +436,15 @@ def _acts_on_tensors_alone(hook: Any) -> bool:
 def find_chains(
     model: nn.Module, layers: Mapping[str, nn.Module], named: Sequence[str] = ()
 ) -> tuple[list[list[Block]], str]:
-    """Return the chains of blocks of a model in which layers with experts are, and why there is none.
+    """Return the chains of blocks of a model that contain layers with experts, or the reason why there are none.
 
-    A block is the innermost element of a list of modules around a layer, or the nearest module around it whose class is
-    among those named. Elements of the list that lie between two such belong to the chain, too.
+    A block is the innermost element of a list of modules around a layer, or the nearest module around it with a named
+    class. Elements of the list between two such belong to the chain too.
 
     Args:
         model: the model.
         layers: path -> the layer with experts.
-        named: names of classes; empty: lists of modules are looked for.
+        named: names of classes; empty: search lists of modules.
 
     Returns:
         (chains, the reason why there are none).
@@ -458,12 +462,12 @@ def find_chains(
 
 
 def _block_around(path: str, modules: Mapping[str, nn.Module], named: Sequence[str]) -> tuple[str, str] | None:
-    """Return the paths (of what holds the block, of the block)."""
+    """Return the paths of the block around a layer and of the block's container: (container, block)."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         at, above = ".".join(parts[:length]), ".".join(parts[: length - 1])
         if named:
-            # Its class may have been derived from, as ours are.
+            # Its class may be a subclass, as ours are.
             if any(each.__name__ in named for each in type(modules[at]).__mro__):
                 return above, at
         elif isinstance(modules[above], (nn.ModuleList, nn.Sequential)):

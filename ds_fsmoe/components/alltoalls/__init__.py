@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls: how blocks of slots travel between the ranks of a group. One algorithm per file."""
+"""The all-to-alls that the package has, one algorithm per file.
+
+Each is registered under the name that a config uses.
+"""

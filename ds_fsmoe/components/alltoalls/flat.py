@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flat all-to-all: the backend's own, every rank to every rank at once."""
+"""The flat all-to-all: the backend's own, from every rank to every rank at once.
+
+The other algorithms use it where a group has one kind of link.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ds_fsmoe.registry import register_alltoall
 def exchange_flat(
     x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send to each rank as many of dimension 0 as ``sends`` says, and receive as many as ``receives`` says."""
+    """Send ``sends[g]`` rows of dimension 0 to rank g, and return ``receives[g]`` rows from each rank g."""
     y = x.new_empty(sum(receives), *x.shape[1:])
     dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
     return y
@@ -23,18 +26,18 @@ def exchange_flat(
 
 @register_alltoall("flat")
 class FlatAllToAll(AllToAllBase):
-    """One ``all_to_all_single`` over all ranks of the group: x [G * n, ...] to the same shape.
+    """Exchanges blocks in one ``all_to_all_single`` over all ranks of the group: x [G * n, ...] to the same shape.
 
     See :class:`AllToAllBase`.
 
     Examples:
         >>> import torch, ds_fsmoe
-        >>> ds_fsmoe.FlatAllToAll()(torch.ones(4, 8), group=None).shape  # a group of one rank keeps what it has
+        >>> ds_fsmoe.FlatAllToAll()(torch.ones(4, 8), group=None).shape  # a group of one rank returns its input
         torch.Size([4, 8])
     """
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
-        """See :meth:`AllToAllBase.exchange_rows`."""
+        """Exchange rows; see :meth:`AllToAllBase.exchange_rows`."""
         return exchange_flat(x_RM, sizes.sends, sizes.receives, group)
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1DH: one rank of each node speaks for it (HetuMoE: Nie et al., 2022)."""
+"""The 1DH all-to-all: one rank of each node sends and receives for the whole node (HetuMoE: Nie et al., 2022).
+
+Messages between nodes are fewer and larger than in ``two_steps``, but only one rank per node sends them.
+``hierarchical`` runs its steps.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,15 @@ from ds_fsmoe.registry import register_alltoall
 
 @register_alltoall("1dh")
 class LeadersAllToAll(HierarchicalAllToAll):
-    """Gathered at the first rank of the node, exchanged among these, handed out from there.
+    """Gathers a node's blocks at its first rank, exchanges them between these ranks, and scatters them inside the
+    nodes.
 
-    Few and large messages between nodes: one from each node to each other one. But all that a node sends goes through
-    one rank, twice over the links inside.
+    Messages between nodes are few and large: one from each node to each other node. In return, all rows of a node pass
+    one rank, and use the links inside the node twice.
     """
 
     links: ClassVar[tuple[Link, ...]] = ("intra", "inter", "intra")
 
     def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        """See :meth:`HierarchicalAllToAll.forwarding_ranks`."""
+        """Return the first rank of either node; see :meth:`HierarchicalAllToAll.forwarding_ranks`."""
         return nodes.neighbours(source)[0], nodes.neighbours(destination)[0]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Once per node: a token crosses to each node once, and is copied to its experts there."""
+"""Node-deduplicated dispatch: a token is sent to each node once, and is copied to its experts there.
+
+The class only marks the algorithm. ``execution.row_chunks`` and ``execution.counts_exchange`` run it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from ds_fsmoe.registry import register_alltoall
 
 @register_alltoall("once_per_node")
 class NodeDeduplicatedAllToAll(FlatAllToAll, NodeDeduplicated):
-    """One row of a token goes to each node that has one of its experts, and on to the ranks of these.
+    """Sends one row of a token to each node that has one of its experts, and forwards it to their ranks.
 
-    With k choices spread over n nodes, a row crosses to a node once instead of once for each choice there; results are
-    weighted and added up in the node, and one row comes back. Where that cannot be (slots, one node, one rank in each,
-    unequal nodes, sharded experts), this is the flat all-to-all.
+    Of k choices on n nodes, n rows are sent between nodes instead of k. Results are weighted and added up inside a
+    node, and one row returns. It is the flat all-to-all for slots, one node, one rank per node, nodes of unequal size,
+    and sharded experts.
     """

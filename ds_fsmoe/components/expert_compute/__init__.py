@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank's experts are computed: by hand or by autograd, one by one or grouped."""
+"""Computes a rank's experts: by hand-written gradients or by autograd, one by one or grouped. ``calls`` and
+``stacked_experts`` are the entry points for layers."""

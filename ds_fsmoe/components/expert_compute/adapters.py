@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of low rank on the experts of one rank: a weight W of an expert is W + scaling * B A in a call.
+"""Adapters of low rank (LoRA) on the experts of one rank: a call computes with W + scaling * B A in place of a weight
+W.
 
-The sum is never made where products are written out: rows go through A and B by themselves, and so do gradients. That
-takes no second copy of the weights, and no gradient of a whole weight that is frozen.
+Hand-written products never form this sum: rows go through A and B separately, and so do gradients. So a call needs no
+second copy of the weights, and no gradient of a whole frozen weight. ``stacked_experts`` creates the calls; ``linears``
+adds an adapter's part to each product.
 
 Letters: e experts on this rank, R rows expert by expert, I features in, O features out, r the rank of an adapter.
 """
@@ -21,12 +23,12 @@ from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 
 _COLUMNS = 8
-"""Ranks are filled up with zeros to a multiple of this, which grouped products take in every type."""
+"""Ranks are padded with zeros to a multiple of this, which grouped products accept in every dtype."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter of one weight, in PEFT's order of its numbers."""
+    """Represents one adapter of one weight, in PEFT's layout."""
 
     weight: str
     """The name of the weight in the module of the experts."""
@@ -45,31 +47,31 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Return the rank, r."""
+        """Return the adapter's rank, r."""
         return (shape_of(self.a) or (0,))[0] // self.num_experts
 
     def wants_rows(self, sums: GradientSums) -> bool:
-        """Return whether the gradients of A and B are asked for, for which the rows are needed."""
+        """Return True if A or B wants a gradient, which needs the rows."""
         return any(map(sums.wants, self.parameters))
 
     def product(self, x_RI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        """Return the adapter's addition to the product of rows and their expert's weight, [R, O]."""
+        """Return the adapter's addition to the product of rows with their expert's weight, [R, O]."""
         h_Rr = self._inner(x_RI, groups)
         return products.product(h_Rr.mul_(self.scaling), self._b_eOr(x_RI.dtype), False, groups)
 
     def rows_gradient(self, dy_RO: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        """Return the adapter's addition to the gradient of the rows, [R, I], from that of the results."""
+        """Return the adapter's addition to the gradient of the rows, [R, I]."""
         dh_Rr = self._inner_gradient(dy_RO, groups)
         return products.grouped_rows_gradient(dh_Rr, self._a_erI(dy_RO.dtype), False, groups)
 
     def add_gradients(self, x_RI: torch.Tensor, dy_RO: torch.Tensor, groups: RowGroups, sums: GradientSums) -> None:
-        """Add to the gradients of A and B those of some rows.
+        """Add the gradients of some rows to those of A and B.
 
         Args:
-            x_RI: the rows, in the type of the products.
+            x_RI: the rows, in the dtype of the products.
             dy_RO: the gradient of the results.
-            groups: where the rows of each expert lie.
-            sums: where gradients go.
+            groups: the rows of each expert.
+            sums: the sums to add to.
         """
         x_RI, dy_RO = x_RI.to(dy_RO.dtype), dy_RO.contiguous()
         if sums.wants(self.a):
@@ -82,11 +84,11 @@ class Adapter:
             sums.add(self.b, db_eOr.permute(1, 2, 0).reshape(shape_of(self.b)).to(self.b.dtype), is_own=True)
 
     def delta(self, is_transposed: bool, a: torch.Tensor | None = None, b: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the change of the weight itself, [e, O, I], or [e, I, O] where it is transposed; for autograd.
+        """Return the change of the weight, [e, O, I], or [e, I, O] where it is transposed; for autograd.
 
         Args:
             is_transposed: whether the weight is.
-            a, b: what stands in for A and B, if anything does.
+            a, b: replacements of A and B, if any.
         """
         a_erI = (self.a if a is None else a).unflatten(0, (self.num_experts, -1))
         b_Ore = (self.b if b is None else b).unflatten(1, (-1, self.num_experts))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one forward call of a layer, where autograd differentiates them."""
+"""Computes experts in one forward call of a layer through autograd, and keeps the state that a repeated call needs.
+
+``calls`` and ``stacked_experts`` use it for experts without a hand-written form; ``written_call`` is the counterpart
+for the others. Autocast, random numbers and buffers are saved, so that a repeated call computes the same.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,20 @@ from ds_fsmoe.components.expert_compute.saved import SavedTensors
 if TYPE_CHECKING:
     from ds_fsmoe.components.expert_compute.stacked_forms import OwnExperts
 
-# ---- What a call found around it and its repetition has to find again, and to leave as it was
+# ---- State of a call that its repetition restores
 
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Autocast as it stood in a thread at some moment."""
+    """Holds the settings of autocast in a thread at some moment."""
 
     settings: tuple[tuple[str, bool, torch.dtype], ...]
-    """Device type, whether it is enabled there, and the type that it casts to."""
+    """Device type, whether autocast is enabled for it, and the dtype that it casts to."""
     cache_enabled: bool
 
     @classmethod
     def now(cls, device_types: Iterable[str]) -> AutocastState:
-        """This thread's state for some device types (``"cpu"``, ``"cuda"``)."""
+        """Return this thread's settings for some device types (``"cpu"``, ``"cuda"``)."""
         settings = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types]
         return cls(tuple(settings), torch.is_autocast_cache_enabled())
 
@@ -45,7 +49,7 @@ class AutocastState:
         return torch.is_autocast_cache_enabled() == self.cache_enabled
 
     def restored(self) -> AbstractContextManager:
-        """Puts the state in force; costs next to nothing where it is already."""
+        """Return a context that restores the settings; costs next to nothing where they are unchanged."""
         if self._is_now():
             return _NOTHING
         stack = ExitStack()
@@ -59,7 +63,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random-number generators, of the host and of one device, as they stood at some moment."""
+    """Holds the state of the random-number generators of the host and of one device, at some moment."""
 
     device: torch.device
     of_host: torch.Tensor
@@ -71,7 +75,7 @@ class RandomState:
         return cls(device, torch.get_rng_state(), of_device)
 
     def is_now(self) -> bool:
-        """Return whether no random number has been drawn since."""
+        """Return True if no random number has been drawn since."""
         now = RandomState.now(self.device)
         if self.of_device is not None and not torch.equal(self.of_device, now.of_device):
             return False
@@ -84,7 +88,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws inside are those that followed this state; outside nothing is drawn."""
+        """Repeat the draws that followed this state inside the context, and restore the generators after it."""
         outside = RandomState.now(self.device)
         self._set()
         try:
@@ -100,7 +104,7 @@ class RandomState:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Inside, buffers are copies that may be changed; outside they are what they were, as for a call that does not
+    """Replace a module's buffers by copies inside the context, and restore them after it, for a call that does not
     count."""
     held = [(each, dict(each._buffers)) for each in module.modules() if each._buffers]
     for each, buffers in held:
@@ -112,64 +116,68 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
             each._buffers.update(buffers)
 
 
-# ---- Experts in one forward call of a layer, where autograd differentiates them
+# ---- Calls that autograd differentiates
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Return its argument: for autograd's hooks on saved tensors that do nothing."""
+    """Return the argument: for hooks on saved tensors that do nothing."""
     return tensor
 
 
 def somebody_keeps_for_autograd() -> bool:
-    """Whether what is saved for the backward goes through hooks: kept graphs would hold what those want to drop."""
+    """Return True if hooks are active on the tensors that autograd saves.
+
+    Kept graphs would then keep tensors that the hooks want to drop.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 Aliases = Mapping[int, torch.Tensor]
-"""By the id of a parameter what stands in for it in a graph."""
+"""The id of a parameter -> its replacement in a graph."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A recorded call."""
+    """Holds a recorded call, with its graph."""
 
     leaf: torch.Tensor
-    """Stands for the rows in the graph. It is empty: the graph has what it needs of them."""
+    """Replaces the rows in the graph. It is empty: the graph has saved the values that it needs."""
     aliases: Aliases
     edge: GradientEdge | None
-    """Where the gradient of the result goes in; ``None``: the result depends on nothing."""
+    """The graph edge for the gradient of the result; ``None``: the result depends on no tensor that has one."""
     dtype: torch.dtype
-    """The type that the result has."""
+    """The dtype of the result."""
     y: torch.Tensor | None
 
 
 class AutogradCall:
-    """Calls a module once for each cut, as ``module(...)``, so that hooks run.
+    """Calls a module once for each chunk, as ``module(...)``, so that hooks run.
 
-    Where graphs are kept a backward cut uses that of the forward's cut, and has to be one of them. Otherwise the module
-    is called again on the rows of the cut, under the forward's random numbers: hooks run another time, as under
-    activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
-    cannot draw the same numbers: an expert with dropout needs equal cuts in both phases. A module that changes buffers
-    does so for each cut of the forward. Modules that refuse ``torch.autograd.grad`` (reentrant checkpointing inside an
-    expert) are not supported.
+    Where graphs are kept, a backward chunk must equal a forward chunk, and uses its graph. Otherwise the module is
+    called again on the rows of the chunk, with the forward's random numbers. Hooks then run another time, as under
+    activation checkpointing, and buffers keep the forward's values.
 
-    Kept is, with a graph, what autograd saves; where the rows are strided (N > 1), that is often a copy of them. Where
-    a backward retains its own graph, this one stays, too. Without a graph the rows are kept, which are the caller's
+    Chunks other than the forward's cannot draw the same random numbers: an expert with dropout needs equal chunks in
+    both phases. A module that changes buffers does so for each chunk of the forward. Modules that refuse
+    ``torch.autograd.grad`` (reentrant checkpointing inside an expert) are not supported.
+
+    With a graph, a call keeps what autograd saves, which includes a copy of strided rows (N > 1) in many cases. A
+    backward that retains its own graph retains this one too. Without a graph, a call keeps the rows, in the caller's
     memory.
 
     Args:
-        called: what is called.
-        sums: where weight gradients go.
+        called: the experts to call.
+        sums: the sums of weight gradients.
         order: see :class:`~ds_fsmoe.components.expert_compute.saved.SavedTensors`.
         needs_backward: whether to keep anything.
         keeps_graph: whether to keep graphs, or the rows alone.
-        keeps_results: whether the backward may be given weights of rows, of which results have gradients.
+        keeps_results: whether the backward may receive weights of rows, whose gradients need the results.
     """
 
     is_grouped = False
     makes_memory = False
-    """Says that results on slots may be memory of the rows."""
+    """False: results on slots may share memory with the rows."""
 
     def __init__(
         self,
@@ -183,7 +191,7 @@ class AutogradCall:
     ) -> None:
         self._called, self._sums, self.saved = called, sums, SavedTensors(order)
         self.takes_rows = called.takes_rows
-        """Whether several experts get rows [R, M] also where they have slots, which are rows with equal counts."""
+        """Whether several experts get rows [R, M] for slots too, as rows with equal counts."""
         self._wanted = tuple(each for each in called.parameters if sums.wants(each)) if needs_backward else ()
         self._needs_backward, self._keeps_graph, self._keeps_results = needs_backward, keeps_graph, keeps_results
         self._aliases: Aliases = {}
@@ -191,11 +199,13 @@ class AutogradCall:
         self._random: dict[tuple[int, int], RandomState] = {}
 
     def forget(self) -> None:
-        """Hold the memory of weights no longer: only graphs do."""
+        """Drop the memory of weights; graphs alone keep it."""
         self._aliases = {}
 
     def forward(self, start: int, stop: int, x: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
-        """[N, c, M], or [R, M], to the same shape; may be memory of the rows or of what autograd has saved.
+        """Compute a chunk, [N, c, M] or [R, M], to the same shape.
+
+        The result may share memory with the rows or with tensors that autograd has saved.
 
         Raises:
             ValueError: the module returns another shape.
@@ -204,7 +214,7 @@ class AutogradCall:
             self._aliases = self._aliases or self._stand_ins()
             self._runs[start, stop], y = self._record(x, groups, self._aliases)
             if self.takes_rows:
-                # The graph has these rows; the call has them too, to hold until streams are joined.
+                # The graph has these rows; the call keeps them too, until streams are joined.
                 self.saved.put(start, stop, (x,))
             return y
         if self._needs_backward:
@@ -221,8 +231,11 @@ class AutogradCall:
         groups: RowGroups | None = None,
         weights: RowWeights | None = None,
     ) -> torch.Tensor:
-        """The same shapes, may be the same memory; adds to the weights' gradients."""
-        # Several chunks without rows are one cut.
+        """Return the gradient of a chunk's rows, in the shape of ``dy``, and add the weights' gradients.
+
+        The result may share memory with ``dy``.
+        """
+        # Several chunks without rows share one record.
         retains = self._keeps_graph and (start == stop or torch._C._autograd._get_current_graph_task_keep_graph())
         if self._keeps_graph:
             run = self._runs.get((start, stop)) if retains else self._runs.pop((start, stop), None)
@@ -236,11 +249,11 @@ class AutogradCall:
                 self.saved.take(start, stop)
         else:
             run = self._record_again(start, stop, groups)
-        if weights is not None:  # only rows have any: of one expert N is 1
+        if weights is not None:  # only rows have weights: then N is 1 for one expert
             weights.add_products(dy.flatten(0, -2), run.y.flatten(0, -2))
             dy = weights.apply(dy.flatten(0, -2)).view(dy.shape)
         aliases = [run.aliases[id(each)] for each in self._wanted]
-        # The parameters themselves as well: a module may hold one elsewhere than where modules look for it.
+        # The parameters themselves too: a module may store one outside ``_parameters``.
         themselves = () if self._called.has_all_gradients else self._wanted
         inputs = run.leaf, *aliases, *themselves
         found: Sequence[torch.Tensor | None] = (None,) * len(inputs)
@@ -257,16 +270,16 @@ class AutogradCall:
 
     def _stand_ins(self) -> Aliases:
         # Hooks on a parameter are for the gradient that the layer returns, and run then. They would run here too if
-        # the graph led to the parameters themselves, so it leads to aliases of them.
+        # the graph led to the parameters, so it leads to aliases.
         return {id(each): each.detach().requires_grad_() for each in self._wanted}
 
     def _record(self, x: torch.Tensor, groups: RowGroups | None, aliases: Aliases) -> tuple[_Run, torch.Tensor]:
-        """Return the recorded call and the result."""
-        # Whoever drops or moves what autograd keeps (checkpointing, offloading) does so with the rows: this graph is
-        # walked inside a backward, where checkpointing would run the whole forward once more for it.
+        """Call the experts with autograd, and return the record and the result."""
+        # Hooks that drop or move saved tensors (checkpointing, offloading) do so with the rows: this graph is used
+        # inside a backward, where checkpointing would run the whole forward once more for it.
         with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
             leaf = x.detach().requires_grad_()
-            # Not the leaf itself: autocast remembers the casts of leaves, as if they were weights.
+            # Not the leaf itself: autocast caches the casts of leaves, as if they were weights.
             y = self._called.call(leaf.view_as(leaf), groups, aliases)
         edge = get_gradient_edge(y) if y.requires_grad else None
         leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
@@ -276,21 +289,21 @@ class AutogradCall:
     def _record_again(self, start: int, stop: int, groups: RowGroups | None) -> _Run:
         (x,) = self.saved.take(start, stop)
         state = self._random.get((start, stop))
-        if state is None:  # another cut: the numbers of the forward's cut in which it begins
+        if state is None:  # another chunk: the state of the forward's chunk in which it begins
             state = next(
                 (each for (first, last), each in self._random.items() if first <= start < last),
                 next(iter(self._random.values())),
             )
-        # Statistics over rows have been counted once.
+        # The forward has counted statistics over rows already.
         with state.replayed(), buffers_kept(self._called.module):
             return self._record(x, groups, self._stand_ins())[0]
 
 
 class OneExpert:
-    """One expert as :class:`AutogradCall` calls it.
+    """Calls one expert for :class:`AutogradCall`.
 
     Args:
-        module: any row-wise module; of a tuple only the first counts, as in stock.
+        module: any row-wise module; of a tuple only the first element counts, as in stock.
         keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
         contiguous: make the module's rows contiguous first.
         where: the beginning of messages about the module.
@@ -298,7 +311,7 @@ class OneExpert:
 
     takes_rows = False
     has_all_gradients = False
-    """Whether a parameter on which nothing depends has a gradient of zeros."""
+    """Whether a parameter without influence on the result has a gradient of zeros."""
 
     def __init__(self, module: nn.Module, *, keep_expert_dim: bool, contiguous: bool, where: str = "") -> None:
         self.module, self.parameters = module, tuple(module.parameters())
@@ -306,7 +319,7 @@ class OneExpert:
         self._keep_expert_dim, self._contiguous, self._where = keep_expert_dim, contiguous, where
 
     def call(self, x_NcM: torch.Tensor, groups: RowGroups | None, aliases: Aliases | None) -> torch.Tensor:
-        """[N, c, M] to the same shape.
+        """Compute rows [N, c, M] to the same shape; ``aliases`` replace parameters.
 
         Raises:
             ValueError: the module returns another shape.

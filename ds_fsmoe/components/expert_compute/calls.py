@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of one rank that are modules, and how a call of them is made.
+"""The experts of one rank that are separate modules: makes a call of them for each forward of their layer.
+
+Layers of stock's kind and :class:`MOELayer` create an :class:`ExpertSet`; ``stacked_experts`` is the counterpart for
+one module with stacked weights. The set chooses for each expert between ``written_call``, ``autograd_call`` and
+``side_by_side``.
 
 Letters: N ranks the rows came from, e experts on this rank, C slots per expert, c a chunk of them, M width.
 """
@@ -26,15 +30,14 @@ from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 
 
 class ExpertSet:
-    """The experts of one rank in one layer. Owns nothing: parameters and hooks stay where they are.
+    """Represents the experts of one rank in one layer. It owns nothing: parameters and hooks stay in the modules.
 
     Args:
         experts: e row-wise modules.
         keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
         path: of their layer in the model, for messages.
-        together: whether several experts are computed together: "auto" where it pays
-            (:func:`~ds_fsmoe.components.expert_compute.side_by_side.pays`), "never", or "always" where it can be done
-            at all.
+        together: whether several experts are computed together: "auto" where it is faster
+            (:func:`~ds_fsmoe.components.expert_compute.side_by_side.pays`), "never", or "always" where it is possible.
     """
 
     def __init__(
@@ -51,28 +54,28 @@ class ExpertSet:
         self.path = path
         self.together: GroupedExperts = together
         self.parameters = tuple(dict.fromkeys(each for expert in experts for each in expert.parameters()))
-        """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
+        """All parameters of the experts, each once, in a fixed order, frozen ones included."""
         self._ids = self._present_ids()
         self._plan = ExpertPlan(self.experts, self.parameters)
         self._places: list[tuple[int, int]] | None = None
-        """These are the first and last of the experts that go together, as the plan has them."""
+        """The first and last index of each run of experts that are computed together; ``None`` until it is needed."""
 
     def __reduce__(self) -> tuple[type[ExpertSet], tuple[object, ...]]:
-        # A copy has experts of its own, and what is known of these by identity is not known of those.
+        # A copy has its own experts: what is cached by identity does not apply to them.
         return type(self), (self.experts, self.keep_expert_dim, self.path, self.together)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the parameters."""
+        """Return the shapes of the parameters."""
         return [tuple(each.shape) for each in self.parameters]
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of this rank."""
+        """Return the number of experts of this rank."""
         return len(self.experts)
 
     def written_now(self) -> tuple[ManualExpert | None, ...]:
-        """Of each expert the written-out form by which a call made now would compute it, if it would."""
+        """Return the hand-written form of each expert in a call made now; ``None`` where autograd computes it."""
         planned, _, _ = self._now()
         return tuple(None if each is None else each.form for each in planned)
 
@@ -85,25 +88,24 @@ class ExpertSet:
         same_chunks: bool = True,
         recompute: bool = False,
     ) -> ExpertCall:
-        """One forward call of the layer, under the autocast that holds now.
+        """Return one forward call of the layer, under the present autocast settings.
 
-        Each expert is computed by its written-out form if it has one and nothing would miss the calls of its modules
-        (hooks, autocast, compilation), else through autograd.
+        An expert is computed by its hand-written form if it has one. It is computed through autograd if not, and where
+        hooks, autocast or compilation need the calls of its modules.
 
         Args:
             needs_backward: ``False`` keeps nothing.
-            rows: how many there are of each expert in each chunk; ``None``: the call is on slots.
-            x_RM: rows of this width and type; may be ``None`` for slots.
-            same_cuts: whether the backward will have the forward's cuts. If not, an expert that autograd
-                differentiates keeps its rows alone, since its graphs would be of no use. Only memory and time depend
-                on it: any cuts are computed rightly either way.
-            recompute: keep the rows alone and compute all else again in the backward.
+            rows: the rows of each expert in each chunk; ``None``: the call is on slots.
+            x_RM: rows of the width and dtype of the call; may be ``None`` for slots.
+            same_chunks: whether the backward has the forward's chunks. If not, autograd keeps an expert's rows instead
+                of graphs. Only memory and time depend on it; results do not.
+            recompute: keep the rows only, and compute all else again in the backward.
 
         Raises:
-            RuntimeError: the experts' parameters are not those that this set was made with.
+            RuntimeError: the experts' parameters were replaced after this set was made.
         """
         planned, places, sums = self._now()
-        # In an unchunked layer the slots of an only expert are contiguous, those of several are not. It matters: torch
+        # In an unchunked layer the slots of a single expert are contiguous, those of several are not. It matters: torch
         # adds a bias within the matrix product or after it, with one rounding or two.
         contiguous = rows is None and len(self.experts) == 1
         options = {"needs_backward": needs_backward, "recompute": recompute, "contiguous": contiguous}
@@ -115,7 +117,7 @@ class ExpertSet:
             return ExpertRun(index, index + 1, self._through_autograd(index, sums, rows, same_chunks, **options), True)
 
         def settled(x_NeCM: torch.Tensor) -> list[ExpertRun]:
-            """Compute experts alone after all where together does not pay or would copy weights."""
+            """Split runs into single experts where computing them together is slower or would copy weights."""
             found = []
             for run in runs:
                 if run.is_single or self._go_together(run, planned[run.first], x_NeCM):
@@ -138,20 +140,21 @@ class ExpertSet:
         return ExpertCall(runs, sums, autocast, needs_backward, rows, settled if are_open else None)
 
     def _can_go_together(self, planned: PlannedExpert, count: int, rows: CallRows, x_RM: torch.Tensor) -> bool:
-        """Return whether experts can be computed together on such rows."""
-        # Rows of some of the experts can be picked from other chunks only one by one.
+        """Return True if ``count`` experts can be computed together on such rows."""
+        # Rows of a part of the experts can be picked from other chunks only expert by expert.
         are_picked = rows.forward is rows.backward or count == len(self.experts)
         return are_picked and can_be_grouped(planned, x_RM)
 
     def _go_together(self, run: ExpertRun, planned: PlannedExpert, x_NeCM: torch.Tensor) -> bool:
-        """Return whether experts are computed together on slots of this shape."""
+        """Return True if experts are computed together on slots of this shape."""
         return (self.together == "always" or pays(planned, x_NeCM)) and run.call.experts.is_free(x_NeCM.shape[0])
 
     def _now(self) -> tuple[Sequence[PlannedExpert | None], list[tuple[int, int]], GradientSums]:
-        """The experts as a call made now computes them, which of them go together, and where gradients go."""
+        """Return the experts as planned for a call made now, the runs that are computed together, and the gradient
+        sums."""
         plan = self._plan_now()
         sums = GradientSums(self.parameters, plan.wanted)
-        # Where autocast holds where they are, none is computed by its written-out form.
+        # Under autocast on their device no expert is computed by its hand-written form.
         if any(map(torch.is_autocast_enabled, plan.device_types)):
             planned = (None,) * len(self.experts)
             return planned, runs_of(planned, self.together), sums
@@ -170,7 +173,7 @@ class ExpertSet:
         recompute: bool,
         contiguous: bool,
     ) -> AutogradCall:
-        """The call of one expert that autograd differentiates."""
+        """Return the call of one expert that autograd differentiates."""
         where = f"{self.path}: expert {index}: " if self.path else ""
         expert = OneExpert(
             self.experts[index], keep_expert_dim=self.keep_expert_dim, contiguous=contiguous, where=where
@@ -191,7 +194,7 @@ class ExpertSet:
         return [id(parameter) for module in modules for parameter in module._parameters.values()]
 
     def _device_types(self) -> list[str]:
-        """Those that autocast may be on for: the host, and where the experts are."""
+        """Return the device types that autocast may be on for: the host, and the device of the experts."""
         if self.parameters:  # a layer's experts share a device
             accelerator = self.parameters[0].device
         else:

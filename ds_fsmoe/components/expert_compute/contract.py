@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract by which transformers' models keep a layer's experts: one module, one tensor of each kind of weight.
+"""The contract by which transformers' models store a layer's experts: one module, one tensor of each kind of weight.
 
-Such a module is called as ``experts(hidden_states, top_k_index, top_k_weights)`` and says by flags how its weights lie
-(``transformers.integrations.use_experts_implementation``). Nothing of transformers is imported here.
+Such a module is called as ``experts(hidden_states, top_k_index, top_k_weights)``, and declares the layout of its
+weights by flags (``transformers.integrations.use_experts_implementation``). The engine checks modules here before it
+converts them. This module imports nothing of transformers.
 
 Letters: E experts, M width of a token, H width of an expert, F = 2 * H where experts are gated, else H.
 """
@@ -18,32 +19,32 @@ import torch
 from torch import nn
 
 OWN_NAMES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
-"""All names that the contract has for weights."""
+"""All names of weights in the contract."""
 
 
 class ContractError(ValueError):
-    """A module says that it follows the contract, and does not as far as it can be seen."""
+    """Reports a module that declares the contract and does not follow it."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """The declaration of the weights of a module of experts."""
+    """Describes the layout of the weights that a module of experts declares."""
 
     has_bias: bool
     is_transposed: bool
     """Whether a weight is [E, in, out] instead of [E, out, in]."""
-    # What earlier releases of transformers 5 did not say yet, as it was then.
+    # Flags that earlier releases of transformers 5 lack; the defaults are their behaviour.
     has_gate: bool = True
-    """Whether the first product gives gate and value, ``gate_up_proj``, or the value alone, ``up_proj``."""
+    """Whether the first product returns gate and value, ``gate_up_proj``, or the value alone, ``up_proj``."""
     is_concatenated: bool = True
-    """Whether gate and value lie one behind the other, or one beside the other."""
+    """Whether gate and value are concatenated, or interleaved."""
     has_post_expert_norm: bool = False
     adds_down_bias: bool = True
-    """Whether the second bias is added here; of the shards of an expert only the first does so."""
+    """Whether the second bias is added; of an expert's shards only the first adds it."""
 
     @functools.cached_property
     def up(self) -> str:
-        """The name of the first weight, [E, F, M], or [E, M, F] where it is transposed."""
+        """Return the name of the first weight, [E, F, M], or [E, M, F] where it is transposed."""
         return "gate_up_proj" if self.has_gate else "up_proj"
 
     down = "down_proj"
@@ -51,22 +52,22 @@ class Contract:
 
     @functools.cached_property
     def weights(self) -> tuple[str, ...]:
-        """The names of all tensors whose first dimension is the experts."""
+        """Return the names of all tensors whose first dimension is the experts."""
         names = self.up, self.down
         return (*names, *(f"{each}_bias" for each in names)) if self.has_bias else names
 
 
 def follows_contract(module: nn.Module) -> bool:
-    """Return whether a module is the experts of a layer by the contract."""
+    """Return True if a module is the experts of a layer by the contract."""
     said = (each.name for each in fields(Contract) if each.default is MISSING)
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, each) for each in said)
 
 
 def contract_of(module: nn.Module) -> Contract:
-    """Return a module's declaration of its weights, checked against them.
+    """Return a module's declaration of its weights, checked against their shapes.
 
     Raises:
-        ContractError: they do not fit.
+        ContractError: the weights do not match the declaration.
     """
     said = {each.name: getattr(module, each.name, each.default) for each in fields(Contract)}
     found = Contract(**{name: bool(value) for name, value in said.items()})
@@ -92,7 +93,8 @@ def contract_of(module: nn.Module) -> Contract:
 
 
 def shape_of(weight: Any) -> tuple[int, ...] | None:
-    """Return the whole shape of a parameter, which ZeRO 3 may have shared out; ``None`` for what is no tensor."""
+    """Return the whole shape of a parameter, also where ZeRO 3 partitions it; ``None`` for an object that is no
+    tensor."""
     shape = getattr(weight, "ds_shape", getattr(weight, "shape", None))
     return None if shape is None else tuple(shape)
 
@@ -103,7 +105,7 @@ def numel_of(weight: torch.Tensor) -> int:
 
 
 def _sizes(contract: Contract, up: tuple[int, ...] | None) -> tuple[int, int, int] | None:
-    """Return (E, M, H)."""
+    """Return (E, M, H) by the shape of the first weight; ``None`` if it cannot be such a weight."""
     if up is None or len(up) != 3:
         return None
     width, hidden = (up[1], up[2]) if contract.is_transposed else (up[2], up[1])

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of one rank in one forward call of a layer, computed chunk by chunk.
 
-A chunk has slots, as many of each expert, or rows, of each expert as many as there are tokens for it. The rows of a
-chunk come expert by expert, and of each expert segment by segment of the tokens. So all rows that an expert has in a
-call are one run, of which a chunk of either phase is a part: an expert that is computed alone is computed as on slots,
-each chunk being a range of its rows.
+The pipeline of a layer calls :meth:`ExpertCall.forward` and :meth:`ExpertCall.backward` for each chunk. This module
+splits chunks by expert; ``written_call`` and ``autograd_call`` compute them.
+
+A chunk has slots, equally many of each expert, or rows, as many of each expert as tokens chose it. The rows of a chunk
+are sorted by expert, and within an expert by segment of the tokens. So all rows of an expert in a call are one run. A
+chunk of either phase is a range of it. An expert that is computed alone is computed as on slots.
 
 Letters: N ranks the rows came from, e experts on this rank, k of them together, C slots per expert, c a chunk of them,
 R rows of a chunk, M width.
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class PhaseRows(Protocol):
-    """The sizes of one phase of a call on rows."""
+    """Holds the sizes of one phase of a call on rows."""
 
     @property
     def places(self) -> Sequence[int]:
-        """The first row of each chunk, and last the number of all rows."""
+        """Return the first row of each chunk, and last the number of all rows."""
 
     @property
     def of_experts(self) -> Sequence[list[int]]:
@@ -43,23 +45,23 @@ class PhaseRows(Protocol):
 
     @property
     def ends(self) -> torch.Tensor:
-        """[chunks, e] int32: where the rows of each expert end in a chunk."""
+        """Return the end of the rows of each expert in each chunk, [chunks, e] int32."""
 
 
 class CallRows(Protocol):
-    """The sizes of a call on rows."""
+    """Holds the sizes of a call on rows."""
 
     @property
     def forward(self) -> PhaseRows:
-        """Those of the forward."""
+        """Return the sizes of the forward."""
 
     @property
     def backward(self) -> PhaseRows:
-        """Those of the backward; the same object where the chunks are the same."""
+        """Return the sizes of the backward; the same object where the chunks are the same."""
 
     @property
     def expert_order(self) -> torch.Tensor | None:
-        """[rows] int64: of each row in the backward's chunks its number among those of the forward."""
+        """Return the number in the forward's chunks of each row in the backward's chunks, [rows] int64."""
 
 
 def sizes_of_call(sizes: Sequence[list[int]], ends: torch.Tensor) -> CallRows:
@@ -67,7 +69,7 @@ def sizes_of_call(sizes: Sequence[list[int]], ends: torch.Tensor) -> CallRows:
 
     Args:
         sizes: for each chunk the rows of each expert.
-        ends: [chunks, e] int32: where the rows of each expert end in a chunk.
+        ends: [chunks, e] int32: the end of the rows of each expert in a chunk.
     """
     places = list(itertools.accumulate(map(sum, sizes), initial=0))
     phase: Any = SimpleNamespace(places=places, of_experts=sizes, ends=ends)
@@ -77,32 +79,33 @@ def sizes_of_call(sizes: Sequence[list[int]], ends: torch.Tensor) -> CallRows:
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
+    """Experts first to last (exclusive) of a rank: a single one, or neighbours that are computed together."""
 
     first: int
     last: int
     call: WrittenCall | AutogradCall
     is_single: bool
-    """Whether it computes one expert, which gets slots or rows of its own without the dimension of experts."""
+    """Whether it computes one expert, whose slots or rows have no dimension of experts."""
 
 
 class ExpertCall:
-    """Made by :meth:`ExpertSet.call`; keeps what its backward needs until it is dropped.
+    """Computes the chunks of one forward call; made by :meth:`ExpertSet.call`. It keeps what its backward needs.
 
-    ``forward`` is called for cuts that together hold each slot once, then ``backward`` for cuts that do the same, equal
-    or not, in any order, and last ``gradients``. A cut may be empty. Experts are row-wise by law, which makes cutting
-    anew legal. Of rows, cuts are the chunks that were announced. After ``gradients`` the backward may be walked again.
+    ``forward`` is called for chunks that together contain each slot once. Then ``backward`` is called likewise, with
+    the same chunks or others, in any order, and last ``gradients``. A chunk may be empty. Experts are row-wise by law,
+    which permits other chunks. Chunks of rows are those that were announced. After ``gradients`` the backward may run
+    again.
 
-    Nothing is recorded on the caller's graph, whatever its grad mode. Results are new memory. The rows given to
-    ``forward`` are kept without copying, and may not be overwritten meanwhile.
+    Nothing is recorded on the caller's graph, whatever its grad mode. Results are new memory. The rows passed to
+    ``forward`` are kept without a copy, and must not be overwritten before the backward.
 
     Args:
-        runs: the experts, one alone or neighbours together.
-        sums: where weight gradients go.
-        autocast: as it stands in the call.
+        runs: the experts, single ones or neighbours together.
+        sums: the sums of weight gradients.
+        autocast: the settings of the call.
         needs_backward: whether to keep anything.
         rows: the sizes of its chunks; ``None``: it has slots.
-        settled: returns the runs as the first slots [N, e, c, M] decide, which are the first to be known.
+        settled: returns the final runs for the first slots [N, e, c, M], whose sizes decide.
     """
 
     def __init__(
@@ -130,10 +133,10 @@ class ExpertCall:
 
     @torch.no_grad()
     def forward(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
-        """[N, e, stop - start, M], or rows [stop - start, M], to the same shape; each slot once.
+        """Compute slots [N, e, stop - start, M], or rows [stop - start, M], to the same shape; each slot once.
 
         Raises:
-            ValueError: rows of another shape, slots given before, or an expert that returns another shape.
+            ValueError: rows of another shape, slots that were passed before, or an expert that returns another shape.
         """
         y = self._through("forward", start, stop, x.detach())
         self._num_forward += stop - start
@@ -148,16 +151,16 @@ class ExpertCall:
         weights_R: torch.Tensor | None = None,
         gradients_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of the results to that of the rows; adds to the weights' gradients. Each slot once.
+        """Return the gradient of the rows, and add to the weights' gradients. Each slot once.
 
         Args:
-            start, stop: of slots; of rows among those of the backward.
-            dy: the gradient of the results; with weights, that of the sums in which they have these weights.
-            weights_R: of the results in the sums of their tokens, of rows.
-            gradients_R: what the gradients of these are added to.
+            start, stop: of slots; for rows, of the backward's rows.
+            dy: the gradient of the results; with weights, that of their weighted sums.
+            weights_R: the weights of the results in the sums of their tokens, for rows.
+            gradients_R: the memory that the gradients of the weights are added to.
 
         Raises:
-            ValueError: gradients of another shape, or slots that came back before or never went through the forward.
+            ValueError: gradients of another shape, or slots that were returned before or never passed the forward.
             RuntimeError: made without ``needs_backward``, or a weight was changed in place since.
         """
         if not self._needs_backward:
@@ -172,12 +175,12 @@ class ExpertCall:
         return dx
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
+        """Return the gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
 
         ``None`` where the parameter requires none or no result depends on it.
 
         Raises:
-            RuntimeError: not every slot has come back.
+            RuntimeError: some slots have not passed the backward.
         """
         if self._num_backward != self._num_forward:
             raise RuntimeError(
@@ -188,8 +191,10 @@ class ExpertCall:
         return self._sums.take()
 
     def release(self) -> list[torch.Tensor | None]:
-        """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
-        versions, and for those who move or drop what it keeps (checkpointing, offloading)."""
+        """Return the tensors that are kept for the backward, and drop them, so that autograd can save them.
+
+        Autograd then checks their versions, and hooks can move or drop them (checkpointing, offloading).
+        """
         released: list[torch.Tensor | None] = []
         for run in self._runs:
             run.call.forget()
@@ -203,13 +208,13 @@ class ExpertCall:
             run.call.saved.restore(remaining)
 
     def rows(self) -> list[torch.Tensor]:
-        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
+        """Return the restored rows that the experts received, without tensors that the experts computed."""
         return [rows for run in self._runs for rows in run.call.saved.first_of_each()]
 
     def _through(
         self, way: str, start: int, stop: int, tensor: torch.Tensor, weights: RowWeights | None = None
     ) -> torch.Tensor:
-        """Slots or rows to the same through the runs' method ``way``."""
+        """Compute slots or rows through the runs' method ``way``, and return the joined results."""
         with self._autocast.restored():
             if self._ways:
                 parts = self._of_rows(way, start, stop, tensor, weights)
@@ -270,7 +275,7 @@ class ExpertCall:
 
 
 class _PhaseOfRows:
-    """Where the rows of each run lie in the chunks of one phase.
+    """Holds the ranges of each run's rows in the chunks of one phase.
 
     Args:
         rows: the sizes of the phase.
@@ -281,12 +286,12 @@ class _PhaseOfRows:
         self._ends, self._of_experts = rows.ends, rows.of_experts
         chunks = list(itertools.pairwise(rows.places))
         self.chunks = dict(zip(chunks, itertools.count()))
-        """The number of the chunk of rows [start, stop); of those without rows at one place any: they are alike."""
+        """[start, stop) of rows -> the number of the chunk; empty chunks at one place share an entry."""
         self.ranges = [[each] for each in chunks] if len(runs) == 1 else _ranges(self._of_experts, runs)
-        """Of each chunk the [start, stop) of each run's rows among all that it has in a call."""
+        """For each chunk, the [start, stop) of each run's rows among all rows of the run in a call."""
 
     def groups(self, chunk: int, run: ExpertRun) -> RowGroups:
-        """Return where the rows of a run's experts lie in its part of a chunk."""
+        """Return the rows of each of a run's experts in its part of a chunk."""
         ends = self._ends[chunk, run.first : run.last]
         if run.first:
             ends = ends - self._ends[chunk, run.first - 1]
@@ -303,11 +308,12 @@ def _ranges(of_experts: Sequence[list[int]], runs: Sequence[ExpertRun]) -> list[
 
 
 def joined_parts(parts: Iterable[torch.Tensor], size: int, dim: int = 1) -> torch.Tensor:
-    """Return results of some experts each, [N, k, c, M], as one tensor [N, e, c, M] in new memory. A part goes before
-    the next is made.
+    """Join results of some experts each, [N, k, c, M], into one tensor [N, e, c, M] in new memory.
+
+    A part is freed before the next is computed.
 
     Args:
-        parts: along the dimension one behind the other.
+        parts: consecutive along the dimension.
         size: of the dimension in the whole.
         dim: the dimension of experts, or of the rows of all of them.
     """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which gated product a module of experts computes, by comparing results, and computes it in one operator.
+"""Finds the gated product that a module of experts computes, by comparing results, and computes it in one operator.
 
-``module._apply_gate`` is called with rows of all kinds, and each form of :data:`ds_fsmoe.ops.reference.FORMS` is
-computed on the same rows. The form whose results and gradients have the same bits is used from then on. Where none has,
-and where experts have no gate, the module's own function is differentiated by autograd.
+``stacked_forms`` calls :class:`Gate` between the two products of an expert. ``module._apply_gate`` is called with
+special and random rows, and each form of :data:`ds_fsmoe.ops.reference.FORMS` is computed on the same rows. A form
+whose results and gradients have the same bits is used from then on. Otherwise, and for experts without a gate, autograd
+differentiates the module's own function.
 
 Letters: R rows, H width of an expert, F = 2 * H where experts are gated, else H.
 """
@@ -32,7 +33,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _OWN_STATE = ("_parameters", "_buffers", "_modules")
 
 _found: dict[Hashable, tuple[Any, ...] | None] = {}
-"""A function of transformers and the settings of what it reads, dtype and device -> the arguments of the operator;
+"""A function of transformers, the settings that it reads, dtype and device -> the arguments of the operator;
 ``None`` where no form fits. It keeps no modules."""
 
 
@@ -50,21 +51,21 @@ class Gate:
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         """The settings of the module and of its activation when the form was looked up."""
         self._observed: tuple[Any, ...] | None = None
-        """All that the function might read, as it was then."""
+        """All that the function may read, at the time of that lookup."""
         self._form: tuple[Any, ...] | None = None
 
     def forward(self, up_RF: torch.Tensor) -> torch.Tensor:
-        """[R, F] to [R, H]."""
+        """Compute [R, F] to [R, H]."""
         form = self.form(up_RF)
         if form is not None:
             return self._ops.gated(up_RF, *form)
         return self._module._apply_gate(up_RF) if self._has_gate else self._module.act_fn(up_RF)
 
     def backward(self, up_RF: torch.Tensor, dh_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient of what :meth:`forward` was given, [R, F], and its result once more, [R, H].
+        """Return the gradient of the argument of :meth:`forward`, [R, F], and its result once more, [R, H].
 
         Args:
-            up_RF: what it was given.
+            up_RF: the argument of :meth:`forward`.
             dh_RH: the gradient of its result.
         """
         form = self.form(up_RF)
@@ -74,10 +75,10 @@ class Gate:
         return dup_RF, h_RH.to(up_RF.dtype)
 
     def form(self, up_RF: torch.Tensor) -> tuple[Any, ...] | None:
-        """Return the arguments of the operator that computes the module's activation; ``None``: there is none.
+        """Return the arguments of the operator that computes the module's activation; ``None`` if no form fits.
 
         Args:
-            up_RF: rows as they are computed.
+            up_RF: rows in the dtype and on the device of the call.
         """
         if self._ops is None or not self._has_gate or up_RF.is_meta:
             return None
@@ -87,7 +88,7 @@ class Gate:
         of_act = getattr(act, "__dict__", _NOTHING)
         if self._observed != self._as_now(function, act, own, of_act, up_RF.dtype):
             self._names = _settings(own), _settings(of_act)
-            # Noted last: where looking it up fails, the next call looks again.
+            # Set last: after a failed lookup the next call tries again.
             self._form = self._resolve(function, act, own, of_act, up_RF)
             self._observed = self._as_now(function, act, own, of_act, up_RF.dtype)
         if self._form is None or any(_GLOBAL_HOOKS) or any(map(of_act.get, _HOOKS)):
@@ -113,7 +114,7 @@ class Gate:
             self._ops.gated_backward,
         )
         if key not in _found:
-            # Without gradients, too, since a backward may come later.
+            # In calls without gradients too, since a backward may come later.
             with torch.inference_mode(False), torch.device("cpu"):
                 _found[key] = _search(self._module, up_RF, self._ops)
         return _found[key]
@@ -129,17 +130,18 @@ _GLOBAL_HOOKS = (
 
 
 def _settings(attributes: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of plain settings; those of an engine are not the module's."""
+    """Return the names of plain attributes, without those that an engine has set."""
     return tuple(sorted(name for name, each in attributes.items() if isinstance(each, _PLAIN) and name[:3] != "ds_"))
 
 
 def _is_known(function: Any, package: str) -> bool:
-    """Whether a function is a package's own, so that what it reads is known: settings of its module and ``act_fn``."""
+    """Return True if a function is a package's own, so that it reads known things: settings of its module and
+    ``act_fn``."""
     return getattr(function, "__module__", "").partition(".")[0] == package and hasattr(function, "__code__")
 
 
 def _is_simple(act: Any) -> bool:
-    """Whether an activation is torch's or transformers' own, without state, so that its settings say what it does."""
+    """Return True if an activation is torch's or transformers' own, without state, so that its settings define it."""
     if act is None or act in (F.silu, F.gelu):
         return True
     if not isinstance(act, nn.Module) or type(act).__module__ not in _ACTIVATIONS or "forward" in vars(act):
@@ -156,7 +158,7 @@ def _has_one_child(module: nn.Module) -> bool:
 
 
 def _search(module: nn.Module, like: torch.Tensor, ops: Ops) -> tuple[Any, ...] | None:
-    """Return the arguments of the operator with which every bit of result and gradient is the module's own."""
+    """Return the arguments of the operator whose result and gradient equal the module's own in every bit."""
     own = module.__dict__
     limit, alpha = (
         next((each for each in map(own.get, some) if isinstance(each, int | float)), None)
@@ -165,7 +167,7 @@ def _search(module: nn.Module, like: torch.Tensor, ops: Ops) -> tuple[Any, ...] 
     x_RF, dh_RH = _rows(limit, like)
     try:
         own = _differentiated(module._apply_gate, x_RF.clone(), dh_RH)
-    except Exception:  # of whatever the function asks of its rows: then it stays
+    except Exception:  # the function may require other rows: then autograd differentiates it
         return None
     for form in FORMS:
         if ("clamped" in form and limit is None) or (form == "swish_of_clamped" and alpha is None):
@@ -193,13 +195,13 @@ def _differentiated(
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    # What is no number has no sign; zeros have one.
+    # A nan has no sign; a zero has one.
     is_equal = ((one == other) & (one.signbit() == other.signbit())) | (one.isnan() & other.isnan())
     return bool(is_equal.all())
 
 
 def _rows(limit: float | None, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of all kinds and gradients: of every size, at the limit, and at the ends of what the type holds."""
+    """Return random and special rows with gradients: of every size, at the limit, and at the ends of the dtype."""
     generator = torch.Generator().manual_seed(0)
     shape = _NUM_ROWS, _WIDTH
     ends = torch.finfo(like.dtype)

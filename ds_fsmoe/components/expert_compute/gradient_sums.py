@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of one layer call's expert parameters, summed over the chunks of the backward."""
+"""Sums the gradients of expert parameters over the chunks of a backward, and stacks weights without a copy.
+
+Each call of experts owns one :class:`GradientSums`; ``linears`` and ``adapters`` add to it. :func:`stacked` and
+:func:`make_contiguous` let a batched product read the weights of several experts as one tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# ---- Tensors that lie at equal distances in one memory are one tensor with a dimension more, without a copy
+# ---- Tensors at equal distances in one memory are one tensor with an extra dimension, without a copy
 #
-# So do the same weights of several experts in the flat buffers of DeepSpeed's ZeRO stages 1 and 2, and after
+# This holds for the same weight of several experts in the flat buffers of DeepSpeed's ZeRO stages 1 and 2, and after
 # :func:`make_contiguous` elsewhere.
 
 
-# As torch itself places memory: products of float32 have other last bits where their rows begin elsewhere.
+# torch's own alignment: float32 products have other last bits where their rows begin at other addresses.
 _ALIGNED_BYTES = 64
 _KIND = operator.attrgetter("shape", "dtype")
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """k tensors as [k, ...] in the same memory, or ``None`` if they are not alike or do not lie at equal distances.
+    """Return k tensors as [k, ...] in the same memory; ``None`` if they differ in kind or are not at equal distances.
 
-    Strided ones may reach into each other's gaps.
+    Strided tensors may interleave.
     """
-    # Asked of all experts' weights in every call: what is asked of each of them goes through map, not through Python.
+    # Runs for all experts' weights in every call, so loops over them use map.
     first = tensors[0]
     shape, strides, size, count = first.shape, first.stride(), first.element_size(), len(tensors)
     kinds = list(map(_KIND, tensors))
@@ -34,7 +38,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     if count == 1:
         return first.detach().unsqueeze(0)
-    if first.numel() == 0:  # addresses say nothing, and there is nothing to copy
+    if first.numel() == 0:  # empty tensors have no useful addresses, and no data to copy
         return first.new_empty(count, *shape)
     addresses = list(map(torch.Tensor.data_ptr, tensors))
     address, distance = addresses[0], addresses[1] - addresses[0]
@@ -43,7 +47,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if addresses != list(range(address, address + count * distance, distance)):
         return None
     reach = size * (1 + sum([(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]))
-    # Who has an address inside this memory has this memory: no two live ones overlap.
+    # An address inside this storage belongs to it: no two live storages overlap.
     storage = first.untyped_storage()
     if addresses[-1] + reach > storage.data_ptr() + storage.nbytes():
         return None
@@ -51,22 +55,22 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def make_contiguous(experts: Sequence[nn.Module]) -> bool:
-    """Move the parameters of experts of one structure so that equal ones lie side by side, for :func:`stacked`.
+    """Move the parameters of experts of one structure so that equal ones are adjacent in memory, for :func:`stacked`.
 
     The Parameter objects, their values and names stay; their memory is new. One kind of parameter is moved at a time,
-    so that much memory is needed besides. Whoever holds the old memory by another name (a ``detach()`` of a parameter)
-    no longer sees the parameter, so nothing is moved whose memory is more than the parameter, as in a flat buffer, or
-    that other processes share. Saving the state of one expert alone then saves the memory of all.
+    which needs that much extra memory. Other names of the old memory (a ``detach()`` of a parameter) no longer show the
+    parameter. So no parameter is moved whose memory is shared: with a flat buffer, or with other processes. A
+    checkpoint of one expert alone then stores the memory of all.
 
     Returns:
-        Whether they lie so now.
+        True if they are adjacent now.
     """
     kinds = list(zip(*(expert.parameters() for expert in experts), strict=False))
     every = [each for expert in experts for each in expert.parameters()]
-    # Neither subclasses nor tensors that have no memory.
+    # No subclasses, and no tensors without memory.
     if not all(type(each) is nn.Parameter and type(each.data) is torch.Tensor and not each.is_meta for each in every):
         return False
-    if len({id(each) for kind in kinds for each in kind}) != len(every):  # tied, or more in one than in another
+    if len({id(each) for kind in kinds for each in kind}) != len(every):  # tied, or experts of different structure
         return False
     if any(len({(each.shape, each.dtype, each.device, each.layout) for each in kind}) != 1 for kind in kinds):
         return False
@@ -90,14 +94,14 @@ def _has_memory_of_its_own(parameter: nn.Parameter) -> bool:
     return is_all and not (parameter.device.type == "cpu" and parameter.is_shared())
 
 
-# ---- The gradients of one layer call's expert parameters, summed over the chunks of the backward
+# ---- Sums of gradients
 
 
 _TERMS_IN_A_ROW = 4
 
 
 class GradientSums:
-    """One sum for each parameter that required a gradient when this was made.
+    """Holds one sum for each parameter that required a gradient when this was made.
 
     Args:
         parameters: each once.
@@ -109,11 +113,11 @@ class GradientSums:
         # By id: torch computes the hash of a tensor in Python.
         self._wanted = {id(each) for each in self._parameters if each.requires_grad} if wanted is None else wanted
         self._sums: dict[int, _Sum] = {}
-        # Of k parameters in one tensor with a dimension more, as long as nothing is added to one of them alone.
+        # The sums of k parameters in one stacked tensor, until a gradient is added to one of them alone.
         self._groups: dict[int, _Group] = {}
 
     def wants(self, parameter: nn.Parameter | None) -> bool:
-        """Whether anybody will ask for its gradient."""
+        """Return True if the parameter wants a gradient."""
         return id(parameter) in self._wanted
 
     def add(
@@ -122,9 +126,9 @@ class GradientSums:
         """Add a gradient.
 
         Args:
-            parameters: one, or k different ones of one shape and type, whose gradients are then one tensor [k, ...].
+            parameters: one, or k different ones of one shape and dtype, whose gradients are then one tensor [k, ...].
             gradient: the gradient.
-            is_own: whether nobody else has this memory, so that it may be added to in place.
+            is_own: whether the memory has no other owner, so that it may be added to in place.
         """
         total = self._total_of(parameters)
         if total is not None:
@@ -139,11 +143,11 @@ class GradientSums:
         make: Callable[[], torch.Tensor],
         add_to: Callable[[torch.Tensor], bool],
     ) -> None:
-        """Add a gradient, in place where there is a sum already and that pays.
+        """Add a gradient, in place where a sum exists and that is faster.
 
         Args:
             parameters: one or k, see :meth:`add`.
-            make: returns the gradient in memory of its own.
+            make: returns the gradient in new memory.
             add_to: adds the gradient to a tensor, or returns ``False``.
         """
         total = self._total_of(parameters)
@@ -157,11 +161,11 @@ class GradientSums:
     def add_product(
         self, parameters: nn.Parameter | Sequence[nn.Parameter], left_OR: torch.Tensor, right_RI: torch.Tensor
     ) -> None:
-        """Add ``left @ right`` [O, I], from the second on within the matrix product and in place.
+        """Add ``left @ right`` [O, I]; from the second term on, the matrix product adds in place.
 
         Args:
             parameters: one or k, see :meth:`add`.
-            left_OR, right_RI: a matrix, or of each of k a matrix.
+            left_OR, right_RI: a matrix, or one for each of k.
         """
         total = self._total_of(parameters)
         if total is not None:
@@ -171,7 +175,7 @@ class GradientSums:
             self.sum_of(parameter).add_product(*factors)
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
-        """The sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
+        """Return the sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
         found = {key: each.value() for key, each in self._sums.items()}
         for group in {id(each): each for each in self._groups.values()}.values():
             found.update(zip(group.ids, group.sum.value().unbind(), strict=True))
@@ -179,8 +183,8 @@ class GradientSums:
         return tuple(map(found.get, map(id, self._parameters)))
 
     def _total_of(self, parameters: nn.Parameter | Sequence[nn.Parameter]) -> _Sum | None:
-        """The sum of one, or of k in one tensor; ``None`` where something has been added to some of them in another
-        company."""
+        """Return the sum of one parameter, or of k in one tensor; ``None`` if some of the k have sums in other
+        groups."""
         if isinstance(parameters, torch.Tensor):
             return self.sum_of(parameters)
         ids = tuple(map(id, parameters))
@@ -194,7 +198,7 @@ class GradientSums:
         return group.sum
 
     def sum_of(self, parameter: nn.Parameter) -> _Sum:
-        """The sum of one parameter, to be added to by itself."""
+        """Return the sum of one parameter, separated from its group."""
         key = id(parameter)
         if key in self._groups:
             group = self._groups[key]
@@ -208,28 +212,29 @@ class GradientSums:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters by id, and their sum in one tensor."""
+    """Holds parameters by id, and their sum in one tensor."""
 
     ids: tuple[int, ...]
     sum: _Sum
 
 
 class _Sum:
-    """A sum that is its term where there is one, bit for bit.
+    """Sums up terms; a sum of one term is that term, bit for bit.
 
-    A half-precision sum is rounded with every term that is added. So that many chunks do not err much more than one,
-    such terms are added up a few at a time and these sums then to each other; vectors, being small, in float32.
+    A 16-bit sum is rounded at every addition. To keep the error small, matrices are summed a few at a time, and these
+    partial sums are then added up. Vectors, being small, are summed in float32.
     """
 
     def __init__(self, dims_before: int = 0) -> None:
-        """
+        """Start without terms.
+
         Args:
-            dims_before: dimensions before those of a parameter: 1 for the sums of some parameters in one tensor.
+            dims_before: dimensions ahead of those of a parameter: 1 for sums of several parameters in one tensor.
         """
         self._dims_before = dims_before
         self._earlier: torch.Tensor | None = None
         self._recent: torch.Tensor | None = None
-        # Autograd gives one tensor to both terms of a sum: only what was made here is added to in place.
+        # Autograd passes one tensor to both terms of a sum, so only tensors made here are added to in place.
         self._is_own = False
         self._num_terms = 0
         self._dtype: torch.dtype | None = None
@@ -259,7 +264,7 @@ class _Sum:
         return self._earlier if self._recent is None else self._earlier.add_(self._recent)
 
     def parts(self, count: int) -> list[_Sum]:
-        """The sums of the parameters that this one is for, in the same memory."""
+        """Return the sums of the single parameters, in the same memory."""
         found = [_Sum() for _ in range(count)]
         for name in ("_earlier", "_recent"):
             tensor = getattr(self, name)
@@ -271,11 +276,11 @@ class _Sum:
 
     @property
     def own_recent(self) -> torch.Tensor | None:
-        """What may be added to in place, before :meth:`close_row`."""
+        """Return the tensor that may be added to in place, ahead of :meth:`close_row`; ``None`` if it is not owned."""
         return self._recent if self._is_own else None
 
     def close_row(self) -> None:
-        """A term has been added in place."""
+        """Count a term that was added in place."""
         self._num_terms += 1
         if self._recent.dtype.itemsize < 4 and self._num_terms == _TERMS_IN_A_ROW:
             self._earlier = self._recent if self._earlier is None else self._earlier.add_(self._recent)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of rows that lie expert by expert with the experts' weights, which are one tensor; by hand, both ways.
+"""Products of rows, sorted by expert, with the experts' stacked weights, forward and backward without autograd.
+
+``linears`` and ``adapters`` call these functions. They use torch's grouped product where it needs no wait for the
+device, else one product per expert.
 
 Letters: k experts, R rows, I features in, O features out. A weight is [k, O, I], or [k, I, O] where it is transposed.
 """
@@ -16,33 +19,33 @@ import torch.nn.functional as F
 
 _GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16
-"""What torch's grouped product asks of the strides of its matrices, and on CUDA of their addresses."""
+"""Alignment that torch's grouped product requires of the strides of its matrices, and on CUDA of addresses."""
 _COLUMNS = 8
-"""As many columns as a grouped product takes in every type."""
+"""A number of columns that a grouped product accepts in every dtype."""
 _WORTH_A_LAUNCH_BYTES = 16 * 2**20
 """The host needs about 5 us to launch a product, in which an H100 moves 16 MB."""
 
 
 @dataclass(slots=True)
 class RowGroups:
-    """Where the rows of each expert lie."""
+    """Describes the rows of each expert, which are adjacent."""
 
     sizes: list[int]
-    """Of each of k experts, on the host."""
+    """The number of rows of each of k experts, on the host."""
     ends_k: torch.Tensor
-    """[k] int32, on the device: where the rows of each end."""
+    """[k] int32, on the device: the end of each expert's rows."""
     is_grouped: bool
-    """Whether torch's grouped product takes the rows and weights, see :func:`takes_grouped`."""
+    """Whether torch's grouped product accepts the rows and weights, see :func:`takes_grouped`."""
 
     @classmethod
     def equal(cls, num_experts: int, size: int, device: torch.device, is_grouped: bool) -> RowGroups:
-        """Return where rows lie of which every expert has as many."""
+        """Return the groups of experts with equally many rows."""
         ends_k = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * size
         return cls([size] * num_experts, ends_k, is_grouped)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of all experts."""
+        """Return the number of rows of all experts."""
         return sum(self.sizes)
 
     def rows_of_each(self, values_kX: torch.Tensor) -> torch.Tensor:
@@ -51,19 +54,19 @@ class RowGroups:
         return torch.repeat_interleave(values_kX, sizes_k, dim=0, output_size=self.num_rows)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Return (expert, start, stop) of each that has rows."""
+        """Return (expert, start, stop) of each expert with rows."""
         ends = list(itertools.accumulate(self.sizes))
         return [(k, end - size, end) for k, (size, end) in enumerate(zip(self.sizes, ends, strict=True)) if size]
 
 
 def takes_grouped(widths: Iterable[int], dtypes: Collection[torch.dtype], device: torch.device) -> bool:
-    """Whether torch has a grouped product for matrices of these widths and types that does not wait for the device."""
+    """Return True if torch has a grouped product for these widths and dtypes that does not wait for the device."""
     dtype = next(iter(dtypes))
     if dtype not in _GROUPED_TYPES or any(each != dtype for each in dtypes):
         return False
     if any(each * dtype.itemsize % _STRIDE_BYTES for each in widths):
         return False
-    # Elsewhere on CUDA torch loops over the groups, and asks the device for their sizes, which here the host knows.
+    # On other CUDA devices torch loops over the groups, and reads their sizes, known here on the host, from the device.
     return device.type != "cuda" or (dtype == torch.bfloat16 and _capability(device) >= (9, 0))
 
 
@@ -75,7 +78,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: RowGroups) -> torch.Tensor:
     """Return the rows times their expert's weight, [R, O]."""
     if groups.is_grouped and weight_k.data_ptr() % _STRIDE_BYTES:
-        # Behind an odd parameter in a flat buffer, or in a file that is mapped: on CUDA torch refuses such addresses.
+        # After a parameter of odd size in a flat buffer, or in a mapped file: on CUDA torch refuses such addresses.
         weight_k = weight_k.clone()
     weight_kIO = weight_k if is_transposed else weight_k.transpose(1, 2)
     if groups.is_grouped and x_RI.shape[0]:
@@ -89,7 +92,7 @@ def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, gro
 def grouped_rows_gradient(
     dy_RO: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: RowGroups
 ) -> torch.Tensor:
-    """Return the gradient of the rows, [R, I], from that of the results."""
+    """Return the gradient of the rows, [R, I], for that of the results."""
     return product(dy_RO.contiguous(), weight_k, not is_transposed, groups)
 
 
@@ -108,12 +111,12 @@ def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool
 def add_weight_gradient(
     x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: RowGroups, sum_k: torch.Tensor
 ) -> bool:
-    """Add the gradient of the weight to a sum, expert by expert, if that is cheaper than to write it all once more.
+    """Add the gradient of the weight to a sum, expert by expert, if that is cheaper than a new tensor.
 
-    torch's grouped product cannot add to what is there.
+    torch's grouped product cannot add in place.
 
     Returns:
-        Whether it has been added.
+        True if the gradient has been added.
     """
     if sum_k.dtype != x_RI.dtype or (groups.is_grouped and sum_k[0].nbytes < _WORTH_A_LAUNCH_BYTES):
         return False

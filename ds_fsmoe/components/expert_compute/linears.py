@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer by hand: its product and its gradients, with the operations that autograd would use."""
+"""Linear layers with hand-written products and gradients, in the operations that autograd would use.
+
+One layer (:class:`LinearWeights`), k layers with equal numbers of rows (:class:`StackedLinear`), or with different
+numbers (:class:`GroupedLinear`) have the same methods. ``written_call`` calls them in the forward and backward of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +24,28 @@ from ds_fsmoe.components.expert_compute.grouped_products import RowGroups
 if TYPE_CHECKING:
     from ds_fsmoe.components.expert_compute.stacked_forms import ModuleWeights
 
-# ---- The weights of experts' results in the sums of their tokens, where those are added up before they travel
-# back
+# ---- The weights of experts' results in the sums of their tokens, where results are added up before combine
 #
-# The gradient of a weight is ``<dy, o>``, with ``o`` the result of the expert. It is taken where the backward passes
-# anyway, so that no result is kept: for ``o = W h + b`` it is ``<W^T dy, h> + <dy, b>``.
+# The gradient of a weight is ``<dy, o>``, with ``o`` the result of the expert. The backward computes it from tensors
+# that it has, so that no result is kept: for ``o = W h + b`` it is ``<W^T dy, h> + <dy, b>``.
 #
 # Letters: R rows of a chunk, M width.
 
 
 @dataclass(frozen=True)
 class RowWeights:
-    """The weights of the rows of one chunk, and the memory for their gradients."""
+    """Holds the weights of the rows of one chunk, and the memory for their gradients."""
 
     weights_R: torch.Tensor
     gradients_R: torch.Tensor
     """Zeros at first."""
 
     def part(self, start: int, stop: int) -> RowWeights:
-        """Return those of rows [start, stop)."""
+        """Return the weights of rows [start, stop)."""
         return RowWeights(self.weights_R[start:stop], self.gradients_R[start:stop])
 
     def apply(self, dy_RM: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the experts' results, in the type of ``dy_RM``.
+        """Return the gradient of the experts' results, in the dtype of ``dy_RM``.
 
         Args:
             dy_RM: the gradient of the sums.
@@ -54,14 +58,14 @@ class RowWeights:
         self.gradients_R.add_(torch.linalg.vecdot(one_RX.to(dtype), other_RX.to(dtype)))
 
 
-# ---- A linear layer by hand: its product and its gradients, with the operations that autograd would use
+# ---- Linear layers
 
 
 class UnbiasedShardLinear(nn.Linear):
-    """The last linear layer of a shard whose bias another shard adds.
+    """Computes the last linear layer of a shard whose bias another shard adds.
 
-    It has a bias, so that names and shapes stay those of ``nn.Linear``, and leaves it out: the shards' results are
-    summed and the bias counts once. The bias has a gradient, of zeros.
+    It has a bias, so that names and shapes equal those of ``nn.Linear``, but does not add it: the shards' results are
+    summed, and the bias counts once. The bias has a gradient of zeros.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +74,7 @@ class UnbiasedShardLinear(nn.Linear):
 
 
 class _WithZeroGradient(torch.autograd.Function):
-    """``y``, and zeros as the gradient of ``unused``."""
+    """Returns ``y``, with zeros as the gradient of ``unused``."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
@@ -84,7 +88,8 @@ class _WithZeroGradient(torch.autograd.Function):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is exactly a linear layer with exactly its own parameters (not parametrised, pruned, or wrapped)."""
+    """Return True if a module is exactly a linear layer with its own parameters (not parametrised, pruned, or
+    wrapped)."""
     if type(module) not in (nn.Linear, UnbiasedShardLinear):
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -95,7 +100,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LinearWeights:
-    """The parameters of a plain linear layer. A module looks its parameters up by name, in Python, every time."""
+    """Holds the parameters of a plain linear layer. It avoids a module's lookup of parameters by name in every call."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -108,27 +113,27 @@ class LinearWeights:
         return cls(linear.weight, linear.bias, adds_bias, linear.in_features)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., I] to [..., O]."""
+        """Compute [..., I] to [..., O]."""
         return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
     def rows_gradient(self, dy_RO: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results [R, O] to that of the rows [R, I]."""
+        """Return the gradient of the rows [R, I] for that of the results [R, O]."""
         return dy_RO @ self.weight
 
     def add_bias_products(self, dy_RO: torch.Tensor, to: RowWeights) -> None:
-        """Add the part that the bias has in the gradients of the results' weights."""
+        """Add the bias's part to the gradients of the results' weights."""
         if self.adds_bias:
             to.add_products(dy_RO, self.bias.expand_as(dy_RO))
 
     def wants_rows(self, sums: GradientSums) -> bool:
-        """Return whether :meth:`add_gradients` needs the rows."""
+        """Return True if :meth:`add_gradients` needs the rows."""
         return sums.wants(self.weight)
 
     def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
         """Add the gradients of weight and bias.
 
         Args:
-            sums: where to.
+            sums: the sums to add to.
             dy_RO: [R, O], the gradient of its results.
             x_RI: [R, I], its rows; may be ``None`` where the weight wants no gradient.
         """
@@ -139,7 +144,7 @@ class LinearWeights:
 
 
 class StackedLinear:
-    """k linear layers of one shape, each for rows of its own, all of which want the same gradients.
+    """Computes k linear layers of one shape, each with its own rows, all of which want the same gradients.
 
     Args:
         linears: the layers.
@@ -160,15 +165,17 @@ class StackedLinear:
     ) -> None:
         self.weight_kOI, self.bias_kO, self._adds_bias_within = weight_kOI, bias_kO, adds_bias_within
         self.weight, self.bias = linears[0].weight, linears[0].bias
-        """The parameters of the first, for what they have in common."""
+        """The parameters of the first layer, for properties that all share."""
         self.weights = [linear.weight for linear in linears]
         self.biases = [linear.bias for linear in linears]
         self.adds_bias = bias_kO is not None
 
     @classmethod
     def of(cls, linears: Sequence[LinearWeights], adds_bias_within: bool, may_copy: bool) -> StackedLinear | None:
-        """Those of k experts without copying a weight; where weights or biases do not lie side by side ``None``, or
-        with ``may_copy`` a copy."""
+        """Return the layers of k experts as one, without a copy of their weights.
+
+        Where weights or biases are not adjacent in memory, return ``None``, or with ``may_copy`` copy them.
+        """
         whole_of = partial(_whole, may_copy=may_copy)
         weight_kOI = whole_of([linear.weight for linear in linears])
         if weight_kOI is None or not linears[0].adds_bias:
@@ -177,7 +184,7 @@ class StackedLinear:
         return None if bias_kO is None else cls(linears, weight_kOI, bias_kO, adds_bias_within)
 
     def __call__(self, x_kRI: torch.Tensor) -> torch.Tensor:
-        """To [k, R, O]."""
+        """Compute [k, R, I] to [k, R, O]."""
         weight_kIO = self.weight_kOI.transpose(1, 2)
         if self.bias_kO is None:
             return torch.bmm(x_kRI, weight_kIO)
@@ -186,15 +193,15 @@ class StackedLinear:
         return torch.bmm(x_kRI, weight_kIO).add_(self.bias_kO.unsqueeze(1))
 
     def rows_gradient(self, dy_kRO: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results [k, R, O] to that of the rows [k, R, I]."""
+        """Return the gradient of the rows [k, R, I] for that of the results [k, R, O]."""
         return torch.bmm(dy_kRO, self.weight_kOI)
 
     def wants_rows(self, sums: GradientSums) -> bool:
-        """See :meth:`LinearWeights.wants_rows`."""
+        """Return True if :meth:`add_gradients` needs the rows; see :meth:`LinearWeights.wants_rows`."""
         return sums.wants(self.weight)
 
     def add_gradients(self, sums: GradientSums, dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None) -> None:
-        """See :meth:`LinearWeights.add_gradients`."""
+        """Add the gradients of weights and biases; see :meth:`LinearWeights.add_gradients`."""
         if x_kRI is not None and self.wants_rows(sums):
             sums.add_product(self.weights, dy_kRO.transpose(1, 2), x_kRI)
         if sums.wants(self.bias):
@@ -209,18 +216,18 @@ def _whole(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | No
 
 
 class GroupedLinear:
-    """k linear layers of one shape, each for some of the rows [R, I], which lie expert by expert.
+    """Computes k linear layers of one shape, each for some of the rows [R, I], which are sorted by expert.
 
     Args:
         of: their weights as one view.
-        groups: where the rows of each lie.
+        groups: the rows of each expert.
     """
 
     def __init__(self, of: StackedLinear | ModuleWeights, groups: RowGroups) -> None:
         self._of, self._groups = of, groups
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """To [R, O]."""
+        """Compute [R, I] to [R, O]."""
         of, weight_k = self._of, self._of.weight_kOI
         x_RI = x_RI if x_RI.dtype == weight_k.dtype else x_RI.to(weight_k.dtype)
         y_RO = grouped_products.product(x_RI, weight_k, of.is_transposed, self._groups)
@@ -229,7 +236,7 @@ class GroupedLinear:
         return y_RO.add_(self._groups.rows_of_each(of.bias_kO)) if of.adds_bias else y_RO
 
     def rows_gradient(self, dy_RO: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results [R, O] to that of the rows [R, I]."""
+        """Return the gradient of the rows [R, I] for that of the results [R, O]."""
         of = self._of
         dx_RI = grouped_products.grouped_rows_gradient(dy_RO, of.weight_kOI, of.is_transposed, self._groups)
         for each in of.adapters:
@@ -237,12 +244,12 @@ class GroupedLinear:
         return dx_RI
 
     def add_bias_products(self, dy_RO: torch.Tensor, to: RowWeights) -> None:
-        """See :meth:`LinearWeights.add_bias_products`."""
+        """Add the bias's part to the gradients of the results' weights; see :meth:`LinearWeights.add_bias_products`."""
         if self._of.adds_bias:
             to.add_products(dy_RO, self._groups.rows_of_each(self._of.bias_kO))
 
     def wants_rows(self, sums: GradientSums) -> bool:
-        """See :meth:`LinearWeights.wants_rows`."""
+        """Return True if :meth:`add_gradients` needs the rows; see :meth:`LinearWeights.wants_rows`."""
         return sums.wants(self._of.weight) or any(each.wants_rows(sums) for each in self._of.adapters)
 
     def add_gradients(self, sums: GradientSums, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
@@ -264,5 +271,5 @@ class GroupedLinear:
 
 
 def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, x: torch.Tensor) -> torch.Tensor:
-    """Apply a layer to rows, without the hooks that a module may have."""
+    """Apply a layer to rows, without a module's hooks."""
     return (LinearWeights.of(linear) if isinstance(linear, nn.Module) else linear)(x)

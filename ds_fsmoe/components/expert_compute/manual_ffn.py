@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feed-forward networks whose gradients are written out, and how an expert is recognised as one.
+"""Feed-forward networks with hand-written gradients, and the test that an expert is one of them.
+
+``experts`` returns these forms from ``written()``, ``plan`` finds them, and ``written_call`` runs them. Experts without
+such a form go through ``autograd_call``.
 
 Letters: N ranks the rows came from, c slots, R = N * c rows, M width, H hidden width.
 """
@@ -24,14 +27,14 @@ from ds_fsmoe.components.expert_compute.linears import apply_linear, is_plain_li
 
 @dataclass(frozen=True)
 class Activation:
-    """An element-wise function with one kept tensor from which both its result and its gradient follow."""
+    """Describes an element-wise function whose result and gradient both follow from one kept tensor."""
 
     kept: Callable[[torch.Tensor], torch.Tensor]
-    """Pre-activation, which it may overwrite, to what is kept."""
+    """Maps the pre-activation, which it may overwrite, to the kept tensor."""
     result: Callable[[torch.Tensor], torch.Tensor]
-    """What is kept to the result."""
+    """Maps the kept tensor to the result."""
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Gradient of the result, which it may overwrite, and what is kept, to the gradient of the pre-activation."""
+    """Maps the gradient of the result, which it may overwrite, and the kept tensor to the pre-activation's gradient."""
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,8 +42,10 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_place(backward: Any, *constants: float, **options: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A backward of aten's in the memory of the gradient it is given. A large tensor made anew costs a CPU as much time
-    for its pages as for what is computed in it, and a GPU its memory."""
+    """Return a backward of aten's that overwrites the gradient it receives.
+
+    New memory for a large tensor costs a CPU as much time as the computation, and a GPU its memory.
+    """
 
     def written(dh: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         if dh.dtype != kept.dtype:  # under autocast
@@ -56,7 +61,7 @@ def _gelu(approximate: str) -> Activation:
 
 
 MANUAL_ACTIVATIONS: dict[str, Activation] = {
-    # The result says where the gradient passes, and the next layer needs it anyway.
+    # The result shows where the gradient passes, and the next layer needs it anyway.
     "relu": Activation(torch.relu_, _itself, _in_place(torch.ops.aten.threshold_backward, 0)),
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
@@ -65,7 +70,8 @@ MANUAL_ACTIVATIONS: dict[str, Activation] = {
 
 
 class ManualExpert(ABC):
-    """``down(hidden(up_0(x), up_1(x), ...))`` with ``hidden`` element-wise: its forward and backward by hand.
+    """Computes ``down(hidden(up_0(x), up_1(x), ...))``, with ``hidden`` element-wise, forward and backward without
+    autograd.
 
     Args:
         up: linear layers from M to H.
@@ -81,7 +87,7 @@ class ManualExpert(ABC):
         return (*self.up, self.down)
 
     def with_layers(self, up: Iterable[Any], down: Any) -> ManualExpert:
-        """Return the same computation with other layers, which are called as these are."""
+        """Return the same computation with other layers, which have the same interface."""
         other = copy.copy(self)
         other.up, other.down = tuple(up), down
         return other
@@ -92,18 +98,22 @@ class ManualExpert(ABC):
 
     @abstractmethod
     def hidden(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What is kept to the rows of the last layer, [N, c, H]."""
+        """Compute the rows of the last layer, [N, c, H], from the kept tensors."""
 
     @abstractmethod
     def backward_hidden(
         self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """The gradient of :meth:`hidden`, which it may overwrite, to that of the results of each layer of ``up``; and
-        what :meth:`hidden` gives, if nearly all of it has been computed on the way."""
+        """Return the gradient of the results of each layer of ``up`` for that of :meth:`hidden`, which it may
+        overwrite.
+
+        Returns:
+            The gradients, and the result of :meth:`hidden` if most of it was computed on the way, else ``None``.
+        """
 
 
 class ManualFeedForward(ManualExpert):
-    """``down(activation(up(x)))``."""
+    """Computes ``down(activation(up(x)))``."""
 
     def __init__(self, up: nn.Linear, activation: Activation, down: nn.Linear) -> None:
         super().__init__((up,), down)
@@ -122,7 +132,7 @@ class ManualFeedForward(ManualExpert):
 
 
 class ManualGatedFeedForward(ManualExpert):
-    """``down(activation(gate(x)) * up(x))``."""
+    """Computes ``down(activation(gate(x)) * up(x))``."""
 
     def __init__(self, gate: nn.Linear, activation: Activation, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__((gate, up), down)
@@ -143,25 +153,25 @@ class ManualGatedFeedForward(ManualExpert):
         d_gate_NcH = self.activation.backward(dh_NcH * up_NcH, gate_NcH)
         result_NcH = self.activation.result(gate_NcH)
         deltas = d_gate_NcH, dh_NcH.mul_(result_NcH) if dh_NcH.dtype == result_NcH.dtype else dh_NcH * result_NcH
-        if result_NcH is gate_NcH:  # what is kept may be asked for again
+        if result_NcH is gate_NcH:  # the kept tensor may be read again
             return deltas, result_NcH * up_NcH
         return deltas, result_NcH.mul_(up_NcH)
 
 
 def flat_rows(x_NcM: torch.Tensor) -> torch.Tensor:
-    """[N, c, M] to [N * c, M]; [k, N, c, M] to [k, N * c, M]; rows [R, M] as they are."""
+    """Reshape [N, c, M] to [N * c, M], or [k, N, c, M] to [k, N * c, M]; return rows [R, M] unchanged."""
     if x_NcM.ndim == 2:
         return x_NcM
     return x_NcM.reshape(*x_NcM.shape[:-3], x_NcM.shape[-3] * x_NcM.shape[-2], x_NcM.shape[-1])
 
 
-# ---- recognising
+# ---- recognising experts
 
 
 def modules_of(expert: nn.Module) -> list[nn.Module]:
-    """The expert and all modules below it, as ``expert.modules()`` in another order and at a fraction of its cost.
+    """Return the expert and all modules inside it: ``expert.modules()`` in another order at a fraction of its cost.
 
-    Asked in every call of a layer, since hooks and layers come and go.
+    It runs in every call of a layer, since hooks and layers may change.
     """
     found = [expert]
     for module in found:
@@ -170,13 +180,14 @@ def modules_of(expert: nn.Module) -> list[nn.Module]:
 
 
 def manual_form(expert: nn.Module) -> ManualExpert | None:
-    """The expert's forward and backward by hand, or ``None`` where it is not known to compute just that.
+    """Return the expert's hand-written forward and backward; ``None`` where it is not known to compute just that.
 
-    Known are classes that define ``written`` (see :meth:`ExpertBase.written`), unless a subclass computes something
-    else, and ``nn.Sequential(nn.Linear, activation, nn.Linear)`` with ReLU, GELU or SiLU; classes count exactly.
+    Known are classes that define ``written`` (see :meth:`ExpertBase.written`), unless a subclass overrides the
+    computation, and ``nn.Sequential(nn.Linear, activation, nn.Linear)`` with ReLU, GELU or SiLU. Classes must match
+    exactly.
     """
     if any("forward" in module.__dict__ for module in modules_of(expert)):
-        return None  # somebody has put another forward on this one object
+        return None  # this object has its own forward
     form = None
     if type(expert) is nn.Sequential:
         form = _form_of_sequential(expert)
@@ -189,12 +200,12 @@ def manual_form(expert: nn.Module) -> ManualExpert | None:
 
 
 def runs_unobserved(expert: nn.Module) -> bool:
-    """Whether nobody would miss the calls of this module and its submodules: see :func:`is_observed`."""
+    """Return True if no hook needs the calls of this module and its submodules: see :func:`is_observed`."""
     return not any(is_observed(module) for module in modules_of(expert))
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether somebody would miss the call of this one module: hooks, a compiled form, a forward of its own."""
+    """Return True if the call of this one module is needed: by hooks, a compiled form, or a forward of its own."""
     return bool(
         torch_module._has_any_global_hook()
         or module._forward_hooks
@@ -219,7 +230,7 @@ def _form_of_sequential(expert: nn.Sequential) -> ManualFeedForward | None:
 
 @functools.lru_cache(maxsize=256)
 def _written_is_up_to_date(expert_class: type) -> bool:
-    """Whether no class below the one that defines ``written`` overrides the computation."""
+    """Return True if no class derived from the one that defines ``written`` overrides the computation."""
 
     def definer(name: str) -> type:
         return next(each for each in expert_class.__mro__ if name in vars(each))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the experts of a rank are computed, worked out once for as long as nothing about them changes.
+"""Plans how the experts of a rank are computed, and keeps the plan until something about them changes.
 
-What it depends on belongs to the user: modules, parameters and hooks come and go at any time. So before each call all
-of it is compared with what it was; by identity, and in one pass that hardly touches Python.
+``calls`` checks the plan ahead of each call. Modules, parameters and hooks belong to the user and may change at any
+time. So all of them are compared with their earlier state. The check compares identities in one pass with little Python
+code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ds_fsmoe.components.expert_compute.manual_ffn import (
     runs_unobserved,
 )
 
-# What is known of these: they compute with their layers and element by element, and so for any number of dimensions.
+# These compute with their layers and element by element, and so for any number of dimensions.
 _FORMS = (ManualFeedForward, ManualGatedFeedForward)
 _ALIGNED_BYTES = 64
 _OURS = "ds_fsmoe.components.experts."
@@ -40,24 +41,24 @@ _OF_PARAMETER = operator.attrgetter("__class__", "requires_grad", "dtype", "devi
 
 @dataclass(frozen=True, eq=False)
 class PlannedExpert:
-    """An expert by its written-out form."""
+    """Holds an expert in its hand-written form."""
 
     form: ManualExpert
-    """With its layers as weights, where nobody can tell."""
+    """The form; with its layers as plain weights where that changes nothing."""
     up: tuple[LinearWeights, ...]
     """The layers of ``form.up``."""
     down: LinearWeights
     """The layer of ``form.down``."""
     weights: tuple[nn.Parameter, ...]
-    """These are the parameters of all its layers."""
+    """The weights of all its layers."""
     wants_up: bool
     """Whether a weight of ``form.up`` wants a gradient."""
     wants_any: bool
-    """This says whether any parameter of the expert wants a gradient."""
+    """Whether any parameter of the expert wants a gradient."""
     structure: Hashable
-    """What must be equal for experts to be computed together; ``None`` for one that is computed alone."""
+    """Equal for experts that can be computed together; ``None`` for one that is computed alone."""
     may_group: bool
-    """What :func:`~ds_fsmoe.components.expert_compute.side_by_side.pays` asks of its weights."""
+    """Whether its weights allow :func:`~ds_fsmoe.components.expert_compute.side_by_side.pays`."""
 
     @classmethod
     def of(cls, form: ManualExpert) -> PlannedExpert:
@@ -80,7 +81,7 @@ class PlannedExpert:
     def layers(
         self, like: torch.Tensor, groups: RowGroups | None
     ) -> tuple[ManualExpert, Sequence[LinearWeights], LinearWeights]:
-        """Return the form and its layers with their gradients, which are the same for rows of any shape."""
+        """Return the form, and its layers with their gradients, which are the same for rows of any shape."""
         return self.form, self.up, self.down
 
 
@@ -89,17 +90,17 @@ def _is_wanted(parameter: nn.Parameter | None) -> bool:
 
 
 class ExpertPlan:
-    """The common part of calls of some experts, until something about them changes.
+    """Holds what calls of some experts have in common, until something about them changes.
 
     Args:
         experts: of the rank.
-        parameters: all of theirs.
+        parameters: all parameters of the experts.
     """
 
     def __init__(self, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
         modules = [module for expert in experts for module in modules_of(expert)]
-        # What others have put into a module is not held here, unless it may say what the module computes.
+        # Foreign attributes of a module are not kept here, unless they may change its computation.
         watched = [module for expert in experts if _may_be_written(expert) for module in modules_of(expert)]
         self._modules = modules
         self._dictionaries = [vars(module) for module in modules]
@@ -112,12 +113,12 @@ class ExpertPlan:
         """The ids of the parameters that require a gradient."""
         forms = [manual_form(each) if runs_unobserved(each) else None for each in experts]
         self.planned = tuple(None if form is None else PlannedExpert.of(form) for form in forms)
-        """Of each expert how it is computed by its written-out form outside of autocast, if it is."""
+        """Each expert in its hand-written form, outside of autocast; ``None`` for one without."""
         self.device_types = tuple({each.down.weight.device.type: None for each in forms if each is not None})
-        """Where those are, for autocast."""
+        """The device types of these experts, for autocast."""
 
     def still_holds(self) -> bool:
-        """Return whether the plan is still valid: nothing has changed since it was made."""
+        """Return True if nothing has changed since the plan was made."""
         if self._is_for_once:
             return False
         (objects, values), (objects_before, values_before) = self._snapshot(), self._observed
@@ -134,22 +135,22 @@ class ExpertPlan:
         values = [bool(torch_module._has_any_global_hook()), *map(_OF_PARAMETER, self._parameters)]
         for dictionaries in (self._attributes, self._inner):
             values += map(len, dictionaries)
-        values += map(bool, self._hooks)  # whether anybody looks on, not who
+        values += map(bool, self._hooks)  # whether hooks exist, not which
         return objects, values
 
 
 def _may_be_written(expert: nn.Module) -> bool:
-    """Whether it can have a written-out form at all, as long as its class is the same."""
+    """Return True if an expert of this class can have a hand-written form."""
     return type(expert) is nn.Sequential or (isinstance(expert, ExpertBase) and _definer(expert) is not ExpertBase)
 
 
 def _may_change_unnoticed(expert: nn.Module) -> bool:
-    """Whether its form is made by somebody else, out of we know not what."""
+    """Return True if a class outside this package makes the expert's form, from state that is not compared."""
     return (
         _may_be_written(expert) and isinstance(expert, ExpertBase) and not _definer(expert).__module__.startswith(_OURS)
     )
 
 
 def _definer(expert: ExpertBase) -> type:
-    """The class that says what its written-out form is."""
+    """Return the class that defines ``written`` for an expert."""
     return next(each for each in type(expert).__mro__ if "written" in vars(each))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps tensors of the forward's chunks for those of the backward."""
+"""Keeps tensors of the forward's chunks for the backward's chunks.
+
+``written_call`` and ``autograd_call`` own one each.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ _PLACE = operator.itemgetter(0)
 _ROWS = -2
 """The dimension of slots, or of rows, of every tensor."""
 _Tensors = tuple[torch.Tensor | None, ...]
-"""``None`` among tensors is nothing, and comes back as ``None``."""
+"""``None`` among tensors is an empty place, and is returned as ``None``."""
 
 
 class SavedTensors:
-    """What one forward call keeps: for each of its cuts [start, stop) of slots, or of rows, some tensors.
+    """Keeps some tensors of one forward call for each of its chunks [start, stop) of slots, or of rows.
 
-    A cut's tensors are [..., stop - start, X]. What was put here stays until this object is dropped, and may be read
-    any number of times. What was given away and has come back is read once, so that memory falls while a backward
-    proceeds: a piece goes when all its slots have been taken.
+    A chunk's tensors are [..., stop - start, X]. They stay until this object is dropped, and may be read any number of
+    times. Released and restored tensors are read once, so that memory falls during a backward: a piece is freed when
+    all its slots have been taken.
 
     Args:
-        order: [rows] int64, of each row of the backward its number among those of the forward; ``None`` where these are
-            the same. With it, what is taken is picked from all pieces.
+        order: [rows] int64, for each row of the backward its number in the forward; ``None`` where these are the same.
+            With it, rows are picked from all pieces.
     """
 
     def __init__(self, order: torch.Tensor | None = None) -> None:
@@ -33,13 +36,13 @@ class SavedTensors:
         self._whole: _Tensors | None = None
         """All pieces joined, while rows are picked from them."""
         self._left: dict[int, int] | None = None
-        """First slot of a piece, or of the whole -> how many slots have not been taken; ``None`` while all stays."""
+        """First slot of a piece, or of the whole -> the slots that have not been taken; ``None`` while all are kept."""
 
     def put(self, start: int, stop: int, tensors: _Tensors) -> None:
-        """Keep the tensors of a cut.
+        """Keep the tensors of a chunk.
 
         Raises:
-            ValueError: some of its slots are here already.
+            ValueError: some of its slots are saved already.
         """
         for first, last in self._pieces:
             if first < stop and start < last and start < stop and first < last:
@@ -65,18 +68,19 @@ class SavedTensors:
             self._left = {0: len(self._order)}
 
     def first_of_each(self) -> list[torch.Tensor]:
-        """The first tensor of every piece that is here."""
+        """Return the first tensor of every piece that is not released."""
         return [piece[0] for piece in self._pieces.values() if piece[0] is not None]
 
     def take(self, start: int, stop: int) -> _Tensors:
-        """The tensors of any cut: views where it lies inside one of the forward's, copies where it spans several.
+        """Return the tensors of any chunk: views where it is inside one of the forward's, copies where it spans
+        several.
 
         Raises:
-            ValueError: slots that were never put, or that are gone.
+            ValueError: slots that were never saved, or that have been freed.
         """
         if not self._pieces:
             raise ValueError(f"slots [{start}, {stop}): no forward has saved them yet")
-        if start == stop:  # no slots: none of any piece
+        if start == stop:  # an empty chunk
             return _part(next(iter(self._pieces.values())), 0, 0)
         if self._order is not None:
             return self._picked(start, stop, self._order)
@@ -95,7 +99,7 @@ class SavedTensors:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _picked(self, start: int, stop: int, order: torch.Tensor) -> _Tensors:
-        """The tensors of rows of the backward, from those of all of the forward."""
+        """Return the tensors of rows of the backward, picked from all of the forward."""
         is_last = self._left is not None and self._are_all_taken(0, len(order), stop - start)
         whole = self._whole
         if whole is None:
@@ -108,7 +112,11 @@ class SavedTensors:
         return tuple(None if each is None else each.index_select(0, picked_R) for each in whole)
 
     def _are_all_taken(self, first: int, last: int, num_slots: int) -> bool:
-        """Count that some slots of [first, last) are taken now; return whether no others are left."""
+        """Count taken slots of [first, last); return True if none is left.
+
+        Raises:
+            ValueError: slots are taken a second time.
+        """
         self._left[first] -= num_slots
         if self._left[first] < 0:
             raise ValueError(f"slots [{first}, {last}) are read a second time, and may be freed: restore them first")
@@ -116,7 +124,7 @@ class SavedTensors:
 
     def _drop(self, place: tuple[int, int]) -> None:
         tensors = self._pieces[place]
-        # An empty cut is still to be told how its tensors look: by the first piece, so that one is not ``None``.
+        # An empty chunk still needs the shape of tensors, from the first piece, so that piece does not become ``None``.
         is_first = next(iter(self._pieces)) == place
         parts = _part(tensors, 0, 0) if is_first else (None,) * len(tensors)
         self._pieces[place] = tuple([None if each is None else torch.empty_like(each) for each in parts])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An expert cut along its hidden width, for the ranks of an expert-sharding group."""
+"""Shards an expert along its hidden width, for the ranks of an expert tensor parallelism group.
+
+The engine shards experts when it converts layers; checkpoints read from here how each parameter is sharded.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, manual_form
 
 ShardDim = Literal[0, 1, "first", "whole"]
-"""Of a parameter: along a dimension; whole in the first shard and zero in the others; whole in all."""
+"""How a parameter is sharded: along a dimension; whole in the first shard and zero in others; whole in all."""
 
 
 def check_shardable(expert: nn.Module, count: int) -> ManualExpert:
-    """The written-out form of an expert that can be cut into ``count`` shards.
+    """Return the hand-written form of an expert, and refuse one that cannot be split into ``count`` shards.
 
     Raises:
-        ValueError: an expert whose structure is not known, or a count that does not divide H.
+        ValueError: an expert of unknown structure, or a count that does not divide H.
     """
     form = manual_form(expert)
     if form is None:
@@ -41,23 +44,23 @@ def check_shardable(expert: nn.Module, count: int) -> ManualExpert:
 
 
 def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
-    """Shard ``index`` of ``count``: the expert with ``H / count`` of its hidden elements.
+    """Return shard ``index`` of ``count``: the expert with ``H / count`` of its hidden elements.
 
-    The results of all shards on the same rows sum to the expert's. Names, shapes but for H, the module's mode, hooks
-    and attributes, and the parameters' attributes and ``requires_grad`` stay. The last bias is whole in every shard
-    and only shard 0 adds it; in the others it is zero and has a gradient of zeros.
+    The results of all shards on the same rows sum to the expert's. Names, shapes except H, the module's mode, hooks and
+    attributes, and the parameters' attributes and ``requires_grad`` stay. The last bias is whole in every shard, but
+    only shard 0 adds it; in the others it is zero with a gradient of zeros.
 
     Args:
-        expert: one with a written-out form (:func:`~ds_fsmoe.components.expert_compute.manual_ffn.manual_form`); left
-            as it is.
-        index: which shard, from 0.
-        count: P, how many shards.
+        expert: one with a hand-written form (:func:`~ds_fsmoe.components.expert_compute.manual_ffn.manual_form`); not
+            changed.
+        index: of the shard, from 0.
+        count: P, the number of shards.
 
     Returns:
-        The shard, whose memory is its own, and the parameter of ``expert`` behind each of its parameters.
+        The shard, in its own memory, and the parameter of ``expert`` behind each of its parameters.
 
     Raises:
-        ValueError: an expert whose structure is not known, a count that does not divide H, an index out of range.
+        ValueError: an expert of unknown structure, a count that does not divide H, an index out of range.
     """
     form = check_shardable(expert, count)
     hidden = form.down.in_features
@@ -75,7 +78,7 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
             values = values[ours] if cut == 0 else values[:, ours]
         new_of_old[old] = _shard_from(old, values)
 
-    # The copy finds the new parameters in place of the old ones, which are never copied whole.
+    # deepcopy uses the new parameters in place of the old ones, which are never copied whole.
     shard = copy.deepcopy(expert, {id(old): new for old, new in new_of_old.items()})
     new_form = manual_form(shard)
     assert new_form is not None
@@ -88,7 +91,7 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
 
 
 def shard_dims_of(expert: nn.Module) -> dict[str, ShardDim]:
-    """How each parameter of an expert, or of a shard of one, is cut; nothing for one that cannot be."""
+    """Return how each parameter of an expert, or of its shard, is sharded; empty for one that cannot be."""
     form = manual_form(expert)
     if form is None:
         return {}
@@ -97,7 +100,7 @@ def shard_dims_of(expert: nn.Module) -> dict[str, ShardDim]:
 
 
 def _shard_dims(expert: nn.Module, form: ManualExpert) -> dict[nn.Parameter, ShardDim]:
-    # What is of no use to the known structure is whole in every shard.
+    # Parameters outside the known structure are whole in every shard.
     cuts: dict[nn.Parameter, ShardDim] = dict.fromkeys(expert.parameters(), "whole")
     for up in form.up:
         cuts |= dict.fromkeys(up.parameters(), 0)

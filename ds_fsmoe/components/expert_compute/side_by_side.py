@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several experts of one structure in one forward call of a layer, each step of them all in one operation.
+"""Computes several experts of one structure together: each step of a forward call is one operation for all of them.
+
+``calls`` decides by :func:`runs_of` and :func:`pays` which experts go together. ``written_call`` runs them like a
+single expert.
 
 Letters: k of the experts on this rank, N ranks the rows came from, c slots, R = N * c rows of each, M, H widths.
 """
@@ -20,36 +23,35 @@ from ds_fsmoe.components.expert_compute.plan import PlannedExpert
 
 GroupedExperts = Literal["auto", "never", "always"]
 Layers = tuple[ManualExpert, Sequence[Any], Any]
-"""Experts as one, and the layers with their gradients: those ahead of the hidden layer, and the last one."""
+"""The form of all experts, and the layers with their gradients: those up to the hidden layer, and the last one."""
 
-# On a CPU larger tensors go back to the system when they are freed and come page by page when they are made again,
-# which takes more than computing together gives (benchmarks/results/experts.csv).
+# On a CPU larger tensors are returned to the system when they are freed, and new ones are mapped page by page. That
+# costs more than computing together gains (benchmarks/results/experts.csv).
 _LARGEST_ON_CPU_BYTES = 8 << 20
 
 
 def pays(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
-    """Whether it is worth it for these rows of the experts, and changes no bit.
+    """Return True if computing experts together is faster for these rows, and changes no bit.
 
-    Worth it is where an expert has no more rows than its width, R <= M. One expert alone is then too small to keep a
-    GPU busy, or takes less time than launching it; with more rows its products take as long in either way. What the
-    hidden layers of all experts take at the same time, instead of one expert's, is then less than the gradients of
-    their weights, which have to be there anyway.
+    It is faster where an expert has no more rows than its width, R <= M. A single expert is then too small to keep a
+    GPU busy, or takes less time than its launch. With more rows the products take as long either way. The extra memory
+    for the hidden layers of all experts at once is then less than their weights' gradients.
 
-    No bit changes where rows of either width fill whole lines of memory, so that each expert's part of a tensor is
-    aligned as a tensor of its own would be, and where every weight wants a gradient (for one that does not torch
-    multiplies strided rows in another order). Seen on a CPU, for float64, float32, bfloat16 and float16.
+    No bit changes where rows of either width fill whole cache lines, and every weight wants a gradient. Then each
+    expert's part of a tensor is aligned as a separate tensor would be. (For a weight without gradient torch multiplies
+    strided rows in another order.) Observed on a CPU, for float64, float32, bfloat16 and float16.
 
     Measured on a CPU, forward and backward: up to twice as fast for small experts, 1.0 to 1.3 times for larger ones.
     Not measured on a GPU.
 
-    From sizes alone, which come from the plan and the model and so are the same on every rank.
+    The result depends only on sizes in the plan and the model, so it is equal on every rank.
     """
     num_ranks, _, slots, width = x_NkcM.shape
     return num_ranks * slots <= width and planned.may_group
 
 
 def most_together(planned: PlannedExpert, together: GroupedExperts) -> int:
-    """How many experts of this structure are computed together at the most."""
+    """Return the largest number of experts of this structure that are computed together."""
     largest_bytes = max(weight.nbytes for weight in planned.weights)
     if together == "always" or planned.weights[0].device.type != "cpu" or largest_bytes == 0:
         return sys.maxsize
@@ -57,14 +59,14 @@ def most_together(planned: PlannedExpert, together: GroupedExperts) -> int:
 
 
 class SideBySide:
-    """k experts of one structure as one, whose weights are one tensor of each kind.
+    """Represents k experts of one structure as one, whose weights are one tensor of each kind.
 
-    That costs nothing where they lie side by side in memory
-    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`). Whoever makes a call of them asks for it first
-    (:meth:`is_free`); should somebody move a weight between the forward and its backward, it is copied.
+    It needs no copy where the weights are adjacent in memory
+    (:class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`). Callers check that first by :meth:`is_free`. A
+    weight that is moved between the forward and its backward is copied.
 
     Args:
-        experts: k that have one structure, in their order.
+        experts: k of one structure, in their order.
     """
 
     def __init__(self, experts: Sequence[PlannedExpert]) -> None:
@@ -80,19 +82,19 @@ class SideBySide:
         self._of_slots: Layers | None = None
 
     def forget(self) -> None:
-        """Hold the weights' memory no longer, which somebody may want to move."""
+        """Drop references to the weights' memory, so that it can be moved."""
         self._stacks, self._stacks_of, self._of_slots = [], [], None
 
     def is_free(self, num_ranks: int = 1) -> bool:
-        """Return whether the experts can be computed as one without a copy of a weight."""
+        """Return True if the experts can be computed as one without a copy of a weight."""
         return all(self._stacked(num_ranks, may_copy=False))
 
     def layers(self, like: torch.Tensor, groups: RowGroups | None) -> Layers:
-        """Return the form of all and its layers.
+        """Return the form of all experts, and its layers.
 
         Args:
             like: slots [k, N, c, M], or rows.
-            groups: where the rows of each expert lie; ``None``: all have as many, and each step is a batched product.
+            groups: the rows of each expert; ``None``: all have equally many, and each step is a batched product.
         """
         if groups is not None:
             stacks = [GroupedLinear(each, groups) for each in self._stacked(1)]
@@ -103,10 +105,10 @@ class SideBySide:
         return self._of_slots
 
     def _stacked(self, num_ranks: int, may_copy: bool = True) -> list[StackedLinear]:
-        """The layers of the experts, each as one, ``None`` among them where that cannot be."""
+        """Return the layers of the experts, each as one; ``None`` among them where that would need a copy."""
         stacks_of = [num_ranks, *map(torch.Tensor.data_ptr, self._parameters)]
         if self._stacks_of != stacks_of:
-            # As torch does it for one of several experts: where rows are not contiguous the bias comes after the
+            # As in torch for one of several experts: where rows are not contiguous the bias is added after the
             # product.
             within = [num_ranks == 1] * (len(self._layers) - 1) + [True]
             made = [StackedLinear.of(*each, may_copy) for each in zip(self._layers, within, strict=True)]
@@ -122,7 +124,7 @@ def _as_form(form: ManualExpert, layers: Sequence[StackedLinear | GroupedLinear]
 
 
 def runs_of(planned: Sequence[PlannedExpert | None], together: GroupedExperts) -> list[tuple[int, int]]:
-    """[first, last) of the experts of a rank in their order: neighbours of one structure together, the others alone."""
+    """Return [first, last) of runs of a rank's experts: neighbours of one structure together, the others alone."""
 
     def kind(index: int) -> Hashable:
         expert = planned[index]
@@ -138,6 +140,6 @@ def runs_of(planned: Sequence[PlannedExpert | None], together: GroupedExperts) -
 
 
 def can_be_grouped(planned: PlannedExpert, x_RM: torch.Tensor) -> bool:
-    """Whether torch has a grouped product for these rows and weights that does not wait for the device."""
+    """Return True if torch has a grouped product for these rows and weights that does not wait for the device."""
     widths = (size for each in planned.weights for size in each.shape)
     return takes_grouped(widths, [x_RM.dtype, *(each.dtype for each in planned.weights)], x_RM.device)

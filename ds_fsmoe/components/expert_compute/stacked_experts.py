@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of one rank where one module has their weights as one tensor of each kind, computed chunk by chunk.
+"""The experts of one rank in one module with stacked weights, one tensor of each kind, computed chunk by chunk.
 
-What an expert computes is ``down(act(up(x)))``: the products and their gradients are written out, and what lies between
-them (activation, gate, norm) is the module's own function, differentiated by autograd on the spot. A module whose
-forward computes something else is called itself, and autograd differentiates all of it.
+Converted modules of transformers use it; ``calls`` is the counterpart for experts that are separate modules. An expert
+computes ``down(act(up(x)))``: products and their gradients are hand-written, and autograd differentiates the module's
+own function between them (activation, gate, norm). A module whose forward computes something else is called itself, and
+autograd differentiates all of it.
 
 Letters: R rows, expert by expert; M width, H width of an expert, F = 2 * H where experts are gated, else H; N ranks
 that rows came from, e experts on this rank, c slots.
@@ -30,22 +31,22 @@ from ds_fsmoe.ops import Ops
 
 
 class StackedExperts:
-    """Takes the place of an :class:`~ds_fsmoe.components.expert_compute.calls.ExpertSet` where there is one module.
+    """Has the interface of :class:`~ds_fsmoe.components.expert_compute.calls.ExpertSet` for one module of experts.
 
     Args:
-        module: the module of the experts, with the weights of this rank's experts. Its parameters are looked up at each
-            call: ZeRO 3 gives them their memory only then.
-        contract: how its weights lie.
-        own_forward: the module's own forward, where it computes something else than the contract says; ``None`` where
-            the written form is right.
+        module: the module of the experts, with the weights of this rank's experts. Its parameters are read at each
+            call, as ZeRO 3 allocates their memory only then.
+        contract: the layout of its weights.
+        own_forward: the module's own forward, where it computes something else than the contract; ``None`` where the
+            hand-written form is right.
         path: of the layer in the model, for messages.
-        adapters: what is added to its weights.
+        adapters: the adapters on its weights.
         ops: the operators to use; ``None``: torch's.
     """
 
     keep_expert_dim = False
     is_row_wise = True
-    """The contract says so: each row is computed by itself."""
+    """By the contract each row is computed independently."""
 
     def __init__(
         self,
@@ -64,24 +65,25 @@ class StackedExperts:
         """Computes the part between the two products."""
         of_adapters = [parameter for each in self._adapters for parameter in each.parameters]
         self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters)))
-        """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
+        """All parameters of the experts, each once, in a fixed order, frozen ones included."""
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the parameters when they are whole."""
+        """Return the whole shapes of the parameters."""
         return [shape_of(each) or () for each in self.parameters]
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of this rank."""
+        """Return the number of experts of this rank."""
         return int(self.module.num_experts)
 
     def written_now(self) -> tuple[Any, ...]:
-        """Return the contract where the experts are computed by the written form, ``None`` where by autograd."""
+        """Return the contract where the experts are computed by the hand-written form, ``None`` where by autograd."""
         return (self.contract if self.own_forward is None else None,)
 
     def kept_of_a_row(self, recompute: bool) -> tuple[int, int]:
-        """Return how many numbers per row a call keeps for its backward."""
+        """Return the number of values per row that a call keeps for its backward: of the rows, and of the first
+        product."""
         contract = self.contract
         up = shape_of(getattr(self.module, contract.up)) or (0, 0, 0)
         width, hidden = up[1:] if contract.is_transposed else up[:0:-1]
@@ -99,8 +101,11 @@ class StackedExperts:
         same_chunks: bool = True,
         recompute: bool = False,
     ) -> ExpertCall:
-        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`. Slots, which such a layer never sends,
-        are for measurements, and come back in the cuts in which they went."""
+        """Return one forward call; see :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call`.
+
+        Such a layer never uses slots in training, only in measurements. Their backward must have the chunks of the
+        forward.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be marked, for scripts
             like = getattr(self.module, self.contract.up) if x_RM is None else x_RM
             sums, order, device = GradientSums(self.parameters), None, like.device.type
@@ -120,6 +125,11 @@ class StackedExperts:
             return ExpertCall([run], sums, autocast, needs_backward, rows)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""
+        """Return the results of rows that are sorted by expert, and keep nothing.
+
+        Args:
+            x_RM: the rows.
+            sizes: the number of rows of each expert.
+        """
         ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=x_RM.device)
         return self.call(False, sizes_of_call([sizes], ends.unsqueeze(0)), x_RM).forward(0, len(x_RM), x_RM)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways to compute experts whose weights one module has as one tensor of each kind: written out, or called.
+"""Two ways to compute experts with stacked weights: by hand-written products, or by the module's own forward.
+
+``stacked_experts`` chooses one for each call. :class:`ModuleExperts` goes through ``written_call``, :class:`OwnExperts`
+through ``autograd_call``.
 
 Letters: R rows, expert by expert; M width, H width of an expert, F = 2 * H where experts are gated, else H.
 """
@@ -29,14 +32,15 @@ OwnForward = Callable[..., torch.Tensor]
 
 
 class ModuleExperts:
-    """The experts of one module as one, by their written-out form: its gate or activation between two products.
+    """Represents the experts of one module as one, in their hand-written form: a gate or activation between two
+    products.
 
     Args:
         module, contract: see :class:`~ds_fsmoe.components.expert_compute.stacked_experts.StackedExperts`.
-        sums: where weight gradients go.
-        dtype: the type that autocast asks for; ``None``: that of the weights.
-        gate: what lies between the two products.
-        adapters: what is added to weights.
+        sums: the sums of weight gradients.
+        dtype: the dtype of autocast; ``None``: that of the weights.
+        gate: computes the part between the two products.
+        adapters: the adapters on weights.
     """
 
     wants_any = True
@@ -51,34 +55,34 @@ class ModuleExperts:
         adapters: Sequence[Adapter] = (),
     ) -> None:
         self._module, self._contract, self._sums, self._dtype, self._gate = module, contract, sums, dtype, gate
-        # The module may have others by the time of the backward, as after torch.func.functional_call.
+        # The module may have others in the backward, as after torch.func.functional_call.
         self._parameters = dict(module._parameters)
         self._norm = dict(module.post_expert_norm.named_parameters()) if contract.has_post_expert_norm else {}
         self._up = ModuleWeights(self, contract.up, contract, adapters)
         self._down = ModuleWeights(self, contract.down, contract, adapters)
         weights = [getattr(module, each) for each in (contract.up, contract.down)]
         widths = (size for each in weights for size in shape_of(each)[1:])
-        # What autocast asks for, rows are cast to, as they are to the type of the weights.
+        # Rows are cast to the dtype of autocast, or to that of the weights.
         dtypes = [each.dtype for each in weights] if dtype is None else [dtype]
         self.is_grouped = products.takes_grouped(widths, dtypes, weights[0].device)
         self._row_dtype: torch.dtype | None = None
-        # What ZeRO 3 shares out is put back into other memory in between.
+        # ZeRO 3 gathers partitioned parameters into other memory in between.
         every = *module.parameters(), *(parameter for each in adapters for parameter in each.parameters)
         self.weights = [each for each in every if not hasattr(each, "ds_id")]
         self.wants_up = sums.wants(weights[0]) or any(each.wants_rows(sums) for each in self._up.adapters)
 
     def layers(self, like: torch.Tensor, groups: RowGroups) -> tuple[ManualExpert, Sequence[Any], GroupedLinear]:
-        """Return the form of all and its layers; ``groups`` says where the rows of each expert lie."""
+        """Return the form of all experts, and its layers; ``groups`` has the rows of each expert."""
         form = _BetweenProducts(self._gate, GroupedLinear(self._up, groups), GroupedLinear(self._down, groups))
         return form, form.up, form.down
 
     def received(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Return rows in the type of the products."""
+        """Return rows in the dtype of the products."""
         self._row_dtype = x_RM.dtype
         return self.cast(x_RM)
 
     def returned(self, dx_RM: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of rows in the type that they came in."""
+        """Return the gradient of rows in the dtype of the received rows."""
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
     def normed(self, y_RM: torch.Tensor) -> torch.Tensor:
@@ -88,8 +92,10 @@ class ModuleExperts:
     def before_norm(
         self, form: ManualExpert, kept: Sequence[torch.Tensor], dy_RM: torch.Tensor, weights: RowWeights | None
     ) -> tuple[torch.Tensor, RowWeights | None]:
-        """Return the gradient ahead of the norm and the weights that are still to be applied, and add to the gradients
-        of the norm's own weights and of the weights of its results."""
+        """Return the gradient ahead of the norm, and the weights that remain to be applied.
+
+        It adds to the gradients of the norm's own weights and of the weights of its results.
+        """
         dy_RM = dy_RM.to(kept[0].dtype)
         if not self._contract.has_post_expert_norm:
             return dy_RM, weights
@@ -106,20 +112,22 @@ class ModuleExperts:
         return before_RM, None
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the type that autocast asks for."""
+        """Return a tensor in the dtype of autocast."""
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return a weight by its name."""
-        # Python would look for it in vain elsewhere first.
+        # Python would search other attributes first.
         found = self._parameters.get(name)
         return getattr(self._module, name) if found is None else found
 
 
 class ModuleWeights:
-    """One of the two weights of all experts, which is one tensor, and its bias: the view of weights that
-    :class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear` is of modules. They are looked up, and cast, when
-    they are used."""
+    """Represents one of the two stacked weights of all experts, and its bias.
+
+    It has the interface of :class:`~ds_fsmoe.components.expert_compute.linears.StackedLinear`. Weights are read, and
+    cast, at each use.
+    """
 
     def __init__(self, of: ModuleExperts, name: str, contract: Contract, adapters: Sequence[Adapter]) -> None:
         self._of, self._name = of, name
@@ -130,29 +138,29 @@ class ModuleWeights:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight."""
+        """Return the parameter of the weight."""
         return self._of.parameter(self._name)
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """The bias, if there is any."""
+        """Return the parameter of the bias; ``None`` if there is none."""
         return None if self._bias is None else self._of.parameter(self._bias)
 
     weights, biases = weight, bias
 
     @property
     def weight_kOI(self) -> torch.Tensor:
-        """The weight in the type of the products, [k, O, I], or [k, I, O] where it is transposed."""
+        """Return the weight in the dtype of the products, [k, O, I], or [k, I, O] where it is transposed."""
         return self._of.cast(self.weight.detach())
 
     @property
     def bias_kO(self) -> torch.Tensor:
-        """The bias in that type."""
+        """Return the bias in the dtype of the products."""
         return self._of.cast(self.bias.detach())
 
 
 class _BetweenProducts(ManualExpert):
-    """The module's gate or activation between two products."""
+    """Computes the module's gate or activation between two products."""
 
     def __init__(self, gate: Gate, up: GroupedLinear, down: GroupedLinear) -> None:
         super().__init__((up,), down)
@@ -172,7 +180,7 @@ class _BetweenProducts(ManualExpert):
 
 
 class OwnExperts:
-    """The experts of one module by its own forward, as :class:`AutogradCall` calls them.
+    """Computes the experts of one module by its own forward, for :class:`AutogradCall`.
 
     Args:
         module, own_forward: see :class:`~ds_fsmoe.components.expert_compute.stacked_experts.StackedExperts`.
@@ -187,13 +195,13 @@ class OwnExperts:
     ) -> None:
         self.module, self._own_forward = module, own_forward
         self._adapters, self._is_transposed = adapters, is_transposed
-        # The module may have others by the time of the backward, as after torch.func.functional_call.
+        # The module may have others in the backward, as after torch.func.functional_call.
         self._named = dict(module.named_parameters())
         of_adapters = (each for adapter in adapters for each in adapter.parameters)
         self.parameters = tuple(dict.fromkeys((*self._named.values(), *of_adapters)))
 
     def call(self, x_RM: torch.Tensor, groups: RowGroups, aliases: Aliases | None) -> torch.Tensor:
-        """[R, M] to the same shape."""
+        """Compute rows [R, M] to the same shape; ``aliases`` replace parameters."""
         of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
         arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
         if aliases is None and not self._adapters:
@@ -209,7 +217,7 @@ class OwnExperts:
 
 
 class _ForwardOf(nn.Module):
-    """A module whose forward is another function on the module inside it."""
+    """Runs another function as its forward, called with the parameters of the module inside it."""
 
     def __init__(self, inner: nn.Module, forward: OwnForward) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one forward call of a layer, where their gradients are written out."""
+"""Computes experts in one forward call of a layer by their hand-written forward and backward.
+
+``calls`` and ``stacked_experts`` create it; ``autograd_call`` is the counterpart for experts without such a form.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,17 @@ _VERSION = operator.attrgetter("_version")
 
 
 class WrittenCall:
-    """One expert, or k as one. Keeps the rows (the caller's memory, not a copy), where a weight wants a gradient, and
-    what :meth:`ManualExpert.kept` says; the rest is computed again.
+    """Computes one expert, or k as one, without autograd.
 
-    The operations and their order are those of autograd on ``expert(x_NcM)``, so one cut of the whole capacity gives
-    its bits. Strided rows (N > 1) are copied for every product as ``F.linear`` does it; no copy is kept.
+    It keeps the rows, in the caller's memory, where a weight wants a gradient, and the tensors of
+    :meth:`ManualExpert.kept`. It computes the rest again.
+
+    The operations and their order are those of autograd on ``expert(x_NcM)``, so one chunk of the whole capacity has
+    the same bits. Strided rows (N > 1) are copied for every product, as in ``F.linear``; no copy is kept.
 
     Args:
-        experts: the weights, and the layers that they make for rows of a shape.
-        sums: where weight gradients go.
+        experts: the weights, which make layers for rows of a shape.
+        sums: the sums of weight gradients.
         order: see :class:`~ds_fsmoe.components.expert_compute.saved.SavedTensors`.
         needs_backward: whether to keep anything.
         recompute: keep the rows alone.
@@ -52,19 +57,19 @@ class WrittenCall:
         self._needs_backward, self._recompute = needs_backward, recompute
         self._keeps_rows = experts.wants_up or recompute
         self._weights = experts.weights if needs_backward else ()
-        # Autograd would refuse a weight that changed between forward and backward, and so do we.
+        # Like autograd, refuse a weight that was changed between forward and backward.
         self._versions = list(map(_VERSION, self._weights))
         self._module = experts if isinstance(experts, ModuleExperts) else None
         self.takes_rows = self._module is not None
         self.is_grouped = self._module is None or self._module.is_grouped
 
     def forget(self) -> None:
-        """Hold the weights' memory no longer, which somebody may want to move."""
+        """Drop references to the weights' memory, so that it can be moved."""
         if isinstance(self.experts, SideBySide):
             self.experts.forget()
 
     def forward(self, start: int, stop: int, x: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
-        """[N, c, M], [k, N, c, M] or [R, M] to the same shape."""
+        """Compute [N, c, M], [k, N, c, M] or [R, M] to the same shape."""
         if self._module is None:
             return self._forth(start, stop, x, groups)
         with torch._C.DisableTorchFunctionSubclass():  # weights may be marked, for scripts
@@ -78,15 +83,15 @@ class WrittenCall:
         groups: RowGroups | None = None,
         weights: RowWeights | None = None,
     ) -> torch.Tensor:
-        """Go back as autograd would, and add the weights' gradients.
+        """Return the gradient of the rows, as autograd would, and add the weights' gradients.
 
-        Each tensor goes when it has been used, so that they are not all there beside the gradients of the weights.
+        Each tensor is freed after its last use, so that not all of them coexist with the weights' gradients.
 
         Args:
             start, stop: of slots, or of rows.
-            dy: the gradient of the results, or with weights that of their weighted sums; laid out as the rows.
-            groups: where the rows of each expert lie.
-            weights: of the results, not of slots; their gradients are added.
+            dy: the gradient of the results, or with weights that of their weighted sums; in the layout of the rows.
+            groups: the rows of each expert.
+            weights: the weights of results on rows, not on slots; their gradients are added.
 
         Returns:
             The gradient of the rows, in their shape.
@@ -109,7 +114,7 @@ class WrittenCall:
         return down(flat_rows(h)).view(x.shape) if x.ndim == 4 else down(h)
 
     def _kept(self, form: ManualExpert, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what :meth:`ManualExpert.kept` gives for rows, in the layout of the rows."""
+        """Return the result of :meth:`ManualExpert.kept` for rows, in the layout of the rows."""
         if x.ndim == 4:
             return tuple([each.view(*x.shape[:-1], each.shape[-1]) for each in form.kept(flat_rows(x))])
         return form.kept(x.contiguous() if self._contiguous else x)
@@ -146,7 +151,7 @@ class WrittenCall:
             del h, kept
             down.add_gradients(self._sums, dy_RM, h_RH)
             del h_RH, dy_RM
-            # A copy where they are strided, so that the memory of those that came is free.
+            # A copy where they are strided, so that the memory of the received rows is free.
             x_RM = flat_rows(x) if self.experts.wants_up else None
             del x
             for each, delta_RH in zip(up, deltas_RH, strict=True):

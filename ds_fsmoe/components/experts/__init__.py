@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts, one per file."""
+"""The experts that the package has, one per file. A config or a model names them; see ``ds_fsmoe.registry``."""

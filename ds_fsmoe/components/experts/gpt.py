@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network of GPT: two linear layers with an activation between."""
+"""The feed-forward network of GPT: two linear layers with an activation between them. :class:`MOELayer` creates it by
+its name ``"gpt"``, the default."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu
 
 @register_expert("gpt")
 class GPTFeedForward(ExpertBase):
-    """``fc2(activation(fc1(x)))``, from [..., M] to [..., M].
+    """Computes ``fc2(activation(fc1(x)))``, from [..., M] to [..., M].
 
     Args:
         model_dim: M.
         expert_dim: H.
         activation: ``"relu"``, ``"gelu"`` or ``"silu"``.
-        bias: whether the two linear layers have one.
+        bias: whether the two linear layers have a bias.
 
     Raises:
         ValueError: unknown activation.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network of Mixtral: SwiGLU, three linear layers without bias."""
+"""The feed-forward network of Mixtral: SwiGLU, three linear layers without bias. :class:`MOELayer` creates it by its
+name ``"mixtral"``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ds_fsmoe.registry import register_expert
 
 @register_expert("mixtral")
 class MixtralFeedForward(ExpertBase):
-    """``w2(silu(w1(x)) * w3(x))``, from [..., M] to [..., M].
+    """Computes ``w2(silu(w1(x)) * w3(x))``, from [..., M] to [..., M].
 
     The names w1 (gate), w2 (down) and w3 (up) are those of Mixtral's checkpoints; none has a bias.
 

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates: which experts a token goes to. One gate per file."""
+"""The gates that the package has, one per file: each decides which experts a token goes to.
+
+A config names them under ``fsmoe.gate``.
+"""

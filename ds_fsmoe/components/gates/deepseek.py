@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate of DeepSeek-V3: sigmoid scores, experts from a few groups only, and balance without an auxiliary loss.
 
-A bias per expert is added to its score where experts are chosen, and nowhere else. After every optimizer step it goes
-up by a fixed speed for an expert that got fewer tokens than the mean, and down for one that got more.
+A bias per expert is added to its score for the choice of experts, and nowhere else. After every optimizer step it rises
+by a fixed speed for an expert with fewer tokens than the mean. For one with more it falls.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     k: int = 2
     balance_loss_factor: float = option(0.0, least=0)
     num_groups: int = option(1, least=1)
-    """Groups of neighbouring experts, of the same size; a token takes experts from some of them."""
+    """Number of groups of neighbouring experts, of equal size; a token takes experts from some of them."""
     kept_groups: int | None = option(None, least=1)
-    """How many; left out: half of them, rounded up, or more if k needs it. A group is as good as its best two experts
-    together."""
+    """Number of groups that a token takes experts from; by default half of them, rounded up, or more if k needs it. A
+    group's score is the sum of its two best experts' scores."""
     norm_topk_prob: bool = True
-    """The weights of a token are divided by their sum."""
+    """Divide the weights of a token by their sum."""
     routed_scaling_factor: float = option(1.0, above=0)
-    """And multiplied with this."""
+    """Factor on the weights of a token."""
     bias_update_speed: float = option(0.001, least=0)
-    """How far a bias goes in one optimizer step; 0: it stays."""
+    """Change of a bias in one optimizer step; 0: it stays constant."""
 
 
 @register_gate("deepseek")
 class DeepSeekGate(TokenChoiceGate):
-    """``s = sigmoid(x Wg)``; of the kept groups the k experts in which ``s + balance_bias`` is largest; weights ``s``.
+    """Takes the k experts of the kept groups with the largest ``s + balance_bias``, weighted by ``s = sigmoid(x Wg)``.
 
-    The bias, [E] float32 whatever the model is cast to, is a buffer ``balance_bias``, saved with the model. It moves
-    where the layer's engine calls ``update_gates`` after a step; counted are the choices of forwards in training.
+    The bias, [E] float32 whatever dtype the model has, is a buffer ``balance_bias``, saved with the model.
+    ``update_gates`` changes it after an optimizer step, as the layer's engine does. It counts the choices of forwards
+    in training.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
-        balance_loss_factor: see there; 0 unless it is given, as the bias balances.
-        num_groups: groups of neighbouring experts, of the same size; a token takes experts from some of them.
-        kept_groups: how many; left out: half of them, rounded up, or more if k needs it. A group is as good as its best
-            two experts together.
-        norm_topk_prob: the weights of a token are divided by their sum.
-        routed_scaling_factor: and multiplied with this.
-        bias_update_speed: how far a bias goes in one optimizer step; 0: it stays.
+        k: experts per token, 2 by default.
+        balance_loss_factor: see there; 0 by default, as the bias balances.
+        num_groups: number of groups of neighbouring experts, of equal size; a token takes experts from some of them.
+        kept_groups: number of groups that a token takes experts from; by default half of them, rounded up, or more if k
+            needs it. A group's score is the sum of its two best experts' scores.
+        norm_topk_prob: divide the weights of a token by their sum.
+        routed_scaling_factor: factor on the weights of a token.
+        bias_update_speed: change of a bias in one optimizer step; 0: it stays constant.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -92,7 +93,7 @@ class DeepSeekGate(TokenChoiceGate):
         self.register_buffer("counted_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
     def weights_sum_to_1(self) -> bool:
-        # Times a constant, which teaches no more.
+        # The sum is then the constant scaling factor, whatever the scores are.
         return self.settings.norm_topk_prob
 
     def score(self, x_SM: torch.Tensor) -> Scores:
@@ -102,7 +103,7 @@ class DeepSeekGate(TokenChoiceGate):
         return Scores(logits_SE, affinity_SE, self._of_best_groups(preference_SE))
 
     def _of_best_groups(self, preference_SE: torch.Tensor) -> torch.Tensor:
-        """-inf where an expert is in none of the groups that its token keeps."""
+        """Return the preferences [S, E], with -inf for experts outside the groups that a token keeps."""
         num_groups = self.settings.num_groups
         if self.kept_groups == num_groups:
             return preference_SE
@@ -135,13 +136,13 @@ class DeepSeekGate(TokenChoiceGate):
 
     @torch.no_grad()
     def after_optimizer_step(self, counts: torch.Tensor) -> None:
-        """Move the bias by the counts of all ranks: in integers, so that all ranks come to the same."""
+        """Change the bias by the counts of all ranks, in integers, so that all ranks compute the same."""
         above_mean_E = counts * counts.numel() - counts.sum()
         self.balance_bias -= self.settings.bias_update_speed * above_mean_E.sign()
         self.counted_E.zero_()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeepSeekGate:
-        """A cast to 16 bits goes past the bias: there a step of 0.001 would be lost beside 1."""
+        """Apply ``fn`` as in torch, but keep the bias in float32: in 16 bits, 1 + 0.001 is rounded to 1."""
         bias = getattr(self, "balance_bias", None)
         super()._apply(fn, recurse)
         if bias is not None and self.balance_bias.dtype in (torch.bfloat16, torch.float16):

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert choice: each expert takes the tokens it scores highest (Zhou et al. 2022, arXiv:2202.09368)."""
+"""The expert-choice gate: each expert takes the tokens with its highest scores (Zhou et al. 2022, arXiv:2202.09368).
+
+It returns a :class:`SlotRouting`; gates derived from ``token_choice`` return a :class:`Routing`. A config selects it by
+``fsmoe.gate.type = "expert_choice"``.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +29,24 @@ from ds_fsmoe.registry import register_gate
 
 @register_gate("expert_choice")
 class ExpertChoiceGate(GateBase):
-    """Scores are a softmax over experts of ``x * wg``; each expert takes the tokens with its ``T`` largest, and the
-    score is the weight. ``T = ceil(S / E * k * capacity_factor)``, at most S.
+    """Scores tokens by a softmax over experts of ``x * wg``; each expert takes its ``T`` best, weighted by the score.
 
-    So all experts have the same load, and a token may be taken by any number of them, or by none. The tokens of a rank
-    compete with one another, later ones of a sequence with earlier ones.
+    ``T = ceil(S / E * k * capacity_factor)``, at most S. So all experts have the same load, and a token may be taken by
+    any number of experts, or by none. The tokens of a rank compete with one another, later ones of a sequence with
+    earlier ones.
 
     Args:
-        k: how many experts take a token on average, at a capacity factor of 1.
-        capacity_factor: while training.
-        eval_capacity_factor: while evaluating.
-        agree_capacity: ``True``: ranks may come with different numbers of tokens. Each expert takes of a rank's tokens
-            what follows from their own number, and the ranks agree on the largest; the host waits for that in every
-            forward. ``False``: all ranks have to have equally many.
-        causal: whether the model may be one in which no token is to know of later ones; ``False`` keeps the take-over
-            from warning of it.
+        k: mean number of experts per token, at a capacity factor of 1.
+        capacity_factor: in training.
+        eval_capacity_factor: in evaluation.
+        agree_capacity: ``True``: ranks may have different numbers of tokens. T follows from a rank's own number, and
+            the ranks agree on the largest; the host waits for it in every forward. ``False``: all ranks must have
+            equally many tokens.
+        causal: whether the model may be causal, so that no token may depend on later ones; ``False`` turns off the
+            warning about that when a layer is converted.
 
     Raises:
-        ValueError: an impossible option, with what is possible.
+        ValueError: a value that an option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -114,7 +118,7 @@ class ExpertChoiceGate(GateBase):
         weights_ET = scores_SE.t().gather(1, tokens_ET)
         counts_E = torch.full((num_experts,), num_taken, device=x_SM.device)
         if used_S is not None:
-            # Where there are too few for all slots, masked ones have come along.
+            # An expert that takes more tokens than are used has chosen masked ones too.
             is_used_ET = used_S[tokens_ET] & is_token_ET
             tokens_ET = tokens_ET.masked_fill(~is_used_ET, num_tokens)
             weights_ET = weights_ET.masked_fill(~is_used_ET, 0.0)

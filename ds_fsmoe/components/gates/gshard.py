@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GShard's noisy top-k gate: while training, each logit gets noise whose size the token decides."""
+"""GShard's noisy top-k gate: in training, each logit gets noise whose size depends on the token.
+
+A config selects it by ``fsmoe.gate.type = "gshard"``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class GShardSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     k: int = 2
     noise: bool = True
@@ -25,19 +28,18 @@ class GShardSettings(ChoiceSettings):
 
 @register_gate("gshard")
 class GShardGate(TokenChoiceGate):
-    """``h = x Wg + N(0, 1) * softplus(x Wnoise)`` while training, else ``x Wg``; the k largest; weights: softmax over
-    those k.
+    """Takes the k largest ``h = x Wg + N(0, 1) * softplus(x Wnoise)``, weighted by a softmax over those k.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
-        noise: ``False``: no noise in training either, and no ``w_noise``.
+        k: experts per token, 2 by default.
+        noise: ``False``: no noise in training, and no ``w_noise``; evaluation has no noise.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

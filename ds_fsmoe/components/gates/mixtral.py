@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral's gate: softmax over the logits of the chosen experts alone."""
+"""Mixtral's gate: softmax over the logits of the chosen experts only, so that a token's weights sum to 1.
+
+A config selects it by ``fsmoe.gate.type = "mixtral"``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     k: int = 2
     z_loss_factor: float = option(0.1, least=0)
@@ -24,18 +27,18 @@ class MixtralSettings(ChoiceSettings):
 
 @register_gate("mixtral")
 class MixtralGate(TokenChoiceGate):
-    """``h = x Wg``; the k largest; weights: softmax over those k, so that they sum to 1.
+    """Takes the k largest ``h = x Wg``, weighted by a softmax over those k, so that weights sum to 1.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
-        z_loss_factor: see there; a tenth of the balance loss unless it is given, as in ST-MoE (1e-3 and 1e-2).
+        k: experts per token, 2 by default.
+        z_loss_factor: see there; by default a tenth of the balance loss, as in ST-MoE (1e-3 and 1e-2).
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -61,5 +64,5 @@ class MixtralGate(TokenChoiceGate):
         return Scores(logits_SE, F.softmax(logits_SE, dim=1))
 
     def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
-        # The same as probabilities over their sum, without their underflow.
+        # Equal to probabilities divided by their sum, without their underflow.
         return F.softmax(scores.logits_SE.gather(1, expert_SK), dim=1)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of Qwen's MoE models: softmax over all experts, renormalised over the chosen ones if asked for."""
+"""The gate of Qwen's MoE models: softmax over all experts.
+
+With ``norm_topk_prob`` it is Mixtral's gate, renormalised over the chosen experts. A config selects it by
+``fsmoe.gate.type = "qwen"``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class QwenSettings(MixtralSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     norm_topk_prob: bool = False
     """Weights sum to 1, as Mixtral's do (Qwen3); false: they are the plain probabilities (Qwen1.5, Qwen2)."""
@@ -23,20 +27,20 @@ class QwenSettings(MixtralSettings):
 
 @register_gate("qwen")
 class QwenGate(MixtralGate):
-    """``p = softmax(x Wg)``; the k largest; weights ``p``, over their sum with ``norm_topk_prob``.
+    """Takes the k largest ``p = softmax(x Wg)``, weighted by ``p``, divided by their sum with ``norm_topk_prob``.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 2 unless it is given.
-        z_loss_factor: see there; ``0.1`` unless it is given.
+        k: experts per token, 2 by default.
+        z_loss_factor: see there; ``0.1`` by default.
         norm_topk_prob: weights sum to 1, as Mixtral's do (Qwen3); ``False``: they are the plain probabilities (Qwen1.5,
             Qwen2).
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

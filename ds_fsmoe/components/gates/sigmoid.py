@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sigmoid gate of BASE layers and StableMoE: what an expert weighs does not depend on the other experts."""
+"""The sigmoid gate of BASE layers and StableMoE: an expert's weight does not depend on the scores of the others.
+
+A config selects it by ``fsmoe.gate.type = "sigmoid"``.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from ds_fsmoe.registry import register_gate
 
 @register_gate("sigmoid")
 class SigmoidGate(TokenChoiceGate):
-    """``h = x Wg``; the k largest; weights ``sigmoid(h)``, not renormalised.
+    """Takes the k largest ``h = x Wg``, weighted by ``sigmoid(h)``, not renormalised.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 1 unless it is given.
+        k: experts per token, 1 by default.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

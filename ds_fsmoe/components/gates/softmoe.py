@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SoftMoE: every slot gets a mixture of all tokens, every token a mixture of all results (Puigcerver et al. 2023,
-arXiv:2308.00951).
+"""SoftMoE's gate: every slot is a mixture of all tokens, every token's result a mixture of all slots' results.
+
+Source: Puigcerver et al. 2023, arXiv:2308.00951.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from ds_fsmoe.registry import register_gate
 
 @register_gate("softmoe")
 class SoftMoEGate(GateBase):
-    """``x * wg`` has a column per slot. A slot's input is the mean of all tokens, weighted with the softmax of its
-    column over tokens; a token's result that of all slots, weighted with the softmax of its row over slots.
+    """Mixes tokens into slots and results into tokens, weighted by softmaxes of ``x * wg``, which has a column per
+    slot.
 
-    Nothing is dropped, nothing has to be balanced, and no token stands for itself: the tokens of a rank are mixed with
-    one another, later ones of a sequence with earlier ones. The router's matrix is [E * slots_per_expert, M], and what
-    the experts do does not depend on how many tokens there are.
+    A slot's input is the mean of all tokens, weighted by the softmax of its column over tokens. A token's result is the
+    mean of all slots' results, weighted by the softmax of its row over slots.
+
+    No token is dropped, and nothing has to be balanced. The tokens of a rank are mixed with one another, later ones of
+    a sequence with earlier ones. The router's matrix is [E * slots_per_expert, M]. The experts' work does not depend on
+    the number of tokens.
 
     Args:
-        slots_per_expert: C. With E * C near S times the k of another gate, the experts have as much to do as with it.
-        causal: whether the model may be one in which no token is to know of later ones; ``False`` keeps the take-over
-            from warning of it.
+        slots_per_expert: C. With E * C near S * k, the experts compute about as many rows as with a gate of k experts.
+        causal: whether the model may be causal, so that no token may depend on later ones; ``False`` turns off the
+            warning about that when a layer is converted.
 
     Raises:
-        ValueError: an impossible option, with what is possible.
+        ValueError: a value that an option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -74,7 +78,7 @@ class SoftMoEGate(GateBase):
             num_used = torch.full((), num_tokens, device=x_SM.device)
         else:
             is_masked_S1 = ~used_S.unsqueeze(1)
-            # Not minus infinity, of which the softmax is nan where nothing else is left.
+            # Not minus infinity: if all tokens are masked, the softmax would be nan.
             lowest = torch.finfo(logits_SR.dtype).min
             dispatch_SR = F.softmax(logits_SR.masked_fill(is_masked_S1, lowest), dim=0).masked_fill(is_masked_S1, 0.0)
             combine_SR = combine_SR.masked_fill(is_masked_S1, 0.0)

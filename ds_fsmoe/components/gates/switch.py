@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switch Transformer's gate: the chosen expert's probability is its weight, and a full expert takes no more tokens."""
+"""Switch Transformer's gate: a choice weighs its probability, and a full expert drops later tokens.
+
+A config selects it by ``fsmoe.gate.type = "switch"``.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,28 @@ from ds_fsmoe.registry import register_gate
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchSettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     drop_policy: str = option("position", choices=("probs", "position"))
     jitter: float = option(0.01, least=0)
-    """While training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter."""
+    """In training, the router's input is multiplied by random numbers between 1 - jitter and 1 + jitter."""
 
 
 @register_gate("switch")
 class SwitchGate(TokenChoiceGate):
-    """``p = softmax(x Wg)``; the k largest; weights ``p``, not renormalised.
+    """Takes the k largest ``p = softmax(x Wg)``, weighted by ``p``, not renormalised.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 1 unless it is given.
-        drop_policy: see there; ``"position"`` unless it is given.
-        jitter: while training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter.
+        k: experts per token, 1 by default.
+        drop_policy: see there; ``"position"`` by default.
+        jitter: in training, the router's input is multiplied by random numbers between 1 - jitter and 1 + jitter.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate of stock DeepSpeed: top-1, top-2 and top-k of a linear router, number for number.
 
-Stock uses three different formulas for k = 1, k = 2 and k >= 3 (GShard and Switch Transformer are their sources),
-down to the order in which random numbers are drawn; this file reproduces all three without waiting for the device
-when tokens are dropped.
+Stock uses three formulas, for k = 1, k = 2 and k >= 3, with a fixed order of random draws. They come from Switch
+Transformer and GShard. This module reproduces all three, without waiting for the device when tokens are dropped.
+Converted layers of stock call :func:`route_top_k`; :class:`LinearGate` is the gate for other layers.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
 
 @dataclass(frozen=True, kw_only=True)
 class TopKSettings(CapacitySettings):
-    """Everything a top-k decision depends on besides the logits. Defaults are those of ``deepspeed.moe.layer.MoE``.
+    """Holds the constants of a top-k decision. Defaults are those of ``deepspeed.moe.layer.MoE``.
 
-    ``drop_policy`` is for k >= 3; below, each formula has a rule of its own.
+    ``drop_policy`` is for k >= 3; for k = 1 and k = 2 each formula has its own rule.
     """
 
     noisy_gate_policy: str | None = None
     """``"Jitter"`` scales the router's input by a random factor near 1, ``"RSample"`` (k = 1) adds Gumbel noise."""
     use_rts: bool = True
-    """k = 1: who stays when an expert is full is drawn at random; without it, it is as ``torch.topk`` breaks ties."""
+    """k = 1: a full expert keeps random tokens; if false, those that ``torch.topk`` returns among ties."""
     top2_2nd_expert_sampling: bool = True
     """k = 2: the second expert is sampled (Gumbel noise on the logits) instead of being the second best."""
 
@@ -56,7 +56,7 @@ class TopKSettings(CapacitySettings):
 
 @register_gate("topk")
 class LinearGate(SettingsGate):
-    """One matrix ``wg`` [E, M] scores the experts; each token takes its k best, as in DeepSpeed's own layers.
+    """Scores experts by one matrix ``wg`` [E, M]; each token takes its k best, as in DeepSpeed's own layers.
 
     Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
 
@@ -64,16 +64,15 @@ class LinearGate(SettingsGate):
 
     Args:
         k: experts per token.
-        drop_policy: see there; for k >= 3 only, below each formula has a rule of its own.
+        drop_policy: see there; for k >= 3 only, as the formulas for k = 1 and k = 2 have their own rules.
         noisy_gate_policy: ``"Jitter"`` scales the router's input by a random factor near 1, ``"RSample"`` (k = 1) adds
             Gumbel noise.
-        use_rts: k = 1: who stays when an expert is full is drawn at random; without it, it is as ``torch.topk`` breaks
-            ties.
+        use_rts: k = 1: a full expert keeps random tokens; if false, those that ``torch.topk`` returns among ties.
         top2_2nd_expert_sampling: k = 2: the second expert is sampled (Gumbel noise on the logits) instead of being the
             second best.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -117,19 +116,19 @@ def route_top_k(
     needs_capacity: bool = True,
     given: ReplayedRouting | None = None,
 ) -> Routing:
-    """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
+    """Route tokens by a router matrix: score, choose and drop, as a function for modules that own the matrix.
 
     Args:
         x_SM: [S, M] tokens of any float type; the router computes in float32 (float64 for float64 tokens).
         weight_EM: [E, M].
         settings: the formula's constants.
         training: chooses the capacity factor and switches the router's noise.
-        used_token_S: [S], nonzero for tokens that take part (the masked ones take no slot); ``None`` means all.
+        used_token_S: [S], nonzero for tokens that take part (others take no slot); ``None`` means all.
         group: the ranks over which a dropless capacity is agreed.
         ops: the operators to use.
-        says_entropy: whether to say how sure the router is.
+        says_entropy: whether the routing contains the router's entropy.
         needs_capacity: see :attr:`~ds_fsmoe.components.gate.GateBase.needs_capacity`.
-        given: the choice to go by, of k experts for each token.
+        given: the choice to replay, of k experts for each token.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -172,32 +171,32 @@ def route_top_k(
 
 
 def _uniform_like(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """float32 in [low, high), number for number as ``torch.distributions.Uniform`` of float32 bounds draws them."""
+    """Draw float32 numbers in [low, high), equal to those of ``torch.distributions.Uniform`` with float32 bounds."""
     low_32, width_32 = _bounds(low, high)
     return torch.rand(x.shape, dtype=torch.float32, device=x.device).mul_(width_32).add_(low_32)
 
 
 @functools.lru_cache(maxsize=16)
 def _bounds(low: float, high: float) -> tuple[float, float]:
-    """The lower bound and the width in float32, in which the difference of the two bounds is rounded too."""
+    """Return the lower bound and the width in float32; the difference of the bounds is rounded to float32 too."""
     low_32, high_32 = torch.tensor([low, high], dtype=torch.float32, device="cpu")
     return float(low_32), float(high_32 - low_32)
 
 
 def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:
-    """As ``torch.distributions.Gumbel(0, 1)`` draws them in float32, number for number."""
+    """Draw float32 Gumbel noise [S, E], equal to that of ``torch.distributions.Gumbel(0, 1)``."""
     info = torch.finfo(torch.float32)
     uniform_SE = _uniform_like(logits_SE, info.tiny, 1 - info.eps)
     return uniform_SE.log_().neg_().log_().neg_()
 
 
 def _scores(probs_SE: torch.Tensor) -> torch.Tensor:
-    """In a type that the operators take: under autocast a probability may be less than float32."""
+    """Return probabilities in a dtype that the operators accept: under autocast they may be narrower than float32."""
     return probs_SE.detach().to(torch.promote_types(probs_SE.dtype, torch.float32))
 
 
 def _share_E(expert_KS: torch.Tensor, probs_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
-    """The share of tokens that chose each expert, in float32 at least."""
+    """Return the share of tokens that chose each expert, [E], in float32 or wider."""
     num_tokens, num_experts = probs_SE.shape
     dtype = torch.promote_types(probs_SE.dtype, torch.float32)
     ones_KS = probs_SE.new_ones(expert_KS.shape, dtype=dtype)
@@ -215,15 +214,16 @@ def _choose_1(
     ops: Ops,
     given: ReplayedRouting | None,
 ) -> tuple[Slots, torch.Tensor]:
-    """Switch Transformer's gate: slots and loss. The weight is the chosen expert's probability, not renormalised."""
+    """Return slots and loss of Switch Transformer's gate. The weight is the chosen expert's probability, not
+    renormalised."""
     num_tokens, num_experts = probs_SE.shape
     # The noise is drawn first and the token selection later: this is the order of the random stream in stock.
     is_noisy = settings.noisy_gate_policy == "RSample"
     expert_S = torch.argmax(logits_SE + _gumbel_like(logits_SE) if is_noisy else probs_SE, dim=1)
     expert_KS = expert_S.unsqueeze(0) if given is None else given.completed(lambda: expert_S.unsqueeze(0))
     aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)) * num_experts
-    # Who stays: the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties in the
-    # bare mask fall as topk lets them, which is stock's choice too.
+    # A full expert keeps the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties
+    # in the bare mask are broken by topk, as in stock.
     if settings.use_rts:
         precedence_SE = torch.rand(probs_SE.shape, dtype=torch.float32, device=probs_SE.device)
     else:
@@ -244,7 +244,10 @@ def _choose_2(
     ops: Ops,
     given: ReplayedRouting | None,
 ) -> tuple[Slots, torch.Tensor]:
-    """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
+    """Return slots and loss of GShard's gate: second choices queue behind all first choices.
+
+    Weights are renormalised over the kept choices.
+    """
     num_experts = probs_SE.shape[1]
     first_S = torch.argmax(probs_SE, dim=1)
     scores_SE = logits_SE.detach()
@@ -268,7 +271,10 @@ def _choose_more(
     ops: Ops,
     given: ReplayedRouting | None,
 ) -> tuple[Slots, torch.Tensor]:
-    """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
+    """Return slots and loss for k >= 3: a full expert keeps its most probable tokens, or the first ones.
+
+    Weights are renormalised over the kept choices.
+    """
     num_experts = probs_SE.shape[1]
     slots = best_slots(ops, _scores(probs_SE), settings.k, capacity, used_S, given)
     expert_KS = slots.experts_KS

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""X-MoE's gate: the cosine between token and expert in a space of few dimensions, so that tokens are not drawn
-towards the experts' own vectors (representation collapse)."""
+"""X-MoE's gate: scores are cosines between token and expert in a space of few dimensions.
+
+This avoids representation collapse, in which tokens drift towards the experts' vectors.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ _LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class XMoESettings(ChoiceSettings):
-    """Options of the gate."""
+    """Holds the options of the gate."""
 
     routing_dim: int | None = option(None, least=1)
-    """Dimensions in which tokens and experts are compared; left out: half as many as there are experts, at least 2."""
+    """Dimensions in which tokens and experts are compared; by default half the number of experts, at least 2."""
     temperature: float = option(0.3, above=0)
-    """What cosines are divided by before anything is learned."""
+    """Initial divisor of the cosines."""
 
 
 @register_gate("xmoe")
 class XMoEGate(TokenChoiceGate):
-    """``h_i = cos(Wproj x, wg_i) / temperature``; ``p = softmax(h)``; the k largest; weights ``p``.
+    """Takes the k largest ``h_i = cos(Wproj x, wg_i) / temperature``, weighted by ``p = softmax(h)``.
 
     The temperature is learned as its logarithm, and never falls below 0.01.
 
@@ -39,13 +41,13 @@ class XMoEGate(TokenChoiceGate):
     Options that are not listed here are those of :class:`TokenChoiceGate`.
 
     Args:
-        k: experts per token, 1 unless it is given.
-        routing_dim: the dimensions D in which tokens and experts are compared, with wg [E, D]; left out: half as many
-            as there are experts, at least 2.
-        temperature: what cosines are divided by before anything is learned.
+        k: experts per token, 1 by default.
+        routing_dim: the dimensions D in which tokens and experts are compared, with wg [E, D]; by default half the
+            number of experts, at least 2.
+        temperature: initial divisor of the cosines.
 
     Raises:
-        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+        ValueError: an unknown option, or a value that the option does not allow; the message says what is allowed.
 
     Examples:
         >>> import torch, ds_fsmoe

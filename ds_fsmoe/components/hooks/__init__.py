@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that come with the package. One per file."""
+"""The hooks that the package has, one per file. A config names them under ``fsmoe.hooks``."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Halves the communication volume: rows are sent in bfloat16, and computed in their own dtype."""
+"""A hook that halves the communication volume of float32 models: rows are sent in bfloat16, and computed in their
+dtype.
+
+The option ``fsmoe.comm_dtype`` sends 8-bit rows instead, without a hook.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 
 
 class BFloat16Wire(CallbackBase):
-    """Tokens and gradients are rounded to bfloat16 before each all-to-all, and widened after it.
+    """Rounds tokens and gradients to bfloat16 ahead of each all-to-all, and casts them back after it.
 
-    Rounding is the same in both directions and is taken for its own adjoint, as mixed precision does. A relative error
-    of up to 2^-9 per crossing is the price; activations that are narrow already stay as they are. Each hook takes and
+    Rounding is the same in both directions, and its gradient is taken as the identity, as in mixed precision. The
+    relative error is up to 2^-9 per all-to-all. Activations of 16 bits or less stay unchanged. Each hook takes and
     returns [E, c, M] or [rows, M], see :class:`CallbackBase`. In a config: ``"hooks": ["ds_fsmoe.BFloat16Wire"]``.
 
     Examples:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal input: a layer's tokens in the arrangement of another model."""
+"""A hook for multimodal input: it reshapes a layer's tokens from another model's layout.
+
+It is an example of hooks at a layer's start and end.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 
 
 class FramesAsTokens(CallbackBase):
-    """Video [B, T, N, M], T frames of N patches, is routed as text is, [B, T * N, M], and comes back as it was.
+    """Routes video [B, T, N, M], T frames of N patches, as text [B, T * N, M]. The output has the input's shape.
 
-    Other input goes through as it is. In a config: ``"hooks": ["ds_fsmoe.FramesAsTokens"]``.
+    Other input stays unchanged. In a config: ``"hooks": ["ds_fsmoe.FramesAsTokens"]``.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -24,7 +27,7 @@ class FramesAsTokens(CallbackBase):
     """
 
     def __init__(self) -> None:
-        # Layer -> its last shape. Start and end of a forward follow each other, whatever runs between.
+        # Layer -> shape of its last input. A layer's start and end hooks alternate.
         self._shapes: dict[str, torch.Size] = {}
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:

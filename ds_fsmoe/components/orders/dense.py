@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense order: every slot a weighted mean of all tokens, every token's result one of all slots' results."""
+"""The dense order, for SoftMoE: every slot is a weighted mean of all tokens, and every token's result of all slots'
+results.
+
+It reads only :class:`DenseRouting`; the other orders read the other kinds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ds_fsmoe.registry import register_order
 
 @register_order("dense")
 class DenseOrder(OrderBase):
-    """Two matrix products with the [S, E * C] weights of a gate that mixes tokens, such as SoftMoE's.
+    """Multiplies by the [S, E * C] weights of a gate that mixes tokens, such as SoftMoE's: one product each way.
 
     It reads :class:`DenseRouting`: [S, M] tokens to [E, C, M] slots, and back.
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The einsum order: GShard's products with one-hot masks. It is there to be compared with: sparse is faster."""
+"""The einsum order: GShard's products with one-hot masks.
+
+It is a baseline for comparisons; the sparse order is faster.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from ds_fsmoe.registry import register_order
 
 @register_order("einsum")
 class EinsumOrder(OrderBase):
-    """Multiplies with [S, E * C] masks, so time and memory grow with the square of the tokens.
+    """Multiplies by [S, E * C] masks, so time and memory grow with the square of the tokens.
 
-    A token that is nan or infinite reaches every slot, as 0 times it is no zero; one that is in no slot reaches none.
-    It reads :class:`Routing` and :class:`SlotRouting`: [S, M] tokens to [E, C, M] slots, and back.
+    A nan or infinite token reaches every slot, as 0 times it is not zero; one without a slot reaches none. It reads
+    :class:`Routing` and :class:`SlotRouting`: [S, M] tokens to [E, C, M] slots, and back.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -42,12 +45,12 @@ class EinsumOrder(OrderBase):
 
 
 def _only(mask_N: torch.Tensor, rows_NM: torch.Tensor) -> torch.Tensor:
-    """The rows that are meant, the others zero; not by a product, because of nan and infinity."""
+    """Return the rows under the mask, with the others zero; without a product, because of nan and infinity."""
     return rows_NM.masked_fill(~mask_N.unsqueeze(1), 0.0)
 
 
 def _one_hot(routing: Routing | SlotRouting) -> torch.Tensor:
-    """[S, R] bool: which token is in which slot."""
+    """Return [S, R] booleans: True where a token is in a slot."""
     if isinstance(routing, SlotRouting):
         tokens_S1 = torch.arange(routing.num_tokens, device=routing.tokens_R.device).unsqueeze(1)
         return routing.tokens_R == tokens_S1
@@ -56,12 +59,12 @@ def _one_hot(routing: Routing | SlotRouting) -> torch.Tensor:
 
 
 def _weights(routing: Routing | SlotRouting) -> torch.Tensor:
-    """[S, R]: the weight of each slot's result in each token's."""
+    """Return [S, R]: the weight of each slot's result in each token's result."""
     if isinstance(routing, SlotRouting):
         return _one_hot(routing) * routing.weights_R
     return _no_weights(routing).scatter_add(1, routing.slots_KS.t(), routing.weights_KS.t())[:, :-1]
 
 
 def _no_weights(routing: Routing) -> torch.Tensor:
-    """[S, R + 1] zeros: one more slot than there are takes what was dropped."""
+    """Return zeros [S, R + 1]; the last column takes dropped choices."""
     return routing.weights_KS.new_zeros(routing.slots_KS.shape[1], routing.num_slots + 1)

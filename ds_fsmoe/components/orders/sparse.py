@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse order: one pass each way, touching every slot and every choice once."""
+"""The sparse order: one pass each way, which reads every slot and every choice once.
+
+It is the default where tokens or slots choose; ``einsum`` has the same results.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ds_fsmoe.registry import register_order
 
 @register_order("sparse")
 class SimpleOrder(OrderBase):
-    """Moves each row by its number instead of multiplying with a one-hot [S, E, C] mask.
+    """Moves each row by its index instead of multiplying by a one-hot [S, E, C] mask.
 
     It reads :class:`Routing` and :class:`SlotRouting`: [S, M] tokens to [E, C, M] slots, and back.
 
