@@ -82,8 +82,9 @@ class Loads:
         """Return the loads of each layer by its label. Collective.
 
         Returns:
-            label -> (the mean rows per call of each rank of an EP group for each expert, [G, E]; the experts of some tokens
-            of the last call, for each of these ranks).
+            label -> (rows, tokens). ``rows`` are the mean rows per call of each rank of an EP group for each expert,
+            [G, E].
+            ``tokens`` are, for each of these ranks, the experts of some tokens of its last call.
         """
         own: dict[str, tuple[int, Any, Any]] = {}
         for label, calls in self._num_calls.items():
