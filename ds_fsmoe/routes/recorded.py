@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads recorded routing from a folder or from one packed file (``.npz``) with some steps of all ranks. The commands,
-replay and the planner's what-if use it. Files are untrusted: damaged ones are refused, and the index takes little
-memory. :mod:`~ds_fsmoe.routes.written` writes the files and describes their format.
+"""Reads recorded routing from a folder or from one packed file (``.npz``) with some steps of all ranks. The engine's
+replay, ``ds_fsmoe plan`` and ``ds_fsmoe report`` use it. Files are untrusted: damaged ones are refused, and the
+index takes little memory. :mod:`~ds_fsmoe.routes.written` writes the files and describes their format.
 
 Letters: S tokens of a rank, k choices of a token, E experts.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts a recorded job with another plan: another schedule, degree or all-to-all. ``ds_fsmoe compare`` and the
-run's report call it.
+"""Predicts a recorded job with another plan: another schedule, degree or all-to-all. The tuner and ``ds_fsmoe plan
+--from-trace`` call it.
 
 A step is the forwards and backwards of its micro-batches, without the optimizer. Schedules, degrees and timed
 all-to-alls are planned from the job's own costs. For other changes,

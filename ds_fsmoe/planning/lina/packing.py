@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs experts: more experts on each rank, over fewer ranks, so that the all-to-all is shorter. The tuner calls it
-for ``"lina"``.
+"""Packs experts: more experts on each rank, over fewer ranks, so that the all-to-all is shorter. The engine calls it
+with times from ``measuring/packing_times.py``.
 
 Lina does so in training (ATC'23, section 4.2, "Expert packing"). Ideally the micro-ops of the experts and of the
 all-to-all take equally long, and neither lane waits for the other. As an all-to-all mostly takes longer, the number of
