@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no training run imports: planning on a laptop, reports of runs, and their commands. Needs no torch."""
+"""Plans models without a GPU and reports on recorded runs, for the commands. No training run imports it, and it
+needs no torch.
+"""

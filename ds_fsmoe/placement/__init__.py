@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves experts to where the tokens are, between two steps of training."""
+"""Moves experts to the ranks of their tokens, between two steps of training."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges experts between ranks with all that belongs to them, bit for bit.
+"""Exchanges experts between ranks with all their parameters and states, bit for bit. Placements call it between two
+steps. :mod:`~ds_fsmoe.placement.placements` decides which experts to exchange and updates the routing.
 
-An exchange of two places moves what the ranks of either have of the expert there. Which elements go from which rank to
-which is worked out on every rank from what all ranks have, so each knows what the others send and wait for: one message
-of bytes from each rank to each that needs something of it.
-Where several ranks have the same elements (data-parallel copies of an expert), a rank takes those of its own EP group.
+An exchange of two places moves what both ranks have of the experts there. Every rank computes all transfers from the
+facts of all ranks, so each knows what the others send. Each pair of ranks exchanges one message of bytes. Where several
+ranks have the same elements (data-parallel copies of an expert), a rank takes those of its own EP group.
 
-ZeRO lays parameters end to end and cuts the result by ranks, so of an expert a rank may have all, some elements, or of
-its weights all and of its states some. Every tensor is seen here as elements of an expert, whatever lies around them.
+ZeRO concatenates parameters and splits the result by ranks. So a rank may have all of an expert, some of its elements,
+or all of its weights and a part of its states. This module sees every tensor as elements of an expert.
 
-Everything that leaves is packed before anything is overwritten, so an error before the exchange changes nothing.
+All data is packed before any is overwritten, so an error before the exchange changes nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Facts = tuple[str, str, int, int, int, str]
 
 
 class PlacementError(RuntimeError):
-    """Experts cannot be moved. The message, the same on all ranks, says why."""
+    """Raised when experts cannot be moved. The message has the reason and is the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """A parameter or buffer of experts of this rank."""
+    """Holds a parameter or buffer of this rank's experts."""
 
     layer: str
     """The label of the layer."""
@@ -55,10 +55,10 @@ class ExpertTensor:
     """How experts lie in it, if it belongs to all."""
 
     def local_range(self, index: int) -> tuple[int, int, int] | None:
-        """Return (first, step, count) of the flat elements of an expert, ``None`` where it has none here.
+        """Return (first, step, count) of the flat elements of an expert, or None if the tensor has none.
 
         Args:
-            index: the number of the expert on this rank.
+            index: the index of the expert on this rank.
         """
         count = getattr(self.tensor, "ds_numel", self.tensor.numel())
         if self.index is not None:
@@ -69,7 +69,7 @@ class ExpertTensor:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of one expert, in one tensor of this rank."""
+    """Holds consecutive elements of one expert, in one tensor of this rank."""
 
     layer: str
     name: str
@@ -83,14 +83,14 @@ class Fragment:
 
     @property
     def facts(self) -> tuple[str, str, int, int, int, str]:
-        """What other ranks have to know of it."""
+        """Return (layer, name, expert, first element, elements, dtype), which other ranks need."""
         dtype = str(self.values.dtype).removeprefix("torch.")
         return self.layer, self.name, self.index, self.first, self.values.numel(), dtype
 
 
 @dataclass(frozen=True)
 class ExpertRank:
-    """The seat of a rank among those that share experts."""
+    """Names the position of a rank among those that share experts: its EP group and its rank there."""
 
     block: int
     """The number of its EP group."""
@@ -114,16 +114,16 @@ class _Segment:
 
 
 class Mover:
-    """Moves experts of an engine's layers. Collective to make, over all ranks that run these layers.
+    """Moves experts of an engine's layers. Construction is collective over all ranks that run these layers.
 
     Args:
-        engine: our engine, between two steps. What it has in which tensors must not change as long as this is used.
+        engine: our engine, between two steps. Its tensors must stay the same while the mover is used.
         tensors: the parameters and buffers of the experts of this rank.
-        seats: label of a layer -> this rank's seat.
+        seats: label of a layer -> this rank's position.
         group: the ranks that run the layers; ``None``: all.
 
     Raises:
-        PlacementError: on every rank, where states cannot be moved, or ranks have other ones.
+        PlacementError: on every rank, where states cannot be moved, or ranks have different states.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Mover:
                 raise PlacementError(f"{layer}: experts cannot move, as only some ranks have {', '.join(missing[:4])}")
 
     def bytes_of_expert(self, layer: str) -> int:
-        """Return the bytes of one expert of a layer with all its states, once."""
+        """Return the bytes of one expert of a layer with all its states, counting copies once."""
         of_first = (
             (name, first, size, dtype)
             for rank, facts in enumerate(self._facts)
@@ -164,16 +164,16 @@ class Mover:
         return sum(size * getattr(torch, dtype).itemsize for _, _, size, dtype in set(of_first))
 
     def swap(self, swaps: Sequence[tuple[str, ExpertPlace, ExpertPlace]]) -> int:
-        """Exchange experts. Collective; each home at most once.
+        """Exchange experts; each place occurs at most once. Collective.
 
         Args:
-            swaps: (layer, home, home) of two experts; the same on every rank.
+            swaps: (layer, place, place) of two experts; the same on every rank.
 
         Returns:
-            The bytes that the rank with most to send has sent.
+            The bytes sent by the rank that sends most.
 
         Raises:
-            PlacementError: on every rank, before anything has changed, where one cannot pack what it sends.
+            PlacementError: on every rank, before any change, where a rank cannot pack its data.
         """
         segments = [segment for each in swaps for segment in self._segments(*each)]
         ranks = range(len(self._facts))
@@ -201,8 +201,7 @@ class Mover:
         return max(sum(row) for row in nbytes)
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], own: int) -> None:
-        """Send to each rank and receive from each, both at once: of two ranks that exchange experts, neither waits for
-        the other's turn, as in the rounds of an all-to-all."""
+        """Send to and receive from all ranks at the same time, as in an all-to-all."""
         received[own].copy_(sent[own])
         operations = []
         # On gloo two ranks that begin with sending take turns: whoever waits for something says so first.
@@ -262,7 +261,7 @@ class Mover:
     def _next(
         self, layer: str, name: str, index: int, holders: Sequence[int], at: int, stop: int
     ) -> tuple[int, int, int, int] | None:
-        """Return who has the elements from ``at`` on: (rank, fragment, where in it, how many)."""
+        """Return the source of the elements from ``at`` on: (rank, fragment, offset in it, elements)."""
         for rank in holders:
             for fragment, of, first, size in self._by_expert[rank].get((layer, index), ()):
                 if of == name and first <= at < first + size:
@@ -271,7 +270,7 @@ class Mover:
 
 
 def _by_expert(facts: Sequence[Facts]) -> dict[tuple[str, int], list[tuple[int, str, int, int]]]:
-    """Return (layer, number of the expert) -> (number of the fragment, name, first element, elements) of each."""
+    """Return (layer, expert) -> (index of the fragment, name, first element, elements) of each fragment."""
     found: dict[tuple[str, int], list[tuple[int, str, int, int]]] = {}
     for number, (layer, name, index, first, size, _) in enumerate(facts):
         found.setdefault((layer, index), []).append((number, name, first, size))
@@ -283,7 +282,7 @@ def _itemsize(facts: Facts) -> int:
 
 
 def _make_whole_again(tensors: Sequence[ExpertTensor]) -> None:
-    """Gather parameters again that ZeRO 3 keeps whole, after what they are cut into has changed. Collective."""
+    """Gather the parameters that ZeRO 3 keeps whole again, after their partitions changed. Collective."""
     kept: list[Any] = [each.tensor for each in tensors if getattr(each.tensor, "ds_persist", False)]
     if kept:
         kept[0].partition(kept)
@@ -295,7 +294,7 @@ def _make_whole_again(tensors: Sequence[ExpertTensor]) -> None:
 
 
 def expert_tensors(label: str, layer: Any) -> Iterator[ExpertTensor]:
-    """Return the parameters and buffers of the experts of a layer.
+    """Yield the parameters and buffers of the experts of a layer.
 
     Args:
         label: the label of the layer.
@@ -313,14 +312,14 @@ def expert_tensors(label: str, layer: Any) -> Iterator[ExpertTensor]:
 
 
 def fragments_of(engine: Any, tensors: Iterable[ExpertTensor]) -> list[Fragment]:
-    """Return all that this rank has of these experts, in an order that follows from names alone.
+    """Return all fragments that this rank has of these experts, in an order that depends on names alone.
 
     Args:
         engine: our engine, between two steps.
         tensors: parameters and buffers of experts.
 
     Raises:
-        PlacementError: states are not in memory, or are of an optimizer that is not known.
+        PlacementError: states are not in memory, or are of an unknown optimizer.
     """
     tensors = list(tensors)
     found = [fragment for each in tensors for fragment in _of_weights(each)]
@@ -362,7 +361,7 @@ def _of_weights(of: ExpertTensor) -> Iterator[Fragment]:
 
 
 def _of_piece(of: ExpertTensor, state: str, piece: Piece, holder: torch.Tensor) -> Iterator[Fragment]:
-    """Return what a piece of a flat parameter has of each expert."""
+    """Yield the fragment of each expert in a piece of a flat parameter."""
     flat = holder.detach().view(-1)
     for index in range(of.num_local):
         lies = of.local_range(index)

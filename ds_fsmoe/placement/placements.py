@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows where the experts of an engine's layers are, and moves them between two steps, all ranks together.
+"""Tracks where the experts of an engine's layers are, and moves them between two steps, on all ranks together. The
+engine, its checkpoints and :mod:`~ds_fsmoe.placement.watch` call it; :mod:`~ds_fsmoe.placement.moving` sends the
+data.
 
-Checkpoints, and whatever else sees all experts, have them in the model's own order: for as long as one is written
-experts are brought home, and go back afterwards. So nothing but routing has to know of a placement.
+Checkpoints and all else that reads every expert see the model's own order. While one is written, experts are at their
+primary ranks, and they return afterwards. So only routing depends on a placement.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ _MOST_BYTES = 1 << 28
 
 
 def obstacle_to_placement(layer: Any) -> str | None:
-    """Return why the experts of a layer stay where they are, in words; ``None`` where they may move.
+    """Return the reason why the experts of a layer cannot move, or None if they can.
 
     Args:
-        layer: a converted layer whose groups are there.
+        layer: a converted layer with groups.
     """
     state = layer.fsmoe
     if layer.ep_size == 1:
@@ -57,17 +59,17 @@ def obstacle_to_placement(layer: Any) -> str | None:
 
 
 def chooses_experts(layer: Any) -> bool:
-    """Return whether the tokens of a converted layer choose experts, and not the other way round."""
+    """Return True if the tokens of a converted layer choose experts; False if experts choose tokens."""
     return isinstance(layer, FSMoEExperts) or issubclass(kind_of(layer.gate), Routing)
 
 
 class Placements:
-    """Holds the placements of the layers of one engine. Collective to make, over the ranks that run the layers.
+    """Holds the placements of the layers of one engine. Construction is collective over the ranks that run the layers.
 
     Args:
-        engine: our engine, complete.
-        layers: label -> converted layer, of those whose experts may move.
-        paths: label -> path in the model, by which files name layers.
+        engine: our engine, after its construction.
+        layers: label -> converted layer with movable experts.
+        paths: label -> path of the layer in the model, used in files.
         group: the ranks that run the layers; ``None``: all.
     """
 
@@ -93,7 +95,7 @@ class Placements:
         return self._layers[label]
 
     def expert_ranks(self) -> dict[str, ExpertRank]:
-        """Return label of a layer -> this rank's seat among those that share its experts."""
+        """Return this rank's position among those that share the experts, by the label of the layer."""
         found = {}
         for label, layer in self._layers.items():
             groups = layer.fsmoe.groups
@@ -102,7 +104,7 @@ class Placements:
         return found
 
     def mover(self) -> Mover:
-        """Return what moves experts, as the optimizer's states are now. Collective.
+        """Return a mover for the optimizer's current states. Collective.
 
         Raises:
             PlacementError: on every rank, where states cannot be moved.
@@ -114,17 +116,17 @@ class Placements:
         return [each for label, layer in self._layers.items() for each in expert_tensors(label, layer)]
 
     def swap(self, mover: Mover, swaps: Sequence[tuple[str, int, int]]) -> tuple[int, float]:
-        """Exchange experts, and send rows to where they are from now on. Collective, between two steps.
+        """Exchange experts, and update the routing to match. Collective, between two steps.
 
         Args:
-            mover: made since the optimizer's states were last made or loaded.
+            mover: a mover made after the optimizer's states were last made or loaded.
             swaps: (label, place, place), each place at most once; the same on every rank.
 
         Returns:
-            (the bytes that the rank with most to send has sent, the milliseconds that it took).
+            (the bytes sent by the rank that sends most, the milliseconds of the slowest rank).
 
         Raises:
-            PlacementError: on every rank, before anything has changed.
+            PlacementError: on every rank, before any change.
         """
         self._engine.fsmoe.wait_for_parameters()
         if torch.cuda.is_available():
@@ -141,14 +143,14 @@ class Placements:
         return num_bytes, took_ms
 
     def go_to(self, wanted: Mapping[str, ExpertPlacement]) -> None:
-        """Bring experts of any layers to other places, all before this returns. Collective, between two steps.
+        """Move experts to the wanted placements, in as many exchanges as needed. Collective, between two steps.
 
         Args:
             wanted: label -> placement, the same on every rank.
 
         Raises:
             PlacementError: on every rank.
-            RuntimeError: within inference, which has experts elsewhere; on every rank.
+            RuntimeError: on every rank, within inference, which places experts differently.
         """
         refuse_within(self._engine.fsmoe.running, "moving experts")
         left = {label: self.now[label].swaps_to(placement, exactly=True) for label, placement in wanted.items()}
@@ -174,7 +176,7 @@ class Placements:
             self.go_to(intended)
 
     def restore_model_order(self) -> None:
-        """Bring all experts to where they are in the model's own order, for good. Collective, between two steps."""
+        """Restore the model's own order of experts permanently. Collective, between two steps."""
         self.go_to(self._model_order())
         assert all(each.is_at_start for each in self.now.values())
 
@@ -182,21 +184,21 @@ class Placements:
         return {label: ExpertPlacement.at_start(each.num_experts, each.num_ranks) for label, each in self.now.items()}
 
     def facts(self) -> dict[str, str]:
-        """Return what all ranks have to have alike, as short texts by name."""
+        """Return a short hash of each layer's placement by name; all ranks must have the same."""
         return {
             f"placement of {label}": hashlib.sha256(str(each.expert_of_place).encode()).hexdigest()[:16]
             for label, each in self.now.items()
         }
 
     def as_data(self) -> dict[str, Any]:
-        """Return label -> placement as plain data: where experts are in training."""
+        """Return the placements used in training as plain data, by label."""
         return {label: each.as_dict() for label, each in (self._intended or self.now).items()}
 
     def read_data(self, found: Any) -> dict[str, ExpertPlacement]:
-        """Return what :meth:`as_data` gave as placements again.
+        """Return the placements in data of :meth:`as_data`.
 
         Raises:
-            ValueError: it is not that, or is of another model or layout.
+            ValueError: the data is malformed, or is of another model or layout.
         """
         if not isinstance(found, Mapping) or set(found) != set(self.now):
             names = sorted(found) if isinstance(found, Mapping) else found
@@ -213,23 +215,23 @@ class Placements:
         return read
 
     def save(self, path: str | Path) -> None:
-        """Write where the experts are to a file that ``fsmoe.placement.file`` takes, on the first rank.
+        """Write the placements to a file for ``fsmoe.placement.file``, on the first rank.
 
         Args:
-            path: the file; it is replaced.
+            path: the file; an existing one is replaced.
         """
         if world_size_now() == 1 or dist.get_rank(self._group) == 0:
             data = {self._paths[label]: each for label, each in self.as_data().items()}
             write_whole(Path(path), json.dumps({"format": FORMAT, "layers": data}, indent=1) + "\n")
 
     def load(self, path: str) -> None:
-        """Bring experts to where a file says. Collective: the first rank reads it.
+        """Move experts to the placements of a file. Collective: the first rank reads it.
 
         Args:
             path: the file, as :meth:`save` writes it.
 
         Raises:
-            ConfigError: on every rank, if it cannot be read or is of another model.
+            ConfigError: on every rank, if the file cannot be read or is of another model.
         """
         told: tuple[dict[str, ExpertPlacement], str] = {}, ""
         if world_size_now() == 1 or dist.get_rank(self._group) == 0:
@@ -261,11 +263,11 @@ class Placements:
 
 
 def next_swaps(left: Iterable[tuple[str, list[tuple[int, int]]]], most: int) -> list[tuple[str, int, int]]:
-    """Take the exchanges that are made at once from those that are left, and return them: each place at most once.
+    """Remove the exchanges that can be made at once from ``left``, and return them. Each place occurs at most once.
 
     Args:
-        left: (label, exchanges in their order) of each layer; those taken are removed.
-        most: how many to take, at least one.
+        left: (label, exchanges in their order) of each layer; changed in place.
+        most: the largest number of exchanges to return, at least 1.
     """
     taken: list[tuple[str, int, int]] = []
     for label, swaps in left:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts which experts tokens choose, decides from that where experts should be, and has them moved, some per step.
+"""Counts the tokens of each expert, decides where experts should be, and has them moved, some per step. The engine
+calls it after each optimizer step. :mod:`~ds_fsmoe.planning.placement_policies` decides;
+:mod:`~ds_fsmoe.placement.placements` moves.
 
-Ranks count by themselves and share their counts once in ``every`` steps. One rank decides about each layer, and all do
-as it says: so nothing depends on what one rank alone has seen, and every rank issues the same messages at the same
-steps.
+Each rank counts for itself, and ranks share counts once in ``every`` steps. One rank decides about each layer, and all
+follow. So a decision never depends on one rank's state, and every rank issues the same messages at the same steps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ nothing was measured."""
 
 
 class Loads:
-    """The loads of the layers of one engine since :meth:`begin`.
+    """Counts the rows of each expert in the layers of one engine, since :meth:`begin`.
 
     Args:
         placements: the layers.
@@ -54,7 +55,7 @@ class Loads:
         self._last: dict[str, torch.Tensor] = {}
 
     def watch(self, call: LayerCall) -> None:
-        """Count what the gate of a layer decides in training, once for each forward."""
+        """Count the experts that the gate of a layer chooses in training, once for each forward."""
         if call.is_training and call.label in self._num_calls and not in_backward():
             call.gate = self._counted(call.gate, call.label)
 
@@ -72,14 +73,19 @@ class Loads:
         return counted
 
     def begin(self) -> None:
-        """Forget what has been counted."""
+        """Set all counts to zero."""
         for counts in self._counts.values():
             counts.zero_()
         self._num_calls = dict.fromkeys(self._num_calls, 0)
 
     def shared(self) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-        """Return label -> ([G, E] the rows of a call that each rank of an EP group has for each expert, for each of
-        these ranks the experts of some tokens of its last call). Collective."""
+        """Return the loads of each layer by its label. Collective.
+
+        Returns:
+            label -> (rows, tokens). ``rows`` are the mean rows per call of each rank of an EP group for each expert,
+            [G, E].
+            ``tokens`` are, for each of these ranks, the experts of some tokens of its last call.
+        """
         own: dict[str, tuple[int, Any, Any]] = {}
         for label, calls in self._num_calls.items():
             counts, chosen_KS = self._counts.get(label), self._last.get(label)
@@ -105,7 +111,7 @@ class Loads:
         return found
 
     def _ep_indices(self, label: str) -> list[int]:
-        """Return for each rank of the group its index in its EP group."""
+        """Return the index of each rank of the group in its EP group."""
         layout = self._placements.layer(label).fsmoe.groups.layout
         ranks = range(world_size_now()) if self._group is None else dist.get_process_group_ranks(self._group)
         return [layout.group_of("ep", rank).index(rank) for rank in ranks]
@@ -118,10 +124,10 @@ class Loads:
         }
 
     def check_data(self, found: Mapping[str, Any]) -> None:
-        """Check what :meth:`as_data` gave.
+        """Check data of :meth:`as_data`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not that, or is of other layers.
+            KeyError, TypeError, ValueError: the data is malformed, or is of other layers.
         """
         counts, calls, now = found["counts"], found["calls"], self._placements.now
         if (
@@ -135,7 +141,7 @@ class Loads:
                 raise ValueError(f"counts of {len(each)} experts in {label}")
 
     def go_on_with(self, found: Mapping[str, Any]) -> None:
-        """Go on counting from what :meth:`as_data` gave."""
+        """Continue counting from data of :meth:`as_data`."""
         device = next(self._placements.layer(next(iter(self._num_calls))).parameters()).device
         self._counts = {label: torch.tensor(each, device=device) for label, each in found["counts"].items()}
         self._num_calls = dict(found["calls"])
@@ -143,7 +149,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to the placement of one layer at one step."""
+    """Records what happened to the placement of one layer at one step."""
 
     step: int
     layer: str
@@ -161,12 +167,12 @@ class Event:
 
 
 class PlacementWatch:
-    """Decides for one engine.
+    """Decides about the placements of one engine.
 
     Args:
-        block: the options.
+        block: the options ``fsmoe.placement``.
         placements: the layers whose experts may move.
-        price_of: what is known of costs; ``None`` where decisions must not depend on a clock.
+        price_of: returns the measured costs; ``None`` where decisions must not depend on a clock.
         group: the ranks that run the layers; ``None``: all.
     """
 
@@ -192,11 +198,13 @@ class PlacementWatch:
         """Functions that receive the events of each decision, on every rank."""
 
     def step_is_over(self, step: int, is_tuned: bool) -> None:
-        """Decide, or go on with what was decided. Collective where something is due, the same on every rank.
+        """Decide about placements, or continue moving experts.
+
+        Collective at the steps where a decision or a move is due; these are the same on every rank.
 
         Args:
             step: the number of the next optimizer step.
-            is_tuned: whether the plans of layers are settled.
+            is_tuned: whether the plans of layers are final.
 
         Raises:
             PlacementError: on every rank, where experts cannot be moved.
@@ -245,7 +253,7 @@ class PlacementWatch:
         log_on_rank_0(in_one_line(step, events, pays))
 
     def _decision(self, label: str, stretches: Sequence[np.ndarray], tokens: tuple[np.ndarray, ...]) -> Decision:
-        """Decide about one layer by the rows of two stretches of steps."""
+        """Return the decision about one layer, from the rows of two stretches of steps."""
         now, rows_GE = self._placements.now[label], np.mean(stretches, axis=0)
         seen = ObservedRouting(rows_GE, self._node_of_rank(label), tokens)
         prices = self._prices(label, rows_GE)
@@ -278,7 +286,7 @@ class PlacementWatch:
             self._mover, self._since, self._rows_before = None, None, {}
 
     def _predicted_ms(self, swaps: Sequence[tuple[str, int, int]]) -> float | None:
-        """Return what exchanges are predicted to take; ``None`` where nothing was measured."""
+        """Return the predicted milliseconds of exchanges; None if costs were not measured."""
         after: dict[str, ExpertPlacement] = {}
         for label, first, second in swaps:
             after[label] = after.get(label, self._placements.now[label]).swapped(first, second)
@@ -293,12 +301,12 @@ class PlacementWatch:
         return total_ms
 
     def forget(self) -> None:
-        """Take back what was decided and is not done yet, and count anew: a checkpoint is there instead."""
+        """Cancel open decisions and restart counting, after a checkpoint was loaded."""
         self.wanted, self._rows_before = {}, {}
         self._mover, self._since, self._bytes_of_expert = None, None, {}
 
     def as_data(self) -> dict[str, Any]:
-        """Return what has been counted since the last decision, on this rank, and what is left of it to be done."""
+        """Return this rank's counts since the last decision, and the open moves, as plain data."""
         return self._loads.as_data() | {
             "since": self._since,
             "before": {label: rows_GE.tolist() for label, rows_GE in self._rows_before.items()},
@@ -306,17 +314,17 @@ class PlacementWatch:
         }
 
     def check_data(self, found: Mapping[str, Any]) -> None:
-        """Check what :meth:`as_data` gave.
+        """Check data of :meth:`as_data`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not that.
+            KeyError, TypeError, ValueError: the data is malformed.
         """
         if _COUNTS in found:  # else a job that does not decide has saved it
             self._loads.check_data(found)
             _left_in(found, self._placements)
 
     def go_on_with(self, found: Mapping[str, Any]) -> None:
-        """Go on counting, and moving, where another job has ended. Collective where experts were being moved."""
+        """Continue counting and moving from data of another job. Collective where moves are open."""
         if _COUNTS not in found:
             return
         self._loads.go_on_with(found)
@@ -327,11 +335,14 @@ class PlacementWatch:
 def _left_in(
     found: Mapping[str, Any], placements: Placements
 ) -> tuple[int | None, dict[str, np.ndarray], dict[str, ExpertPlacement]]:
-    """Return what a job has left to be done by the one that resumes it: the step since which rows are counted, those of
-    the stretch before, and the placements that were decided and are not there yet.
+    """Return the open work of a saved job.
+
+    Returns:
+        The step since which rows are counted, the rows of the stretch before, and the placements that were decided and
+        not reached.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not that, or is of other layers.
+        KeyError, TypeError, ValueError: the data is malformed, or is of other layers.
     """
     since, wanted = found["since"], found["wanted"]
     shapes = {label: (each.num_ranks, each.num_experts) for label, each in placements.now.items()}
@@ -350,12 +361,12 @@ def _left_in(
 
 
 def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.ndarray], label: str) -> Decision:
-    """Return a decision, or that nothing moves where its gain would not have been there in every stretch of steps.
+    """Return a decision, or one without moves if its gain is missing in a stretch of steps.
 
     Args:
         now: the placement now.
-        found: what was decided by all steps together.
-        stretches: the rows that each rank had for each expert in each of several stretches.
+        found: the decision from the mean over all stretches.
+        stretches: for each stretch of steps, the rows of each rank for each expert, [G, E].
         label: the label of the layer.
     """
     falls = [now.over_mean(each) - found.placement.over_mean(each) for each in stretches]
@@ -366,12 +377,12 @@ def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.nd
 
 
 def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> str:
-    """Return what was decided at a step about all layers, in one line for the log.
+    """Return one log line with the decisions about all layers at a step.
 
     Args:
         step: the number of the next optimizer step.
-        events: those of all layers.
-        pays_after_steps: the steps after which every change has paid; 0: not known.
+        events: the events of all layers.
+        pays_after_steps: the steps after which every change breaks even; 0: unknown.
     """
     moved = [each for each in events if each.num_swaps]
     worst = max(moved or events, key=lambda each: each.balance)
@@ -390,5 +401,5 @@ def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> st
 
 
 def _as_wide(experts_SK: np.ndarray, width: int) -> np.ndarray:
-    """Return choices with more columns, in which there is no choice."""
+    """Return choices padded to ``width`` columns with -1, which means no choice."""
     return np.pad(experts_SK, ((0, 0), (0, width - experts_SK.shape[1])), constant_values=-1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package decides what tasks cost, their order and how long that takes. It needs no torch."""
+"""Predicts the cost of tasks, decides their order and simulates schedules. It needs no torch."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module simulates many schedules at once and returns only their makespans, which a search over plans needs.
+"""Simulates many schedules at once and returns only their makespans. The search over plans
+(``decide/block_times.py``) uses it.
 
-It uses the same clock and gives the same result as ``timeline.simulate``, but one step moves every candidate by one
-event, so that a thousand candidates cost little more than one.
+It gives the same result as ``timeline.simulate``, but each step advances every candidate by one event. So a thousand
+candidates cost little more than one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Template:
-    """The order of a schedule without its times. A lane keeps its order, so "these tasks are done" means "so many tasks
-    are done on each lane"."""
+    """Holds the order of a schedule without its times. A lane keeps its order, so finished tasks are a count per
+    lane.
+    """
 
     launched: np.ndarray
     """The number of host launches up to and including each task."""
@@ -60,14 +62,14 @@ Job = tuple[Template, np.ndarray, np.ndarray]
 
 
 def makespans_ms(jobs: Sequence[Job], contention: Contention = IDEAL) -> list[np.ndarray]:
-    """Return when each candidate would finish.
+    """Return the makespan of each candidate.
 
     Args:
-        jobs: the orders and their candidates.
+        jobs: the orders with their candidates.
         contention: how lanes slow each other down.
 
     Returns:
-        The finish times of each job in ms: [candidates].
+        For each job the makespans of its candidates in ms, [candidates].
     """
     if not jobs:
         return []
@@ -144,8 +146,11 @@ def _play(jobs: Sequence[Job], contention: Contention) -> list[np.ndarray]:
 
 
 def _tables(jobs: Sequence[Job], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return, per lane and task, how many tasks of each lane it needs, when the host has issued it and how long it
-    takes; and the largest number of tasks on a lane."""
+    """Return (needs, issue times, work times, width) of all tasks.
+
+    ``needs`` counts, per lane and task, the tasks of each lane that must be finished. Times are in ms. ``width`` is the
+    largest number of tasks on a lane, plus one.
+    """
     width = 1 + max((len(tasks) for template, _, _ in jobs for tasks in template.lane_tasks), default=0)
     # Rows of one table: order by order, task by task. One more task than a lane has ends it: its needs are never met.
     needs = np.full((_NUM_LANES, _NUM_LANES, len(jobs) * width), _NEVER)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules for one layer and for a sequence of layers: the orders of the paper's figure 3, and one more.
+"""Builds the schedules of one layer and of a sequence of layers: the orders of the paper's figure 3, and one more.
+The search and the step's plan use it; :mod:`~ds_fsmoe.planning.timeline` simulates the schedules.
 
-A block has two windows for gradient slices: one inside its MoE part, right after the last incoming tokens, and
-one beside the rest of the layer (attention and its collectives). Slices in a window run while the lanes are otherwise
-idle; slices that are too long for it make the layer longer.
+A block has two windows for gradient slices. One is inside its MoE part, right after the last incoming tokens. The other
+is concurrent with the rest of the layer (attention and its collectives). Slices in a window run while the lanes are
+otherwise idle; slices that are too long make the layer longer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CONVERSIONS: tuple[Conversions, ...] = ("links", "compute")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of the gradients that is sent in one launch."""
+    """Describes a part of the gradients that is sent in one launch."""
 
     kind: str
     lanes: tuple[Lane, ...]
@@ -38,10 +39,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The plan for running one layer in one phase.
+    """Describes how one layer runs in one phase.
 
     Raises:
-        ValueError: a degree below 1, or an unknown order.
+        ValueError: the degree is below 1, or the order is unknown.
     """
 
     degree: int = 1
@@ -64,7 +65,7 @@ class BlockPlan:
             raise ValueError(f"conversions = {self.conversions!r}: the choices are {', '.join(CONVERSIONS)}")
 
     def without_ages(self) -> BlockPlan:
-        """Return the plan for a layer that is considered alone: all its gradients come from earlier layers."""
+        """Return the plan of a layer considered alone: all its gradients come from earlier layers."""
         moe, dense = (
             tuple(replace(each, newest_layer=-1) for each in slices) for slices in (self.moe_slices, self.dense_slices)
         )
@@ -73,7 +74,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How one layer is run: planned without the machine and handed to the object that owns the layer there."""
+    """Describes how one layer runs in both phases. The planner makes it for the object that owns the layer."""
 
     forward: BlockPlan
     backward: BlockPlan
@@ -87,7 +88,7 @@ class LayerPlan:
 
 @dataclass
 class GradientDependencies:
-    """The tasks that gradients can wait for."""
+    """Holds the tasks that gradient slices can wait for."""
 
     layer: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Layer -> the tasks that finish it, after which its dense gradients exist."""
@@ -108,12 +109,12 @@ def add_block(
 
     Args:
         draft: the schedule to append to.
-        work: what the layer does in this phase.
+        work: the operations of the layer in this phase.
         plan: how the layer runs.
         layer: the index of the layer in the order of this phase.
         after: the tasks that the layer waits for.
-        passed: the tasks that earlier layers left; this layer's are added.
-        moe_after: the tasks that its MoE part waits for besides.
+        passed: the tasks of earlier layers that gradients wait for; this layer's are added.
+        moe_after: further tasks that its MoE part waits for.
 
     Returns:
         The tasks that the next layer waits for.
@@ -131,15 +132,15 @@ def add_block(
 
 
 class MoEPart:
-    """The chunks of one layer's MoE part as they are appended to a schedule: at once, or in two parts with a pause.
+    """Appends the chunks of one layer's MoE part to a schedule: at once, or in two parts with a pause.
 
     Args:
         draft: the schedule to append to.
-        moe: what is cut.
-        plan: how it runs.
+        moe: the chunked operations.
+        plan: the plan of the layer.
         layer: the index of the layer in the order of the phase.
-        after: the tasks that it waits for.
-        first_chunk: the number of its first chunk in names, where another part of the layer has the first ones.
+        after: the tasks that the MoE part waits for.
+        first_chunk: the number of its first chunk in task names; above 0 where another sub-batch has the first ones.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class MoEPart:
         self._to_gather: tuple[Stage, ...] = ()
 
     def _by_offset(self, stages: Iterable[Stage]) -> tuple[dict[int, list[Stage]], tuple[Stage, ...]]:
-        """Return by how many chunks stages of the exchange are apart -> these stages, and the inner stages."""
+        """Return (offset in chunks -> the outer stages with it, the inner stages)."""
         found: dict[int, list[Stage]] = {0: []}
         for each in stages:
             if not each.is_inner:
@@ -178,24 +179,27 @@ class MoEPart:
         return dict(sorted(found.items())), tuple(each for each in stages if each.is_inner)
 
     def whole(self, passed: GradientDependencies) -> tuple[int, ...]:
-        """Append all of it. Return the tasks that the next part waits for.
+        """Append the whole MoE part, and return the tasks that the next part waits for.
+
+        Tasks are issued chunk by chunk, so that the host's cost delays no lane. The order within a lane sets what runs
+        first.
 
         Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
         """
         return self._run(passed, is_here=False)
 
     def enter(self, gathers: bool = True) -> None:
-        """Append what brings tokens to the experts, of all chunks.
+        """Append the stages that send tokens to the experts, for all chunks.
 
         Args:
-            gathers: whether they are gathered, too; else that comes with :meth:`rest`.
+            gathers: whether to append the gathers too; otherwise :meth:`rest` appends them.
         """
         self._to_gather = () if gathers else self._gather
         for chunk in range(self.plan.degree):
             self._bring(chunk, gathers)
 
     def rest(self, passed: GradientDependencies) -> tuple[int, ...]:
-        """Append what is left after :meth:`enter`, with all reduces behind all gathers."""
+        """Append the stages left after :meth:`enter`, with all reduces behind all gathers."""
         return self._run(passed, is_here=True)
 
     def _run(self, passed: GradientDependencies, is_here: bool) -> tuple[int, ...]:
@@ -243,12 +247,12 @@ class MoEPart:
             self._step(chunk, self._gather)
 
     def _step(self, chunk: int, works: Iterable[Work]) -> None:
-        """Append stages of a chunk, if there is one of this number."""
+        """Append stages of a chunk, if a chunk with this number exists."""
         for each in works if 0 <= chunk < self.plan.degree else ():
             self._at[chunk] = (self._add(each, chunk, self._at[chunk]),)
 
     def _add(self, work: Work, chunk: int, after: Iterable[int]) -> int:
-        """Append one chunk of an operation; with one stream of traffic, append it to that."""
+        """Append one chunk of an operation; with one stream of traffic, append it to that stream."""
         lanes, size = work.lanes, work.size * chunk_shares(self.moe.capacity, self.plan.degree)[chunk]
         if self.plan.links == "shared" and self._stream is not None and Lane.COMPUTE not in lanes:
             lanes = (self._stream,)
@@ -259,15 +263,16 @@ class MoEPart:
 
 
 def _links_in_turn(moe: MoEWork) -> MoEWork:
-    """Return the stages for one stream of traffic, where no step of an all-to-all is apart from the others; what
-    computes ahead of all traffic is as early as ever."""
+    """Return the stages for one stream of traffic, where no step of an all-to-all is apart from the others.
+    Computation ahead of all traffic keeps its place.
+    """
     first = next((at for at, each in enumerate(moe.ahead) if Lane.COMPUTE not in each.lanes), len(moe.ahead))
     in_turn = moe.each(lambda stage: replace(stage, offset=0))
     return replace(in_turn, ahead=(*moe.ahead[:first], *in_turn.ahead[first:]))
 
 
 def add_work(draft: Draft, work: Work, layer: int, after: Iterable[int], chunk: int = 0) -> int:
-    """Append one operation that is not cut."""
+    """Append one unchunked operation."""
     how = {"chunk": chunk, "layer": layer, "launches": work.launches}
     return draft.add(work.kind, *work.lanes, size=work.size, after=after, **how)
 
@@ -281,7 +286,7 @@ def add_after(
     passed: GradientDependencies,
     sub_batch: int = 0,
 ) -> tuple[int, ...]:
-    """Append what follows a layer's MoE part, with the gradient slices beside it; return the tasks that end it."""
+    """Append what follows a layer's MoE part, with the concurrent gradient slices; return the tasks that end it."""
     # Behind the first collective, so that a slice that needs both links does not hold it up.
     open_at = next((i + 1 for i, each in enumerate(works) if each.lanes[:1] != (Lane.COMPUTE,)), 0)
     for i, each in enumerate((*works, None)):
@@ -300,7 +305,9 @@ def _add_slices(
     first: int = 0,
     scattered: Mapping[int, int] | None = None,
 ) -> list[int]:
-    """Append slices; return their tasks. ``scattered``: index of a slice -> the task that has added it up inside."""
+    """Append slices, and return their tasks. ``scattered``: index of a slice -> the task that reduced it within
+    nodes.
+    """
     added: list[int] = []
     for index, each in enumerate(slices, first):
         needs: Sequence[int] = ()
@@ -336,7 +343,7 @@ def model_schedule(
     """Return the schedule of all layers, in the order in which the phase runs them.
 
     Args:
-        layers: in the order of the phase: the backward begins with the last.
+        layers: the layers in the order of the phase; the backward begins with the last.
         plans: one per layer.
         phase: the phase. A layer that recomputes runs its forward again before its backward.
         tail: gradient slices that are sent after all layers.
@@ -358,8 +365,9 @@ def model_schedule(
 
 
 class _Shared:
-    """Appends what ZeRO sends for layers to a schedule: gathers ahead of who waits for them, as DeepSpeed prefetches,
-    and reduce-scatters beside what runs next."""
+    """Appends what ZeRO sends for layers to a schedule. Gathers are prefetched as in DeepSpeed; reduce-scatters are
+    concurrent with what runs next.
+    """
 
     def __init__(self, draft: Draft, layers: Sequence[Layer], phase: Literal["forward", "backward"]) -> None:
         self._draft, self._phase = draft, phase
@@ -368,8 +376,13 @@ class _Shared:
         self._left: list[tuple[int, tuple[int, ...]]] = []
 
     def gathered(self, index: int, last: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tasks that a layer waits for, and those that its MoE part waits for; ``last`` is what comes before
-        the layer."""
+        """Append the gathers of a layer.
+
+        Returns:
+            The tasks that the layer waits for, and those that its MoE part waits for. ``last`` holds the tasks before
+            the
+            layer.
+        """
         self._gather(index, last)
         if index + 1 < len(self._of) and self._of[index + 1].is_ahead:
             self._gather(index + 1, last)
@@ -377,7 +390,7 @@ class _Shared:
         return self._gathers[index]
 
     def is_through(self, index: int, last: tuple[int, ...]) -> None:
-        """Allow the gradients of a layer, whose backward ends with these tasks, to be sent."""
+        """Mark a layer's backward as finished by these tasks, so that its gradients can be sent."""
         if self._phase == "backward":
             self._left.append((index, last))
         if index == len(self._of) - 1:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of one call of a layer, and the layer that the planner builds from them.
+"""Holds the sizes of one call of a layer, and builds the layer that the planner sees from them. The engine uses it
+to plan and to compare measured calls with predictions.
 
 Letters: E experts of all ranks, C slots per expert, M width.
 """
@@ -29,7 +30,7 @@ from ds_fsmoe.planning.workload import (
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The sizes that one call of a layer sends and multiplies on one rank."""
+    """Holds the sizes that one call of a layer sends and multiplies on one rank."""
 
     num_experts: int
     """The number of experts, E."""
@@ -54,12 +55,12 @@ class CallShape:
 
     @property
     def narrow(self) -> tuple[bool, bool]:
-        """Whether rows are converted for their way to experts and back."""
+        """Return whether rows are converted to the communication dtype in (dispatch, combine)."""
         return self.wires[0] != 1.0, self.wires[1] != 1.0
 
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
-    """Return the experts' part of a layer, uncut, with the sizes of a call."""
+    """Return the experts' part of a layer, unchunked, with the sizes of a call."""
     # Every slot travels, with a token or without: as many tokens as slots, each sent once.
     slots = shape.num_experts * shape.capacity
     sent = Shape(
@@ -91,8 +92,9 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
 
 
 def _shared(stages: tuple[Stage, ...], share: float) -> tuple[Stage, ...]:
-    """Return the same stages, those that send rows to the ranks of an EP group with a share of their bytes: what is
-    summed over shards of experts goes over no wire, and conversions cost what whole rows do."""
+    """Return the stages with a share of the bytes where they send rows to the ranks of an EP group. Sums over shards
+    and conversions keep their size, as both handle whole rows.
+    """
     return tuple(replace(each, size=each.size * share) if each.group == "ep" else each for each in stages)
 
 
@@ -104,14 +106,14 @@ def layer_of_call(
     rest_ms: tuple[float, float] = (0.0, 0.0),
     gradients: tuple[Gradient, ...] = (),
 ) -> Layer:
-    """Return a layer that can be planned.
+    """Return a layer for the planner.
 
     Args:
         groups: the process groups that run it.
         shape: the sizes of a call.
-        costs: the costs of its tasks; that of REST has to take its size in ms.
-        alltoall: whether the all-to-all is one task or two.
-        rest_ms: the time from it to the next layer, in forward and backward.
+        costs: the costs of its tasks; that of REST is its size in ms.
+        alltoall: the kind of all-to-all.
+        rest_ms: the ms between this layer and the next, in (forward, backward).
         gradients: the gradients that its backward leaves.
     """
     blocks = []
@@ -151,7 +153,7 @@ def call_timeline(
     """Simulate one phase of one call.
 
     Args:
-        schedule: the part of the plan that runs, with its gradient slices.
+        schedule: the schedule to run, with its gradient slices.
         plan: the plan of the phase.
         shape: the sizes of the call.
         costs: the costs of its tasks.
@@ -173,7 +175,7 @@ def sized_timeline(
     contention: Contention = IDEAL,
     is_serial: bool = False,
 ) -> Timeline:
-    """Simulate one phase of one call whose tasks have their sizes already; see :func:`call_timeline`."""
+    """Simulate one phase of one call whose tasks have their sizes; see :func:`call_timeline`."""
     if not costs.is_per_launch:
         run = Schedule(tuple(replace(task, launches=min(1, task.launches)) for task in run.tasks))
     of_phase, host_ms = costs.of(backward, same_chunks)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module cuts a capacity into chunks of whole slots, and bytes into micro-ops of one size, the same for the
-planner's prices and for the run."""
+"""Splits a capacity into chunks of whole slots, and bytes into micro-ops of one size. The planner and the execution
+both use it, so predicted and real chunks are equal.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ MICRO_OP_BYTES = 30_000_000
 
 @lru_cache(maxsize=4096)
 def chunk_bounds(capacity: int, degree: int) -> tuple[int, ...]:
-    """Cut a capacity into chunks that are as equal as whole slots allow; some may be empty.
+    """Return the bounds of chunks that are as equal as whole slots allow. Chunks may be empty.
 
     Args:
         capacity: the slots per expert, C.
         degree: the number of chunks.
 
     Returns:
-        The bounds, rising from 0 to C: chunk i is [bounds[i], bounds[i + 1]).
+        The bounds, ascending from 0 to C: chunk i is [bounds[i], bounds[i + 1]).
     """
     return tuple((2 * capacity * place + degree) // (2 * degree) for place in range(degree + 1))
 
@@ -34,7 +35,7 @@ def chunk_shares(capacity: int | None, degree: int) -> tuple[float, ...]:
     """Return each chunk's share of the rows.
 
     Args:
-        capacity: the slots per expert; ``None``: rows can be cut anywhere.
+        capacity: the slots per expert; ``None``: rows can be split anywhere.
         degree: the number of chunks.
     """
     if not capacity:
@@ -43,24 +44,26 @@ def chunk_shares(capacity: int | None, degree: int) -> tuple[float, ...]:
 
 
 def num_micro_ops(size_bytes: float, micro_op_bytes: int) -> int:
-    """Return into how many micro-ops of this size or less bytes are cut; at least one."""
+    """Return the number of micro-ops of at most ``micro_op_bytes`` for these bytes; at least 1."""
     return max(1, -int(-size_bytes // micro_op_bytes))
 
 
 def micro_op_ends(size: int, count: int) -> tuple[int, ...]:
-    """Return where each of so many micro-ops ends that are as equal as whole units allow (Lina, section 4.2)."""
+    """Return the ends of ``count`` micro-ops that are as equal as whole units allow (Lina, section 4.2)."""
     return tuple(size * place // count for place in range(1, count + 1))
 
 
 def degree_by_bytes(moe: MoEWork, micro_op_bytes: int, max_degree: int) -> int:
-    """Return the number of chunks in which no all-to-all of a layer has more bytes than a micro-op.
+    """Return the smallest number of chunks at which no all-to-all of a layer exceeds a micro-op.
+
+    The number is the same in both phases, as their all-to-alls have the same bytes.
 
     It is the same in both phases, as what goes in in one of them comes out in the other.
 
     Args:
-        moe: the experts' part of the layer in one phase; without all-to-alls it is not cut.
+        moe: the experts' part of the layer in one phase; without all-to-alls it has one chunk.
         micro_op_bytes: the bytes of a micro-op.
-        max_degree: the largest number; no more than there are slots.
+        max_degree: the largest number; the number of slots bounds it too.
     """
     size_bytes = max((each.size for each in moe.exchange), default=0.0)
     most = max_degree if moe.capacity is None else min(max_degree, moe.capacity)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster described by numbers: the costs of its operations, measured or published, read from a JSON file.
+"""Describes a cluster by numbers: the costs of its operations, measured or published, read from a JSON file.
+``ds_fsmoe plan`` and the offline commands load it; :mod:`~ds_fsmoe.planning.cluster_schema` lists the fields.
 
-The files in ``clusters/`` are the paper's two testbeds, and also examples for writing your own.
-What a size means, for every collective: the bytes of the largest buffer of one rank (what an all-to-all sends, what an
-all-gather ends with, what a reduce-scatter starts from, what an all-reduce reduces).
+The files in ``clusters/`` describe the paper's two testbeds, and are examples for your own. The size of a collective is
+the bytes of the largest buffer of one rank. That is what an all-to-all sends, an all-gather ends with, a reduce-scatter
+starts from, and an all-reduce reduces.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SCHEMA = "cluster.schema"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The cost of one operation and its source."""
+    """Holds the cost of one operation and its source."""
 
     cost: LinearCost
     ranks: int | None = None
@@ -38,8 +39,9 @@ class Operation:
     """By how much twice as many ranks make it longer: a tree has a level more."""
 
     def among(self, ranks: int, peers: int | None = None) -> LinearCost:
-        """Return the cost in a group of another size: (N-1)/N of a buffer is sent over the link, and the start-up is
-        as much longer as the file says, which is not at all unless it says something.
+        """Return the cost in a group of another size.
+
+        A rank sends (N-1)/N of a buffer over the link. The start-up grows only by what the file states.
 
         Args:
             ranks: the ranks that share the link's traffic.
@@ -58,7 +60,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes of a cluster and the costs of their operations."""
+    """Holds the nodes of a cluster and the costs of their operations."""
 
     name: str
     num_nodes: int
@@ -101,15 +103,15 @@ class Cluster:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the clusters that come with the package."""
+    """Return the names of the clusters in the package."""
     return tuple(sorted(each.stem for each in _FOLDER.glob("*.json") if each.stem != _SCHEMA))
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """Return a cluster by its name or from your own JSON file.
+    """Return a cluster by its name, or from your own JSON file.
 
     Raises:
-        ValueError: no such name or file, or a file with a wrong field; it names the field and the choices.
+        ValueError: the name or file does not exist, or a field is wrong; it names the field and the choices.
     """
     from ds_fsmoe.planning.cluster_schema import ClusterFile  # loads pydantic, as all that reads files
     from ds_fsmoe.shapes import wrong_in
@@ -121,11 +123,11 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def cluster_from_json(data: Mapping[str, Any], name: str) -> Cluster:
-    """Return a cluster from what its file says, in which nothing is wrong.
+    """Return a cluster from the data of its file, after it was checked.
 
     Args:
-        data: what the file says.
-        name: the name of a cluster that has none in it.
+        data: the checked content of the file.
+        name: the name, if ``data`` has none.
     """
     from ds_fsmoe.planning.cluster_schema import ClusterFile, slope_of
 
@@ -141,10 +143,10 @@ def cluster_from_json(data: Mapping[str, Any], name: str) -> Cluster:
 
 
 def read_cluster_file(name_or_path: str) -> tuple[Path, Any]:
-    """Return the path of a cluster's file and what is in it, unread.
+    """Return the path and the unchecked content of a cluster's file.
 
     Raises:
-        ValueError: no such name or file, or no JSON.
+        ValueError: the name or file does not exist, or the file is not JSON.
     """
     path = _FOLDER / f"{name_or_path}.json"
     if name_or_path not in names():
@@ -163,7 +165,7 @@ def read_cluster_file(name_or_path: str) -> tuple[Path, Any]:
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
-    """Return the cluster in JSON's types, so that :func:`load_cluster` reads an equal one back."""
+    """Return the cluster as JSON data, from which :func:`load_cluster` reads an equal one."""
     from ds_fsmoe.planning.cluster_schema import GROWTH, slope_of
 
     operations = {}

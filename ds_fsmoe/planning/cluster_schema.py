@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what a cluster's file may say: every field with its meaning, by which it is read and which editors get as a
-JSON schema.
+"""Lists the fields of a cluster's file with their meaning. :mod:`~ds_fsmoe.planning.cluster` checks files by it, and
+editors read it as a JSON schema.
 
-``python -m ds_fsmoe.planning.cluster_schema > ds_fsmoe/planning/clusters/cluster.schema.json`` writes the one that
-comes along.
+``python -m ds_fsmoe.planning.cluster_schema > ds_fsmoe/planning/clusters/cluster.schema.json`` writes the schema that
+is in the package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Text = Annotated[str, BeforeValidator(lambda value: f"{value}")]
 
 
 def slope_of(operation: str) -> str:
-    """Return the name of the field of an operation's slope."""
+    """Return the name of the field with an operation's slope."""
     return f"beta_ms_per_{ALL_UNITS[operation]}"
 
 

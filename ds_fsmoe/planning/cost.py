@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a task, alpha + size * beta as in the paper (section 4.1, equation 1), and how it is fitted."""
+"""Defines the cost of a task, alpha + size * beta as in the paper (section 4.1, equation 1), and fits it to
+measurements. The profiler fits costs; the planner reads them.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ Mbit/s repeated all-to-alls scatter by 10 to 19 percent (the interquartile range
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """The time of one task as a linear function of its size.
+    """Holds the time of one task as a linear function of its size.
 
     Raises:
-        ValueError: a coefficient that is negative or not finite.
+        ValueError: a coefficient is negative or not finite.
     """
 
     alpha_ms: float
@@ -41,21 +43,21 @@ class LinearCost:
                 raise ValueError(f"LinearCost: {name} = {value}: must be a finite number of at least 0")
 
     def ms(self, size: float, launches: int = 1) -> float:
-        """Return the milliseconds of a task of this size, done in this many launches."""
+        """Return the milliseconds of a task of this size in this many launches."""
         return launches * self.alpha_ms + size * self.beta_ms
 
     def times(self, share: float) -> LinearCost:
-        """Return the cost of something that takes a share of these times."""
+        """Return the cost multiplied by a share."""
         return self if share == 1.0 else LinearCost(share * self.alpha_ms, share * self.beta_ms)
 
     def plus(self, alpha_ms: float) -> LinearCost:
-        """Return the same cost with a larger start-up time."""
+        """Return the same cost with a longer start-up, in ms."""
         return LinearCost(self.alpha_ms + alpha_ms, self.beta_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchedCost:
-    """Two lines: above some size a backend works differently (another protocol, another algorithm)."""
+    """Holds two lines: from some size on, a backend uses another protocol or algorithm."""
 
     below: LinearCost
     above: LinearCost
@@ -63,15 +65,15 @@ class SwitchedCost:
     """The smallest size on the upper line."""
 
     def ms(self, size: float, launches: int = 1) -> float:
-        """Return the time; see :class:`LinearCost`."""
+        """Return the milliseconds; see :class:`LinearCost`."""
         return (self.below if size < self.switch_size else self.above).ms(size, launches)
 
     def times(self, share: float) -> SwitchedCost:
-        """Return the cost of a share; see :class:`LinearCost`."""
+        """Return the cost multiplied by a share; see :class:`LinearCost`."""
         return SwitchedCost(self.below.times(share), self.above.times(share), self.switch_size)
 
     def plus(self, alpha_ms: float) -> SwitchedCost:
-        """Return the cost with a larger start-up; see :class:`LinearCost`."""
+        """Return the cost with a longer start-up; see :class:`LinearCost`."""
         return SwitchedCost(self.below.plus(alpha_ms), self.above.plus(alpha_ms), self.switch_size)
 
 
@@ -81,8 +83,10 @@ HostCost = float | Mapping[str, float]
 
 
 def least_ms(cost: Cost, size: float, most_parts: int = 256) -> float:
-    """Return the least time of a size that is cut into up to this many pieces of any sizes: below the size at which a
-    backend switches, a piece may cost less than its share of the whole."""
+    """Return the least time of a size that is split into up to ``most_parts`` parts of any sizes.
+
+    Below the size at which a backend switches, a part may cost less than its share of the whole.
+    """
     found_ms = [cost.ms(size)]
     if isinstance(cost, SwitchedCost) and 0 < cost.switch_size <= size:
         below, above, largest = cost.below, cost.above, cost.switch_size
@@ -96,7 +100,7 @@ def least_ms(cost: Cost, size: float, most_parts: int = 256) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """A cost together with the measurements that support it."""
+    """Holds a cost with the measurements that support it."""
 
     cost: Cost
     r2: float
@@ -108,35 +112,38 @@ class Fit:
 
     @property
     def worst_share(self) -> float:
-        """The largest deviation as a share of the fitted time at that size."""
+        """Return the largest deviation, as a share of the fitted time at that size."""
         return max(
             abs(off) / max(self.cost.ms(size), 1e-12) for size, off in zip(self.sizes, self.residuals_ms, strict=True)
         )
 
     @property
     def typical_share(self) -> float:
-        """The root mean square of the deviations, each as a share of the fitted time at that size."""
+        """Return the root mean square of the deviations, each as a share of the fitted time at that size."""
         shares = (off / max(self.cost.ms(size), 1e-12) for size, off in zip(self.sizes, self.residuals_ms, strict=True))
         return math.sqrt(sum(each**2 for each in shares) / len(self.sizes))
 
     @property
     def is_good(self) -> bool:
-        """Whether the line describes the measurements at the sizes that are used, which are those that were timed."""
+        """Return True if the line describes the measurements at the timed sizes."""
         return self.typical_share <= GOOD_SHARE
 
 
 def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
-    """Fit alpha + size * beta, with neither below 0, so that deviations are small as shares of the times.
+    """Fit alpha + size * beta, both at least 0, so that relative deviations are small.
+
+    Timings scatter in proportion to their length, so each size has the same weight. Outliers count little: a soft L1
+    loss sums the logarithms of measured over fitted times.
 
     Timings scatter by a share of what they are, so each size counts alike, and one that was disturbed counts little:
     the logarithms of measured over fitted times are summed up by a soft L1 loss.
 
     Args:
-        sizes: at least three sizes, at least two of them different.
+        sizes: at least three sizes, two or more of them different.
         times_ms: measured medians, one per size.
 
     Raises:
-        ValueError: too few, unequal or impossible numbers.
+        ValueError: there are too few numbers, unequal counts, or numbers that are negative or not finite.
     """
     size, time_ms = np.asarray(sizes, dtype=float), np.asarray(times_ms, dtype=float)
     if size.shape != time_ms.shape or size.ndim != 1 or len(size) < 3 or len(set(size.tolist())) < 2:
@@ -159,7 +166,7 @@ def _fitted(size: np.ndarray, time_ms: np.ndarray) -> Fit:
 
 
 def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
-    """Return :func:`fit`; and if that is not good, and two lines describe the measurements far better, those.
+    """Return :func:`fit`, or two lines if that is not good and two lines fit far better.
 
     Args:
         sizes: the sizes, ascending; two lines need at least six, three for each.
@@ -189,7 +196,7 @@ def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
 
 
 def _robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return intercept and slope, neither below 0, of the line from which logarithms deviate least."""
+    """Return intercept and slope, both at least 0, of the line with the least logarithmic deviations."""
     from scipy.optimize import least_squares
 
     least = 1e-6 * y.max()
@@ -220,7 +227,7 @@ def _robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _non_negative_line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Return intercept and slope of the best line, neither below 0: the free optimum or the better edge."""
+    """Return intercept and slope of the best line, both at least 0: the free optimum or the better edge."""
     slope, intercept = np.polyfit(x, y, 1, w=weight)
     if slope >= 0 and intercept >= 0:
         return float(intercept), float(slope)
@@ -238,7 +245,9 @@ _COMPUTED = (HOLD, REST, EXPERT, *QUANTISING, *DEQUANTISING)
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """Costs by kind of task. Two are equal only if they are the same object, so that plans can be cached by them."""
+    """Holds costs by kind of task. Two are equal only if they are the same object, so that plans can be cached by
+    them.
+    """
 
     forward: Mapping[str, Cost]
     backward: Mapping[str, Cost]
@@ -260,7 +269,7 @@ class LayerCosts:
 
     @classmethod
     def written(cls, costs: Mapping[str, Cost], host_ms: float = 0.0) -> LayerCosts:
-        """Return the costs of a cluster's file: the same in both phases."""
+        """Return the costs of a cluster's file, the same in both phases."""
         return cls(costs, costs, None, host_ms, host_ms, host_ms)
 
     def of(self, backward: bool, same_chunks: bool = True) -> tuple[Mapping[str, Cost], HostCost]:
@@ -277,11 +286,11 @@ class LayerCosts:
         return self.rechunked, self.rechunked_host_ms
 
     def among_others(self, kinds: Collection[str], cost_of: Callable[[str, Mapping[str, Cost]], Cost]) -> LayerCosts:
-        """Return the costs of the layer whose collectives run among other ranks: what it computes costs as much.
+        """Return the costs of a layer whose collectives run among other ranks. Its computation costs the same.
 
         Args:
-            kinds: the kinds of tasks there.
-            cost_of: a kind of collective and the own costs of a phase -> what it costs there.
+            kinds: the kinds of tasks of that layer.
+            cost_of: a kind of collective and this layer's costs of a phase -> the cost among the other ranks.
         """
 
         def costs(own: Mapping[str, Cost]) -> dict[str, Cost]:

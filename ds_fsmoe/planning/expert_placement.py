@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold which expert of a layer, as data: one table, the same on every rank.
+"""Maps the experts of a layer to ranks, as one table that is the same on every rank. Placement policies make it, and
+:mod:`~ds_fsmoe.placement.placements` carries it out.
 
-Every rank has equally many *places*, each the home of one expert, with its optimizer states. Places are numbered rank
-by rank, so that place p is on rank ``p // num_local``.
+Every rank has the same number of *places*. Each holds one expert with its optimizer states. Places are numbered rank by
+rank, so place p is on rank ``p // num_local``.
 
 Letters: E experts, G ranks that share them.
 """
@@ -21,10 +22,10 @@ from ds_fsmoe.untrusted import MOST_EXPERTS
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The placement of the experts of one layer.
+    """Holds the placement of the experts of one layer.
 
     Raises:
-        ValueError: sizes that do not fit, or an expert with no place or two.
+        ValueError: the sizes do not match, or an expert has no place or two.
     """
 
     expert_of_place: tuple[int, ...]
@@ -62,33 +63,33 @@ class ExpertPlacement:
 
     @property
     def num_local(self) -> int:
-        """The places of a rank."""
+        """Return the number of places of a rank."""
         return self.num_experts // self.num_ranks
 
     per_rank = num_local  # as policies call it that were written when a rank had places for replicas too
 
     @cached_property
     def by_rank(self) -> np.ndarray:
-        """[G, places of a rank]: the experts of each rank."""
+        """Return the experts of each rank, [G, places of a rank]."""
         return np.array(self.expert_of_place, dtype=np.int64).reshape(self.num_ranks, -1)
 
     @cached_property
     def place_of_expert(self) -> tuple[int, ...]:
-        """[E]: the place of each expert."""
+        """Return the place of each expert, [E]."""
         return tuple(np.argsort(self.expert_of_place).tolist())
 
     @cached_property
     def rank_of_expert(self) -> np.ndarray:
-        """[E]: the rank of each expert."""
+        """Return the rank of each expert, [E]."""
         return np.array(self.place_of_expert) // self.num_local
 
     @property
     def is_at_start(self) -> bool:
-        """Whether every expert is where it is in the model's own order."""
+        """Return True if every expert is where the model's own order has it."""
         return self.expert_of_place == tuple(range(self.num_experts))
 
     def rank_of_place(self, place: int) -> int:
-        """Return the rank that has a place."""
+        """Return the rank of a place."""
         return place // self.num_local
 
     def num_moved(self, after: ExpertPlacement) -> int:
@@ -96,21 +97,21 @@ class ExpertPlacement:
         return int((self.rank_of_expert != after.rank_of_expert).sum())
 
     def rows_between(self, rows_GE: np.ndarray, node_of_rank: Sequence[int] = ()) -> np.ndarray:
-        """Return [G, G]: the rows that each rank sends to each, its own included.
+        """Return the rows that each rank sends to each rank, itself included, [G, G].
 
         Args:
-            rows_GE: the rows that each rank has for each expert.
-            node_of_rank: makes no difference; policies that were written for replicas give it.
+            rows_GE: the rows of each rank for each expert, [G, E].
+            node_of_rank: ignored; policies written for replicas pass it.
         """
         found = np.zeros((self.num_ranks, self.num_ranks))
         np.add.at(found.T, self.rank_of_expert, np.asarray(rows_GE, dtype=float).T)
         return found
 
     def over_mean(self, rows_GE: np.ndarray) -> float:
-        """Return the rows of the fullest rank over the mean; 1 where there are none.
+        """Return the rows of the fullest rank over the mean; 1 if there are no rows.
 
         Args:
-            rows_GE: the rows that each rank has for each expert.
+            rows_GE: the rows of each rank for each expert, [G, E].
         """
         rows_G = self.rows_between(rows_GE).sum(axis=0)
         return float(rows_G.max() / rows_G.mean()) if rows_G.sum() > 0 else 1.0
@@ -126,31 +127,30 @@ class ExpertPlacement:
         return replace(self, expert_of_place=tuple(found))
 
     def with_replicas(self, expert_of_spare: Mapping[int, int]) -> ExpertPlacement:
-        """Return the placement as it is: policies that were written for replicas ask for one without any.
+        """Return this placement; policies written for replicas ask for one without any.
 
         Args:
-            expert_of_spare: spare place -> expert, empty.
+            expert_of_spare: spare place -> expert; must be empty.
 
         Raises:
-            ValueError: it is not empty.
+            ValueError: ``expert_of_spare`` is not empty.
         """
         if expert_of_spare:
             raise ValueError("experts have no replicas in training since version 0.2.0: a policy can only move experts")
         return self
 
     def swaps_to(self, wanted: ExpertPlacement, exactly: bool = False) -> list[tuple[int, int]]:
-        """Return exchanges of two places that lead to the ranks of another placement, one after another.
+        """Return exchanges of two places that lead to the ranks of another placement, in order.
 
-        Where an expert is on its wanted rank already it stays in its place: for training it makes no difference which
-        place of a rank it has, and no exchange is within a rank. To be read by place, as in a checkpoint, experts have
-        to be in the very places.
+        An expert on its wanted rank keeps its place: in training, its place within a rank makes no difference. In a
+        checkpoint, which is read by place, the places themselves have to match.
 
         Args:
             wanted: a placement of the same sizes.
-            exactly: whether experts have to come to the same places, and not only to the same ranks.
+            exactly: whether experts have to reach the same places, and not only the same ranks.
 
         Raises:
-            ValueError: it has other sizes.
+            ValueError: the other placement has other sizes.
         """
         if (wanted.num_experts, wanted.num_ranks) != (self.num_experts, self.num_ranks):
             raise ValueError(
@@ -180,7 +180,7 @@ class ExpertPlacement:
         return swaps
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data, see :meth:`from_dict`."""
+        """Return the placement as plain data, see :meth:`from_dict`."""
         return {
             "expert_of_place": list(self.expert_of_place),
             "num_experts": self.num_experts,
@@ -189,10 +189,11 @@ class ExpertPlacement:
 
     @classmethod
     def from_dict(cls, found: Any) -> ExpertPlacement:
-        """Return what :meth:`as_dict` gave. Spare places, which came last on each rank before, are left out.
+        """Return the placement in data of :meth:`as_dict`. Spare places of older versions, last on each rank, are
+        dropped.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the data is malformed.
         """
         names = ("expert_of_place", "num_experts", "num_ranks")
         if not isinstance(found, Mapping) or set(found) != set(names):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups: which ranks communicate with each other, and over which links.
+"""Defines the process groups: which ranks communicate with each other, and over which links. The engine makes them,
+and the planner prices them.
 
 Per pipeline stage, world = mp x dp = esp x ep x edp. MP and ESP groups are neighbours, EP strides over ESP groups, DP
 and EDP over the remaining ranks. No size has to equal another, or the number of GPUs per node.
@@ -21,7 +22,7 @@ from ds_fsmoe.untrusted import MOST_RANKS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The placement of a kind of group on nodes."""
+    """Describes how a kind of group is placed on nodes."""
 
     size: int
     per_node: int
@@ -40,10 +41,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Groups:
-    """The sizes of the process groups.
+    """Holds the sizes of the process groups.
 
     Raises:
-        ValueError: a size below 1, or sizes that do not multiply to the world.
+        ValueError: a size is below 1, or the sizes do not multiply to the world.
     """
 
     world: int
@@ -84,12 +85,12 @@ class Groups:
 
     @property
     def stage(self) -> int:
-        """The number of ranks of one pipeline stage."""
+        """Return the number of ranks of one pipeline stage."""
         return self.world // self.pp
 
     @property
     def edp(self) -> int:
-        """The expert-data-parallel size: this many ranks hold the same experts."""
+        """Return the expert-data-parallel size: the number of ranks with the same experts."""
         return self.stage // (self.ep * self.esp)
 
     @cached_property
@@ -99,7 +100,7 @@ class Groups:
 
     @property
     def strides(self) -> dict[str, tuple[int, int]]:
-        """The size of the groups of each kind, and the distance of their ranks."""
+        """Return the (size, stride between ranks) of the groups of each kind."""
         return {
             "mp": (self.mp, 1),
             "dp": (self.stage // self.mp, self.mp),
@@ -122,8 +123,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class PlacedGroups(Groups):
-    """Groups that say where they lie, instead of so many neighbours to a node: by the hosts of ranks, or as a run was
-    recorded."""
+    """Holds groups with explicit placements, from the hosts of ranks or from a recorded run."""
 
     placed: tuple[tuple[str, Placement], ...] = ()
 
@@ -148,7 +148,7 @@ Nodes = tuple[tuple[int, ...], ...]
 
 
 class Communicators(NamedTuple):
-    """The communicators of one purpose for the groups of one kind; no rank is in two of them."""
+    """Describes the communicators of one purpose for the groups of one kind; no rank is in two of them."""
 
     purpose: str
     ranks: tuple[Ranks, ...]
@@ -158,31 +158,33 @@ class Communicators(NamedTuple):
 
 
 def of_deepspeed(kinds: Kinds) -> list[Communicators]:
-    """Return those that DeepSpeed makes for its own reduction, broadcast and checkpoints, and for its pipelines."""
+    """Return the communicators that DeepSpeed makes for its own reduction, broadcast and checkpoints, and for its
+    pipelines.
+    """
     found = [Communicators(kind, kinds[kind], False) for kind in ("blocks", "edp", "dp")]
     stages = kinds.get("stages", ())
     return found + [Communicators(purpose, stages, False) for purpose in ("model", "pipe") if stages]
 
 
 def of_layers(kinds: Kinds, agreeing: tuple[Ranks, ...] | None = None) -> list[Communicators]:
-    """Return those that an MoE layer has besides.
+    """Return the communicators that an MoE layer adds.
 
     Args:
         kinds: the groups.
-        agreeing: the ranks that have to agree on a capacity, where DeepSpeed's blocks are too few; or ``None``.
+        agreeing: the ranks that agree on a capacity; ``None``: DeepSpeed's blocks suffice.
     """
     found = [Communicators(kind, kinds[kind], kind != "mp") for kind in ("ep", "esp", "mp")]
     return found if agreeing is None else [*found, Communicators("capacity", agreeing, False)]
 
 
 def of_gradients(ranks: tuple[Ranks, ...]) -> Communicators:
-    """Return those for gradients and updated parameters of the groups of one kind."""
+    """Return the communicators for gradients and updated parameters of the groups of one kind."""
     return Communicators("gradients", ranks)
 
 
 def in_levels(purpose: str, ranks: tuple[Ranks, ...], node_of_rank: Sequence[int]) -> list[Communicators]:
-    """Return those between nodes and those inside them, for the groups of one kind; none where not all groups can be
-    addressed in two levels.
+    """Return the communicators between nodes and inside them, for the groups of one kind. The list is empty if a
+    group cannot be addressed in two levels.
 
     Args:
         purpose: "gradients", or "a2a" for tokens.
@@ -199,7 +201,7 @@ def in_levels(purpose: str, ranks: tuple[Ranks, ...], node_of_rank: Sequence[int
 
 
 def levels_of(ranks: tuple[Ranks, ...], node_of_rank: Sequence[int]) -> dict[Ranks, Nodes]:
-    """Return each group's ranks node by node; nothing, where any group cannot be addressed in two levels."""
+    """Return each group's ranks by node; empty if a group cannot be addressed in two levels."""
     found: dict[Ranks, Nodes] = {}
     for group in ranks:
         nodes = regular([node_of_rank[rank] for rank in group])
@@ -210,13 +212,16 @@ def levels_of(ranks: tuple[Ranks, ...], node_of_rank: Sequence[int]) -> dict[Ran
 
 
 def regular(nodes: Sequence[int]) -> Nodes | None:
-    """Return the ranks of a group node by node, or ``None`` where they cannot be addressed in two levels.
+    """Return the ranks of a group by node, or None if they cannot be addressed in two levels.
+
+    They can if several nodes have the same number of ranks, more than one, and the i-th ranks of the nodes are in the
+    order of the nodes, as a communicator needs.
 
     They can where several nodes have as many ranks each, more than one, and the ranks of a place come in the order of
     the nodes, as a communicator has them.
 
     Args:
-        nodes: of each rank its node.
+        nodes: the node of each rank.
     """
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -232,12 +237,12 @@ def regular(nodes: Sequence[int]) -> Nodes | None:
 def communicators(
     kinds: Kinds, node_of_rank: Sequence[int], *, sends_gradients: bool = True, alltoall: str = "flat"
 ) -> list[Communicators]:
-    """Return all that a job has beside the default group, each once.
+    """Return all communicators of a job besides the default group, each once.
 
     Args:
         kinds: the groups.
         node_of_rank: the node of each rank.
-        sends_gradients: whether gradients are ours to reduce.
+        sends_gradients: whether ds_fsmoe reduces the gradients.
         alltoall: the name of the all-to-all; "auto" tries those in two levels as well.
     """
     found = of_deepspeed(kinds) + of_layers(kinds)
@@ -250,7 +255,7 @@ def communicators(
 
 @lru_cache(maxsize=64)
 def num_communicators(groups: Groups, sends_gradients: bool, alltoall: str = "flat") -> int:
-    """Return how many communicators a rank holds beside the default group; see :func:`communicators`.
+    """Return the number of communicators of a rank besides the default group; see :func:`communicators`.
 
     Args:
         groups: the groups, whose ranks are neighbours on nodes.
@@ -279,31 +284,33 @@ def _strided(world: int, size: int, stride: int) -> tuple[Ranks, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Fanout:
-    """The places that have experts of a token, on average; its own node and rank count like any other."""
+    """Holds the average number of nodes and ranks with experts of a token. Its own node and rank count too."""
 
     nodes: float
     ranks: float
 
 
 def can_deduplicate(groups: Groups) -> bool:
-    """Whether a token can cross to each node once: whole experts on several ranks in each of several nodes."""
+    """Return True if node-deduplicated dispatch is possible: whole experts, on several ranks in each of several
+    nodes.
+    """
     at = groups.placements["ep"]
     return groups.esp == 1 and at.nodes > 1 and at.per_node > 1 and at.size == at.nodes * at.per_node
 
 
 def expected_fanout(num_experts: int, k: int, nodes: int, per_node: int, groups: int = 1, of_groups: int = 1) -> Fanout:
-    """Return the crossings where each choice of k experts is as likely as any other.
+    """Return the fan-out if all choices of k experts are equally likely.
 
     Args:
         num_experts: E, placed on the ranks in their order.
         k: K.
-        nodes: n.
-        per_node: p.
-        groups: the number of groups of experts, of which a token takes some first.
-        of_groups: how many it takes.
+        nodes: the number of nodes, n.
+        per_node: the ranks per node, p.
+        groups: the number of groups of experts, of which a token first chooses some.
+        of_groups: the number of groups that a token chooses.
 
     Raises:
-        ValueError: groups or places that do not divide the experts, or groups that lie across places.
+        ValueError: groups or places do not divide the experts, or a group spans places.
     """
     return Fanout(
         *(_expected(num_experts, k, places, groups, of_groups) for places in (nodes, nodes * per_node)),
@@ -333,13 +340,13 @@ def _expected(num_experts: int, k: int, places: int, groups: int, of_groups: int
 
 
 def counted_fanout(experts_SK: Any, num_experts: int, nodes: int, per_node: int) -> Fanout:
-    """Return the crossings of a recorded or made-up routing.
+    """Return the fan-out of recorded or synthetic routing.
 
     Args:
-        experts_SK: [S, K] integers, the experts of each token; outside 0..E-1 there is none.
+        experts_SK: the experts of each token, [S, K] integers; values outside 0..E-1 mean no expert.
         num_experts: E, placed on the ranks in their order.
-        nodes: n.
-        per_node: p.
+        nodes: the number of nodes, n.
+        per_node: the ranks per node, p.
     """
     experts = np.asarray(experts_SK)
     found = []

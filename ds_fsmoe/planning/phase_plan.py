@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one layer's expert part in one phase, as data that is simulated and executed."""
+"""Holds the plan of one layer's expert part in one phase, as data that is simulated and executed. The engine makes
+one per layer and phase; :mod:`~ds_fsmoe.planning.block` builds its schedule.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ds_fsmoe.planning.workload import AllToAll, BlockWork, MoEWork, Shape, laye
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """How the experts' part of a layer is run in one phase."""
+    """Describes how the experts' part of a layer runs in one phase."""
 
     block: BlockPlan
     groups: Groups
@@ -29,28 +31,30 @@ class PhasePlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The tasks of the plan."""
+        """Return the tasks of the plan, without gradient slices."""
         return self.sending(())
 
     def sending(self, slices: tuple[tuple[str, ...], ...]) -> Schedule:
-        """Return the same plan with these slices of gradients, in this order.
+        """Return the tasks of the plan with these slices of gradients, in this order.
 
         Args:
-            slices: the tasks of each: GRAD or EXPERT_GRAD, and those inside the node if it goes in two levels.
+            slices: the kinds of tasks of each slice: GRAD or EXPERT_GRAD, and those inside the node if it has two
+                levels.
         """
         if slices not in self._schedules:
             self._schedules[slices] = self._schedule(slices)
         return self._schedules[slices]
 
     def paused(self, slices: tuple[tuple[str, ...], ...] = (), is_second: bool = False) -> tuple[Schedule, int]:
-        """Return the tasks of :meth:`sending` with those first that bring tokens to the experts, and how many they are.
+        """Return the tasks of :meth:`sending`, those that send tokens to the experts first, and the number of these.
 
-        Between them and the others the other half of the micro-batch computes.
+        Between these and the others, the other sub-batch computes.
 
         Args:
             slices: see :meth:`sending`.
-            is_second: whether the half is the second one in this phase: with the reduces of the other one ahead of its
-                gathers, these come behind the pause.
+            is_second: whether the sub-batch is the second in this phase. If the other one's reduces precede its
+                gathers,
+                these come behind the pause.
         """
         key = slices, is_second
         if key not in self._paused:
@@ -89,6 +93,10 @@ class PhasePlan:
 
 def gradient_lanes(groups: Groups) -> dict[str, tuple[Lane, ...]]:
     """Return kind of gradient -> the lane on which its slices are sent in a layer's schedule.
+
+    If a group uses both kinds of links, only the slower one counts. The slices need a fraction of the other, and
+    reserving it would delay the layer's own traffic. Experts of this layer may have no ranks to be reduced over, while
+    experts of a layer with another ``ep_size`` have some.
 
     If a group crosses both kinds of links, only the slower one counts: the slices need a fraction of the other, and
     holding it would delay the layer's own traffic. Experts of this layer may have no ranks to be summed with, while

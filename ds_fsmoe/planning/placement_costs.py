@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a placement of experts costs: a layer under the skew that it leaves, and the way to it.
+"""Predicts the cost of a placement of experts: a layer's time under its skew, and the time to move experts there.
+Placement policies and the engine's placement watch call it.
 
-A layer waits for whoever has most to do: the rank with most rows at its experts, and on each kind of link the port with
-most traffic in one direction. The costs of tasks were measured, or published, for routing in which every rank has as
-many rows for each rank, so that skew is a factor on the sizes of tasks, a :class:`Pressure`. Experts that move are
-priced as the all-to-all that gives the fullest port as many bytes.
+A layer waits for the busiest: the rank with most rows at its experts, and on each kind of link the port with most
+traffic in one direction. Costs are known for balanced routing. So skew is a factor on the sizes of tasks, a
+:class:`Pressure`. Moves of experts are priced as the all-to-all that sends as many bytes through the fullest port.
 
 Letters: E experts, G ranks that share them, n nodes, K choices of a token.
 """
@@ -41,10 +41,10 @@ from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
 @dataclass(frozen=True, eq=False)
 class ObservedRouting:
-    """What was measured of one layer.
+    """Holds the measured routing of one layer.
 
     Raises:
-        ValueError: rows that are no finite numbers of at least 0 in G rows, or nodes of another number of ranks.
+        ValueError: rows are not finite numbers of at least 0 in G rows, or the number of nodes is not G.
     """
 
     rows_GE: np.ndarray
@@ -68,7 +68,7 @@ class ObservedRouting:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """The factors by which the most that anybody has to do lies above what balanced routing gives to everybody."""
+    """Holds the ratios of the largest load to that of balanced routing, per lane."""
 
     compute: float = 1.0
     """The rows at the experts of the fullest rank over the mean."""
@@ -87,7 +87,10 @@ _Traffic = tuple[np.ndarray, np.ndarray]
 
 
 def pressure_of(placement: ExpertPlacement, observed: ObservedRouting) -> Pressure:
-    """Return the pressure under which a layer would run with this placement and these rows.
+    """Return the pressure of a layer with this placement and these rows.
+
+    A factor is 1 where balanced routing has no such rows either, as between nodes of a single node, or without any
+    rows.
 
     A factor is 1 where balanced routing has no such rows either, as between nodes where there is one, or where there
     are no rows at all.
@@ -101,14 +104,14 @@ def pressure_of(placement: ExpertPlacement, observed: ObservedRouting) -> Pressu
 
 
 def node_deduplicated_pressure(placement: ExpertPlacement, observed: ObservedRouting, planned: Fanout) -> Pressure:
-    """Return the pressure where tokens cross to each node once, counted with the tokens that were seen.
+    """Return the pressure with node-deduplicated dispatch, counted with the observed tokens.
 
-    Rows do not tell: two experts of a token in one node take one crossing, and on one rank one copy.
+    Counts of rows do not suffice: two experts of a token in one node need one copy there, and so do two on one rank.
 
     Args:
-        placement: where experts are.
-        seen: what was measured, with tokens; nodes have equally many ranks.
-        planned: the crossings of a choice that the sizes of tasks were made with, own node and rank included.
+        placement: the placement of the experts.
+        observed: the measured routing, with tokens; nodes have equally many ranks.
+        planned: the fan-out of a choice behind the sizes of tasks, own node and rank included.
     """
     is_in_nG = _ranks_of_nodes(observed.node_of_rank)
     num_nodes, num_ranks = is_in_nG.shape
@@ -136,18 +139,18 @@ def node_deduplicated_pressure(placement: ExpertPlacement, observed: ObservedRou
 
 
 def _ranks_of_nodes(node_of_rank: Sequence[int]) -> np.ndarray:
-    """Return [n, G]: 1 where a rank is in a node, else 0."""
+    """Return a matrix with 1 where a rank is in a node and 0 elsewhere, [n, G]."""
     return (np.unique(node_of_rank)[:, None] == np.asarray(node_of_rank)).astype(float)
 
 
 def _fullest_port(sent_XX: np.ndarray) -> float:
-    """Return the most that one of some ranks or nodes has to send to the others, or gets from them."""
+    """Return the largest amount that one rank or node sends to the others, or receives from them."""
     to_others_XX = np.where(np.eye(len(sent_XX), dtype=bool), 0.0, sent_XX)
     return float(max(to_others_XX.sum(axis=axis).max() for axis in (0, 1)))
 
 
 def _pressure(placement: ExpertPlacement, observed: ObservedRouting, ours: _Traffic, even: _Traffic) -> Pressure:
-    """Return the pressure of traffic beside that of balanced routing."""
+    """Return the pressure of traffic relative to that of balanced routing."""
     inter, intra = (
         _fullest_port(own) / fullest if (fullest := _fullest_port(other)) > 0 else 1.0
         for own, other in zip(ours, even, strict=True)
@@ -156,12 +159,11 @@ def _pressure(placement: ExpertPlacement, observed: ObservedRouting, ours: _Traf
 
 
 def under(run: Schedule, pressure: Pressure, groups: Groups) -> Schedule:
-    """Return a schedule of a layer with the sizes that its tasks have under a pressure.
+    """Return the schedule of a layer with the sizes of its tasks under a pressure.
 
-    Experts, and what is gathered and reduced over shards of them, grow with the rows of the fullest rank, the
-    all-to-all with those of the fullest port of a node, or inside the node where the EP group lies in one, and its part
-    inside the node with the fullest port there. That part also hands on rows of other nodes, which are taken to be
-    skewed alike.
+    Experts, and the gathers and reduces over their shards, grow with the rows of the fullest rank. The all-to-all grows
+    with the fullest port of a node, or inside the node if the EP group is in one. Its part inside the node grows with
+    the fullest port there. That part also forwards rows of other nodes, which are assumed to have the same skew.
 
     Args:
         run: the tasks with their sizes in balanced routing.
@@ -175,13 +177,13 @@ def under(run: Schedule, pressure: Pressure, groups: Groups) -> Schedule:
 
 
 def as_alltoall_bytes(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> float:
-    """Return the bytes of a rank's buffer in the even all-to-all that gives the fullest port as much as this exchange.
+    """Return the bytes per rank of the even all-to-all that loads the fullest port as much as this exchange.
 
-    Of a buffer a rank keeps its G-th part, and sends what is for the ranks of other nodes over the port of its node,
-    which it shares with the others there. Only the fullest of all ports, rank or node, in or out, counts.
+    A rank keeps 1/G of its buffer. Rows for other nodes use the port of its node, which the node's ranks share. Only
+    the fullest of all ports counts, of a rank or node, in or out.
 
     Args:
-        sent_GG: [G, G], the bytes that each rank sends to each.
+        sent_GG: the bytes that each rank sends to each, [G, G].
         node_of_rank: the node of each rank.
     """
     num_ranks, is_in_nG = len(node_of_rank), _ranks_of_nodes(node_of_rank)
@@ -195,7 +197,7 @@ def as_alltoall_bytes(sent_GG: np.ndarray, node_of_rank: Sequence[int]) -> float
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """All that it takes to price placements of one layer."""
+    """Holds everything needed to price placements of one layer."""
 
     shape: CallShape
     """The sizes of a call in balanced routing."""
@@ -213,8 +215,7 @@ class Prices:
     recompute: bool = False
 
     def layer_ms(self, pressure: Pressure) -> float:
-        """Return the time of forward and backward of one call of the layer's experts' part, without slices of
-        gradients.
+        """Return the ms of forward and backward of one call of the layer's experts' part, without gradient slices.
 
         Raises:
             ValueError: a cost is missing.
@@ -229,7 +230,7 @@ class Prices:
         return (1 + self.recompute) * times_ms[0] + times_ms[1]
 
     def step_ms(self, placement: ExpertPlacement, observed: ObservedRouting) -> float:
-        """Return the time of the layer's experts' part in one step."""
+        """Return the ms of the layer's experts' part in one step."""
         if self.alltoall == NODE_DEDUPLICATED and observed.tokens and self.shape.crossings is not None:
             pressure = node_deduplicated_pressure(placement, observed, self.shape.crossings)
         else:
@@ -237,8 +238,7 @@ class Prices:
         return self.micro_batches * self.layer_ms(pressure)
 
     def moves_ms(self, now: ExpertPlacement, wanted: ExpertPlacement, node_of_rank: Sequence[int]) -> float:
-        """Return the time that it takes to bring all experts to where another placement has them, as one exchange: each
-        goes to its rank directly."""
+        """Return the ms to move all experts to another placement in one exchange: each goes to its rank directly."""
         moved_GG = np.zeros((now.num_ranks, now.num_ranks))
         np.add.at(moved_GG, (now.rank_of_expert, wanted.rank_of_expert), self.moved_bytes)
         size_bytes = as_alltoall_bytes(moved_GG, node_of_rank)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where experts should be by the rows that were measured, and whether it pays to move them there.
+"""Proposes where experts should be, from measured rows, and decides whether moving them breaks even. The engine's
+placement watch calls it; :mod:`~ds_fsmoe.planning.placement_costs` computes the prices.
 
-A policy says what would be best, :func:`decide` whether the way there pays. Both give the same on every rank, so that
-nothing has to be agreed on: no random numbers, and ties go to what comes first.
+A policy proposes a placement, and :func:`decide` compares its gain with the cost of the moves. Both give the same on
+every rank, so no agreement is needed: they use no random numbers, and ties go to the first.
 
 Letters: E experts, G ranks that share them, N exchanges of two experts.
 """
@@ -31,7 +32,7 @@ _EVEN = 200
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a policy may change."""
+    """Lists what a policy may change."""
 
     num_replicas: int = 0
     """No replica may be made. Policies that were written when some might be ask for it."""
@@ -44,7 +45,7 @@ Policy = Callable[[ExpertPlacement, ObservedRouting, Allowed], ExpertPlacement]
 
 
 def off(now: ExpertPlacement, observed: ObservedRouting, allowed: Allowed) -> ExpertPlacement:
-    """Return the placement as it is."""
+    """Return the current placement."""
     return now
 
 
@@ -61,22 +62,23 @@ class _Rows:
         self.num_ranks, self.total = len(node_G), int(self.of_expert_E.sum())
 
     def of_ranks(self, rank_E: np.ndarray) -> np.ndarray:
-        """Return [G]: the rows of each rank, where experts are on these."""
+        """Return the rows of each rank if experts are on these ranks, [G]."""
         found = np.zeros(self.num_ranks, dtype=np.int64)
         np.add.at(found, rank_E, self.of_expert_E)
         return found
 
     def into_nodes(self, rank_E: np.ndarray) -> np.ndarray:
-        """Return [n]: the rows that come to each node from others, where experts are on these ranks."""
+        """Return the rows that each node receives from others if experts are on these ranks, [n]."""
         found = np.zeros(self.node_G.max() + 1, dtype=np.int64)
         np.add.at(found, self.node_G[rank_E], self.inter_node_rows_EG[np.arange(len(rank_E)), rank_E])
         return found
 
     def evened(self, rank_E: np.ndarray) -> np.ndarray | None:
-        """Return the ranks after one exchange of an expert of the fullest rank, or ``None``: no exchange makes it less.
+        """Return the ranks after one exchange of an expert of the fullest rank, or None if no exchange lowers its
+        load.
 
-        It is the exchange that leaves least on the fuller one of the two ranks. Of those that are as good it is the one
-        after which nodes get fewest rows from others, the fullest ones above all, then the first.
+        The best exchange leaves least on the fuller of the two ranks. Ties go to the one after which nodes receive
+        fewest rows from others, the fullest node above all, then to the first.
 
         Args:
             rank_E: the rank of each expert.
@@ -104,21 +106,21 @@ class _Rows:
 
 
 def _nearly_least(ways: list[np.ndarray], of: Callable[[np.ndarray], np.ndarray], as_good: int) -> list[np.ndarray]:
-    """Return those of some ways in which the most of anybody is as low as in any, but for one part in so many."""
+    """Return the exchanges whose maximum is within one part in ``as_good`` of the lowest maximum."""
     most = [int(of(each).max()) for each in ways]
     return [each for each, own in zip(ways, most, strict=True) if own <= min(most) + min(most) // as_good]
 
 
 def balanced(now: ExpertPlacement, observed: ObservedRouting, allowed: Allowed) -> ExpertPlacement:
-    """Return a placement in which the fullest rank has as few rows as was found, and to which few experts move.
+    """Return a placement with as few rows on the fullest rank as found, and few moves.
 
-    As an expert-parallel load balancer does, it keeps as many experts on each rank and looks at the fullest first. But
-    it begins where experts are: those of the fullest rank are exchanged as long as it gets less by one. Experts go only
-    as far on this way as the fullest rank, or the node that gets most rows of others, is still too full.
+    Like an expert-parallel load balancer, it keeps the number of experts per rank and starts with the fullest rank. But
+    it begins with the current placement. Experts of the fullest rank are exchanged as long as one exchange lowers its
+    load. Moves stop where the fullest rank, or the node that receives most rows from others, is near that optimum.
 
     Args:
-        now: the placement now.
-        seen: the rows of each rank for each expert.
+        now: the current placement.
+        observed: the rows of each rank for each expert.
         allowed: what may change.
 
     Raises:
@@ -147,10 +149,10 @@ POLICIES: dict[str, Policy] = {"balanced": balanced, "off": off}
 
 
 def policy(name: str) -> Policy:
-    """Return a policy by name, or a function of the user's own by its dotted name, ``package.module.function``.
+    """Return a policy by name, or a function of your own by its dotted name, ``package.module.function``.
 
     Raises:
-        ValueError: there is none, or it cannot be imported; names the choices.
+        ValueError: the policy does not exist or cannot be imported; the message names the choices.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -173,7 +175,7 @@ def policy(name: str) -> Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one layer. Where it stays as it is, there is no gain and nothing to pay."""
+    """Holds the decision for one layer. Without moves, gain and cost are 0."""
 
     placement: ExpertPlacement
     gain_ms_per_step: float | None
@@ -189,7 +191,7 @@ class Decision:
     """The reason in one line, for the log."""
 
     def without_moves(self, now: ExpertPlacement, why: str) -> Decision:
-        """Return the decision that nothing moves after all, for this reason."""
+        """Return this decision without moves, for this reason."""
         none_ms = None if self.gain_ms_per_step is None else 0.0
         return Decision(now, none_ms, none_ms, None, self.before, self.before, why)
 
@@ -202,21 +204,21 @@ def decide(
     break_even_within: int,
     layer: str = "",
 ) -> Decision:
-    """Decide whether a layer gets the placement that a policy proposes: only if that pays in so many steps.
+    """Decide whether a layer gets the placement that a policy proposes: only if the moves break even in time.
 
-    A gain below what the costs are uncertain by counts as none.
+    A gain below the uncertainty of the costs counts as zero.
 
     Args:
-        now: the placement now.
-        seen: what was measured of the layer.
-        policy: says what would be best.
-        prices: what the layer and moves cost; ``None``: nothing was measured, or what runs must not depend on measured
-            times. Then rows decide alone: they must fall by a tenth of the mean at the fullest rank.
-        pays_within_steps: the steps within which what is moved has to pay.
-        layer: the name of the layer, for the line.
+        now: the current placement.
+        observed: the measured routing of the layer.
+        policy: proposes a placement.
+        prices: the costs of the layer and of moves; ``None``: unmeasured, or decisions must not depend on measured
+            times. Then rows decide alone: the fullest rank's must fall by a tenth of the mean.
+        break_even_within: the number of steps within which moves have to break even.
+        layer: the name of the layer, for the log.
 
     Raises:
-        ValueError: the policy gives no placement of the same sizes.
+        ValueError: the policy returns no placement of the same sizes.
     """
     wanted = policy(now, observed, Allowed())
     if not isinstance(wanted, ExpertPlacement):
@@ -258,7 +260,7 @@ def decide(
 
 
 def _ms(time_ms: float, whole_from: float = 1e3) -> str:
-    """Return a time with one digit behind the point, none from so much on, and two that count where it is small."""
+    """Return a time as text: whole from ``whole_from`` on, one decimal from 1 ms on, two significant digits below."""
     if time_ms >= whole_from or time_ms == 0:
         return f"{time_ms:.0f}"
     return f"{time_ms:.1f}" if time_ms >= 1 else f"{time_ms:.2g}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule is data: a list of tasks, each on a lane, in the order in which they are issued.
+"""Defines a schedule as data: a list of tasks, each on a lane, in the order in which they are issued.
 
-The same list is simulated against a clock and run on streams, it can be printed, and it is the same on every rank. The
-words for tasks follow the direction of travel, so they hold in both phases: tokens (forward) or gradients (backward)
-go A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT; where each token crosses to a node once, A2A_IN, SPREAD, EXPERT, COLLECT,
-A2A_OUT.
+The same list is simulated against a clock, run on streams, printed, and the same on every rank. Task names follow the
+direction of the data, so they hold in both phases. Tokens (forward) or gradients (backward) go A2A_IN, GATHER, EXPERT,
+REDUCE, A2A_OUT; with node-deduplicated dispatch A2A_IN, SPREAD, EXPERT, COLLECT, A2A_OUT.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import cached_property
 
 
 class Lane(StrEnum):
-    """A resource that does one task at a time."""
+    """Names a resource that does one task at a time."""
 
     COMPUTE = "compute"
     INTRA = "intra"
@@ -80,7 +79,7 @@ HOLD = "HOLD"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One operation on one chunk."""
+    """Describes one operation on one chunk."""
 
     kind: str
     lane: Lane
@@ -95,16 +94,18 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The stable and readable name: ``L03/A2A_IN/chunk1``."""
+        """Return the stable and readable name: ``L03/A2A_IN/chunk1``."""
         return f"L{self.layer:02d}/{self.kind}/chunk{self.chunk}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks in the order of issue. A lane runs its own in this order and none before those in ``after`` are done.
+    """Holds tasks in the order of issue. A lane runs its tasks in this order, and each after those in ``after``.
 
-    A task may only need tasks issued before it, so walking the list in order can never wait for what comes later:
-    no schedule deadlocks.
+    A task may only need tasks issued before it, so no schedule deadlocks.
+
+    A task may only need tasks issued before it, so walking the list in order can never wait for what comes later: no
+    schedule deadlocks.
 
     Raises:
         ValueError: a task needs one that is issued later, or itself, or one that does not exist.
@@ -122,12 +123,12 @@ class Schedule:
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[int, ...]]:
-        """Lane -> indices of its tasks, in their order."""
+        """Return lane -> the indices of its tasks, in their order."""
         return {lane: tuple(i for i, task in enumerate(self.tasks) if task.lane is lane) for lane in Lane}
 
     @cached_property
     def launched(self) -> tuple[int, ...]:
-        """How many launches the host has made when it has issued each task."""
+        """Return the number of launches that the host has made once it has issued each task."""
         return tuple(itertools.accumulate(task.launches for task in self.tasks))
 
     def in_one_lane(self) -> Schedule:
@@ -144,7 +145,7 @@ class Schedule:
 
 
 class Draft:
-    """A schedule being written: tasks are added in the order of issue and named by the index they get."""
+    """Collects the tasks of a schedule in the order of issue; each is named by its index."""
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
@@ -160,10 +161,13 @@ class Draft:
         layer: int = 0,
         launches: int = 1,
     ) -> int:
-        """Append a task; returns its index.
+        """Append a task, and return its index.
 
-        A task that needs two lanes at once runs on the first. It starts when the second has done what was issued to
-        it before, and a HOLD keeps the second waiting until it is done.
+        A task that needs two lanes at once runs on the first. It starts when the second has done what was issued to it
+        before. A HOLD keeps the second waiting until the task is done.
+
+        A task that needs two lanes at once runs on the first. It starts when the second has done what was issued to it
+        before, and a HOLD keeps the second waiting until it is done.
         """
         lane, *others = lanes
         needs = dict.fromkeys((*after, *(self._last[each] for each in others if each in self._last)))

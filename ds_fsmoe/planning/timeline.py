@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module simulates a schedule: when every task would start and end, and what the whole waits for."""
+"""Simulates a schedule: when every task would start and end, and what the whole waits for. The planner's plans and
+reports use it; :mod:`~ds_fsmoe.planning.batch` simulates many candidates at once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _INSTANT_MS = 1e-12  # what floating point leaves of a finished task
 
 @dataclass(frozen=True)
 class Contention:
-    """The slowdown of lanes by each other. All zero: every lane has the machine to itself."""
+    """Holds the slowdown of lanes by each other. All zero: lanes are independent."""
 
     links: float = 0.0
     """kappa: while both links are busy, what is left of each task takes 1 + kappa times as long."""
@@ -46,7 +48,7 @@ IDEAL = Contention()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time span of one task."""
+    """Holds the start and end of one task, in ms."""
 
     task: Task
     start_ms: float
@@ -57,25 +59,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans, in the order of the schedule's tasks."""
+    """Holds the spans, in the order of the schedule's tasks."""
 
     spans: tuple[Span, ...]
 
     @property
     def makespan_ms(self) -> float:
-        """Return the time from the start to the end of the last task."""
+        """Return the ms from the start to the end of the last task."""
         return max((span.end_ms for span in self.spans), default=0.0)
 
     def busy_ms(self, lane: Lane) -> float:
-        """Return the time in which a lane is at work."""
+        """Return the ms in which a lane is at work."""
         return sum(span.end_ms - span.start_ms for span in self.spans if span.task.lane is lane)
 
     def idle_ms(self, lane: Lane) -> float:
-        """Return the time in which a lane has nothing to do, or waits."""
+        """Return the ms in which a lane is idle or waits."""
         return self.makespan_ms - self.busy_ms(lane)
 
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of tasks that the end waits for, first to last: each ended when the next one started."""
+        """Return the chain of tasks that the end waits for, first to last: each ended when the next one started."""
         if not self.spans:
             return ()
         index: int | None = max(range(len(self.spans)), key=lambda i: self.spans[i].end_ms)
@@ -86,7 +88,9 @@ class Timeline:
         return tuple(reversed(path))
 
     def gantt(self, width: int = 100) -> str:
-        """The timeline as text, one row per lane; a task is drawn as the last letters of its kind and its chunk."""
+        """Return the timeline as text, one row per lane. A task is drawn as the last letters of its kind and its
+        chunk.
+        """
         scale = width / self.makespan_ms if self.makespan_ms else 0.0
         rows = []
         for lane in Lane:
@@ -100,7 +104,7 @@ class Timeline:
         return "\n".join([*rows, f"{self.makespan_ms:.3f} ms"])
 
     def chrome_trace(self) -> str:
-        """JSON for Perfetto and chrome://tracing, one row per lane; times there are in microseconds."""
+        """Return JSON for Perfetto and chrome://tracing, one row per lane, with times in microseconds."""
         events = [
             {
                 "name": span.task.name,
@@ -125,16 +129,16 @@ def simulate(
     """Simulate a schedule.
 
     Args:
-        schedule: what is to be done.
-        costs: kind -> cost; every kind in the schedule has to be there.
+        schedule: the tasks.
+        costs: kind -> cost, for every kind in the schedule.
         contention: how lanes slow each other down.
-        host_ms: what a launch costs the host, or kind -> what one of that kind does. One thread issues for all lanes,
-            in the order of the list, and never waits, so a task cannot start before its own launches, and those of
-            all before it on whatever lane, have been paid for.
+        host_ms: the host time of a launch in ms, or kind -> that of its launches. One thread issues for all lanes,
+            in the order of the list, without waiting. So a task starts after its own launches and those of all
+            tasks before it, on any lane.
 
     Raises:
-        ValueError: a kind without a cost, or without one of the host, with those there are; or a cost of the host that
-            is none.
+        ValueError: a kind has no cost or host cost (the message lists the known kinds), or a host cost is
+            invalid.
     """
     of_kinds = host_ms if isinstance(host_ms, Mapping) else {"": host_ms}
     for kind, each_ms in of_kinds.items():
@@ -151,16 +155,16 @@ def simulate(
 def play(
     schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float], contention: Contention = IDEAL
 ) -> Timeline:
-    """Simulate a schedule whose tasks have been priced.
+    """Simulate a schedule with known task times.
 
     Args:
-        schedule: what is to be done.
-        work_ms: what each task takes alone.
-        issue_ms: when the host has issued each task.
+        schedule: the tasks.
+        work_ms: the ms of each task alone.
+        issue_ms: the ms at which the host has issued each task.
         contention: how lanes slow each other down.
 
     Raises:
-        ValueError: a task that takes less than nothing, or for ever.
+        ValueError: a task's time is negative or infinite.
     """
     for task, time_ms in zip(schedule.tasks, work_ms, strict=True):
         # Time would stand still or run back, and the simulation would not end.
@@ -186,7 +190,7 @@ def _walk(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float
 
 
 def _issue_ms(schedule: Schedule, host_ms: HostCost) -> list[float]:
-    """Return when the host has issued each task."""
+    """Return the ms at which the host has issued each task."""
     if not isinstance(host_ms, Mapping):
         return [host_ms * launched for launched in schedule.launched]
     missing = sorted({task.kind for task in schedule.tasks if task.launches} - set(host_ms))
@@ -201,7 +205,7 @@ def _present(index: int | None) -> tuple[int, ...]:
 
 
 def _play(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float], contention: Contention) -> Timeline:
-    """Simulate with contention: a task's speed depends on what else is running, so time goes from event to event."""
+    """Simulate with contention, event by event: the speed of a task depends on what else is running."""
     lanes = list(Lane)
     queues = [schedule.lanes[lane] for lane in lanes]
     slowdown_of = _slowdowns(lanes, contention)
@@ -246,7 +250,7 @@ def _play(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float
 
 
 def _slowdowns(lanes: list[Lane], contention: Contention) -> dict[tuple[bool, ...], tuple[float, ...]]:
-    """Return which lanes are busy -> how much each is slowed."""
+    """Return which lanes are busy -> the slowdown of each."""
     found = {}
     for busy in itertools.product((False, True), repeat=len(lanes)):
         at_work = {lane for lane, is_busy in zip(lanes, busy, strict=True) if is_busy}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two halves of a micro-batch that take turns: while the tokens of one travel, the other computes.
+"""Builds schedules for two-batch overlap: while the tokens of one sub-batch are sent, the other computes. The
+planner and the execution use it; :mod:`~ds_fsmoe.planning.block` schedules whole micro-batches.
 
-A half's run of a layer is in two parts with a pause between them: what brings tokens to the experts, then experts and
-what brings results back. In the pause the other half computes, and at the end nothing is waited for until the results
-are needed. So both halves go ``enter a, enter b, experts a, experts b``, layer by layer and forward and backward alike,
-and a half's attention, or whatever else lies between two layers, comes ahead of its ``enter``.
+A sub-batch runs a layer in two parts with a pause between them. The first sends tokens to the experts; the second has
+the experts and sends the results back. In the pause the other sub-batch computes. At the end, results are awaited only
+when they are needed. So the sub-batches run ``enter a, enter b, experts a, experts b``, layer by layer, in forward and
+backward. A sub-batch's attention, or any other operation between two layers, comes ahead of its ``enter``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ NUM_SUB_BATCHES = 2
 
 
 def entering_first(schedule: Schedule, kinds: Collection[str]) -> tuple[Schedule, int]:
-    """Return the same tasks with those that bring tokens to the experts ahead of all others, and how many they are.
+    """Return the same tasks with those that send tokens to the experts ahead of all others, and the number of these.
 
     Args:
         schedule: the tasks.
-        kinds: of the tasks that go ahead, such as those of :func:`entering`.
+        kinds: the kinds of the tasks that go ahead, such as those of :func:`entering`.
 
     Raises:
-        ValueError: such a task needs the result of another one.
+        ValueError: such a task needs the result of a later one.
     """
     tasks = schedule.tasks
 
@@ -56,7 +57,7 @@ def entering_first(schedule: Schedule, kinds: Collection[str]) -> tuple[Schedule
 
 
 def entering(moe: MoEWork, gathers: bool = True) -> frozenset[str]:
-    """Return the kinds of tasks that bring tokens to the experts, with or without those that gather them there."""
+    """Return the kinds of tasks that send tokens to the experts, with or without the gathers."""
     return frozenset(each.kind for each in moe.ahead if gathers or not each.is_inner)
 
 
@@ -69,7 +70,7 @@ def entering(moe: MoEWork, gathers: bool = True) -> frozenset[str]:
 
 
 def sub_batch_moe(moe: MoEWork) -> MoEWork:
-    """Return what one half has of a MoE part; of slots, half of them rounded up."""
+    """Return the MoE part of one sub-batch; its slots are half of all, rounded up."""
     capacity = None if moe.capacity is None else max(1, math.ceil(moe.capacity / NUM_SUB_BATCHES))
     share = 1 / NUM_SUB_BATCHES if capacity is None or not moe.capacity else capacity / moe.capacity
 
@@ -78,7 +79,7 @@ def sub_batch_moe(moe: MoEWork) -> MoEWork:
 
 
 def sub_batch_layer(layer: Layer) -> Layer:
-    """Return the MoE part of one half of a layer, without gradients."""
+    """Return the MoE part of one sub-batch of a layer, without gradients."""
     forward, backward = (BlockWork((), sub_batch_moe(each.moe), ()) for each in (layer.forward, layer.backward))
     return replace(layer, forward=forward, backward=backward, gradients=())
 
@@ -92,12 +93,12 @@ def two_batch_schedule(
 ) -> Schedule:
     """Return the schedule of all layers, in the order in which the phase runs them.
 
-    A layer that recomputes runs its forward again for both halves in turns, when the half that is first in the backward
-    comes to it. Collectives between layers are those of the user's model, which wait on the computing lane.
+    A layer that recomputes runs its forward again for both sub-batches, when the first one in the backward reaches it.
+    Collectives between layers are those of the user's model, which wait on the computing lane.
 
     Args:
-        layers: in the order of the phase: the backward begins with the last.
-        plans: one per layer, each of one half; gradients travel in the run of the second one.
+        layers: the layers in the order of the phase; the backward begins with the last.
+        plans: one per layer, each of one sub-batch; gradients are sent in the run of the second one.
         phase: the phase.
         tail: gradient slices that are sent after all layers.
         forward_plans: one per layer, in the same order; needed if layers recompute.
@@ -111,7 +112,7 @@ def two_batch_schedule(
 
 @dataclass
 class _Behind:
-    """What follows the MoE part of a layer, which goes with the next layer."""
+    """Holds what follows the MoE part of a layer; it is appended with the next layer."""
 
     layer: int
     works: tuple[Work, ...]
@@ -131,10 +132,10 @@ class _Writer:
         """Append a layer.
 
         Args:
-            index: its number in the phase.
-            work: what it does in the phase.
-            plan: of one half.
-            again: what it runs once more ahead of that, and the plan of a half of it.
+            index: the index of the layer in the phase.
+            work: the operations of the layer in the phase.
+            plan: the plan of one sub-batch.
+            again: the recomputed forward, with the plan of a sub-batch; ``None``: no recomputation.
         """
         moe, parts = sub_batch_moe(work.moe), []
         remade: tuple[int, ...] = ()
@@ -155,7 +156,7 @@ class _Writer:
         self._behind = _Behind(index, work.after, plan)
 
     def _run_again(self, index: int, work: BlockWork, plan: BlockPlan) -> tuple[int, ...]:
-        """Append a layer's forward of both halves, which run to their ends, and return the tasks that end it."""
+        """Append a layer's whole forward of both sub-batches, and return the tasks that end it."""
         ends: list[int] = []
         parts, plan = [], replace(plan, moe_slices=(), dense_slices=())
         for sub_batch in range(NUM_SUB_BATCHES):
@@ -182,7 +183,7 @@ class _Writer:
         return self._draft.finish()
 
     def _add_behind(self, sub_batch: int) -> None:
-        """Append what a half has to do behind the layer before; the second one's has its gradients beside it."""
+        """Append what follows the layer before in one sub-batch; the second one has the gradients."""
         behind = self._behind
         if behind is None:
             return
@@ -196,7 +197,7 @@ class _Writer:
 
 
 def _of_sub_batch(works: Sequence[Work]) -> tuple[Work, ...]:
-    """Return what one half has of what lies between layers, on the computing lane as well."""
+    """Return the operations of one sub-batch between layers, which occupy the computing lane as well."""
     return tuple(
         replace(
             each,

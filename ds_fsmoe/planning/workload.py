@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer has to do: the bytes and floating-point operations of every task of a generalised MoE layer.
+"""Computes the work of a layer: the bytes and floating-point operations of every task of a generalised MoE layer.
+The planner and ``ds_fsmoe plan`` call it; :mod:`~ds_fsmoe.planning.call_shape` uses sizes of real calls instead.
 
-A generalised layer is a transformer block as the paper draws it (figure 2): the all-gather of model parallelism,
-attention, the reduce-scatter, gate and order, then chunk by chunk dispatch, gather, experts, reduce, combine, and the
-order back. Volumes are those of its section 2, but with group sizes that are independent of one another. Left out:
-norms, biases and embeddings, which are a thousandth of it.
+A generalised layer is a transformer block as in the paper's figure 2. It has the all-gather of model parallelism,
+attention, the reduce-scatter, gate and order. Then come, chunk by chunk, dispatch, gather, experts, reduce and combine,
+and at the end the order back. Volumes are those of the paper's section 2, with independent group sizes. Norms, biases
+and embeddings are left out; they are a thousandth of the whole.
 
 Letters (GShard's): B samples, L positions, S tokens on a rank, M width, H expert width, E experts, K experts per token,
 F = K * capacity factor, the copies that each token is sent as.
@@ -61,10 +62,10 @@ ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", NODE_DEDUPLICATED)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A generalised layer.
+    """Holds the sizes of a generalised layer.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide, or an unknown kind of expert.
+        ValueError: a size is below 1, heads do not divide, or the kind of expert is unknown.
     """
 
     B: int
@@ -113,23 +114,23 @@ class Shape:
 
     @property
     def F(self) -> float:
-        """The number of copies that a token is sent as."""
+        """Return the number of copies that a token is sent as."""
         return self.K * (1.0 if self.capacity_factor is None else self.capacity_factor)
 
     @property
     def fullest_F(self) -> float:
-        """The number of copies of each token that come to the experts of the fullest rank, for which all wait."""
+        """Return the copies per token that reach the experts of the fullest rank, which all ranks wait for."""
         return self.F * self.imbalance
 
     @property
     def attention_weights(self) -> float:
-        """The number of elements of the four projections."""
+        """Return the number of elements of the four projections."""
         return (2 + 2 * (self.kv_heads or self.heads) / self.heads) * self.M**2
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation, before it is cut."""
+    """Describes one operation, unchunked."""
 
     kind: str
     lanes: tuple[Lane, ...]
@@ -140,7 +141,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Stage(Work):
-    """One operation that every chunk of the experts' part passes on its way to the experts or back.
+    """Describes one operation that every chunk of the experts' part passes, on the way to the experts or back.
+
+    Its position in :class:`MoEWork` is its order; the fields allow other positions.
 
     Where it stands in :class:`MoEWork` says when it is due; the fields say where it may go out of turn.
     """
@@ -158,7 +161,7 @@ class Stage(Work):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What ZeRO sends for one layer besides what its schedule places."""
+    """Lists what ZeRO sends for one layer, besides what its schedule places."""
 
     forward: tuple[Work, ...] = ()
     """The gathers of parameters that its forward waits for."""
@@ -173,7 +176,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class MoEWork:
-    """The part of a layer that is cut into chunks, in the order of time. What a group of one would do is not there."""
+    """Holds the chunked part of a layer, in the order of time. Collectives in a group of one rank are left out."""
 
     ahead: tuple[Stage, ...]
     """The stages that bring rows to the experts; those that are inner come last."""
@@ -185,30 +188,30 @@ class MoEWork:
 
     @cached_property
     def stages(self) -> tuple[Work, ...]:
-        """All stages, with the experts'."""
+        """Return all stages, with the experts."""
         return (*self.ahead, self.expert, *self.behind)
 
     @cached_property
     def collectives(self) -> tuple[Stage, ...]:
-        """The stages that send something."""
+        """Return the stages that send data."""
         return tuple(each for each in (*self.ahead, *self.behind) if each.group)
 
     @cached_property
     def exchange(self) -> tuple[Stage, ...]:
-        """The stages that send rows to the ranks of their experts and back."""
+        """Return the stages that send rows to the ranks of their experts and back."""
         return tuple(each for each in self.collectives if not each.is_inner)
 
     def each(self, change: Callable[[Stage], Stage]) -> MoEWork:
-        """Return the same part with other stages in the place of those around the experts."""
+        """Return the same part with every stage around the experts replaced by ``change(stage)``."""
         return replace(self, ahead=tuple(map(change, self.ahead)), behind=tuple(map(change, self.behind)))
 
     @cached_property
     def may_convert_beside(self) -> bool:
-        """Whether rows are converted for a link, and this may be done beside the experts."""
+        """Return True if rows are converted for a link, and conversions may be concurrent with the experts."""
         return any(each.offset_beside is not None for each in (*self.ahead, *self.behind))
 
     def converting_beside(self) -> MoEWork:
-        """Return the same part with the conversions on COMPUTE that may be there."""
+        """Return the same part with the allowed conversions on COMPUTE."""
 
         def beside(stage: Stage) -> Stage:
             offset = stage.offset_beside
@@ -219,7 +222,7 @@ class MoEWork:
 
 @dataclass(frozen=True, slots=True)
 class BlockWork:
-    """One layer in one phase, in the order of time."""
+    """Holds one layer in one phase, in the order of time."""
 
     before: tuple[Work, ...]
     moe: MoEWork
@@ -228,7 +231,7 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradients of one layer's backward that are summed over ranks."""
+    """Describes gradients of one layer's backward that are reduced over ranks."""
 
     kind: str
     """GRAD: exists when the layer is through. EXPERT_GRAD: exists when its experts' weight gradients do."""
@@ -240,7 +243,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The work of one layer in a training step."""
+    """Holds the work of one layer in a training step."""
 
     forward: BlockWork
     backward: BlockWork
@@ -264,20 +267,21 @@ def layer_work(
     fanout: Fanout | None = None,
     narrow: tuple[bool, bool] = (False, False),
 ) -> Layer:
-    """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not elements).
+    """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not
+    elements).
 
     Args:
         shape: the sizes of the layer.
         groups: the ranks that run it.
-        alltoall: whether the all-to-all is one task or two.
+        alltoall: the kind of all-to-all.
         recompute: whether the forward runs once more ahead of the backward.
-        whole_slots: whether chunks are whole slots of the capacity, or whole tokens where rows are sent, as they are
-            where the layer is run; the paper's formulas cut anywhere.
-        crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
-        narrow: whether rows are converted for dispatch, and for combine. Their bytes on links are counted as if not.
+        whole_slots: whether chunks are whole slots of the capacity, or whole tokens in unpadded dispatch, as in
+            execution; the paper's formulas split anywhere.
+        fanout: the fan-out of a token in node-deduplicated dispatch; ``None``: that of balanced routing.
+        narrow: whether rows are converted for (dispatch, combine). Bytes on links are counted without conversion.
 
     Raises:
-        ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
+        ValueError: the experts do not divide over the EP ranks, or their width over the ESP ranks.
     """
     check_divides(shape, groups)
     at = groups.placements
@@ -316,7 +320,7 @@ def check_divides(shape: Shape, groups: Groups) -> None:
     """Check that experts divide over the EP ranks, and their width over the ESP ranks.
 
     Raises:
-        ValueError: one does not.
+        ValueError: one of them does not divide.
     """
     for name, value, over, ranks in (("E", shape.E, "ep", groups.ep), ("H", shape.H, "esp", groups.esp)):
         if value % ranks:
@@ -324,7 +328,7 @@ def check_divides(shape: Shape, groups: Groups) -> None:
 
 
 def arranging(shape: Shape, tokens_S: float) -> tuple[Work, Work, Work]:
-    """Return the work of the gate, and of the order there and back, for so many tokens on a rank."""
+    """Return the work of the gate, the order and the order back, for ``tokens_S`` tokens on a rank."""
     moved_bytes = (shape.F + 1) * tokens_S * shape.M * shape.dtype_bytes
     order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
     return Work(ROUTE, (Lane.COMPUTE,), 2 * tokens_S * shape.M * shape.E), order, restore
@@ -339,7 +343,7 @@ def moe_works(
     fanout: Fanout | None,
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[MoEWork, MoEWork]:
-    """Return the part that is cut into chunks, forward and backward; see :func:`layer_work`."""
+    """Return the chunked part of a layer, (forward, backward); see :func:`layer_work`."""
     gemms = GEMMS[shape.ffn]
     # The others wait for the fullest rank, which receives, computes and returns more than the mean.
     sent_bytes = shape.fullest_F * tokens_S * shape.M * shape.dtype_bytes
@@ -362,8 +366,7 @@ def moe_works(
 def _around(
     shape: Shape, groups: Groups, alltoall: AllToAll, sent_bytes: float, fanout: Fanout | None
 ) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    """Return the stages ahead of the experts and behind them: the all-to-all, and what shards of experts gather and
-    add up."""
+    """Return the stages ahead of the experts and behind them: the all-to-all, and the gathers and reduces of shards."""
     if alltoall not in ALLTOALLS:
         raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
     at, esp = groups.placements["ep"], groups.placements["esp"]
@@ -397,10 +400,10 @@ for the chunk before to arrive, and the link then for the conversion."""
 
 
 def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages of a way with the conversions of the rows that they send among the ranks of an EP group.
+    """Return the stages of a direction with the conversions of the rows that they send in an EP group.
 
-    A conversion is on the lane of its link. One at either end of the way, with the experts or the rest of the model
-    next to it, may be on theirs.
+    A conversion is on the lane of its link. One at either end, next to the experts or to the rest of the model, may be
+    on their lane.
     """
     found: list[Stage] = []
     for (group, is_inner), steps in itertools.groupby(stages, key=lambda each: (each.group, each.is_inner)):
@@ -421,8 +424,9 @@ def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
 
 
 def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the elements of a layer's tensors, in the order in which their gradients exist: of those that all ranks
-    hold, and of this rank's experts."""
+    """Return the elements of a layer's tensors, in the order in which their gradients exist: (those on all ranks,
+    those of this rank's experts).
+    """
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
     kv_share = (shape.kv_heads or shape.heads) / shape.heads
@@ -432,12 +436,12 @@ def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
 
 
 def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: Sequence[int]) -> tuple[Gradient, ...]:
-    """Return the gradients of a layer as they are summed over ranks: those that are alone with theirs sum nothing.
+    """Return the gradients of a layer that are reduced over ranks. Groups of one rank reduce none.
 
     Args:
         groups: the ranks.
         dtype_bytes: the bytes of an element.
-        dense: the elements of each tensor that all ranks hold, in the order in which its gradient exists.
+        dense: the elements of each tensor on all ranks, in the order in which the gradients exist.
         of_experts: the elements of each tensor of this rank's experts.
     """
     at = groups.placements
@@ -450,14 +454,15 @@ def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: S
 
 
 def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
-    """Return a collective among the ranks of a group: none in a group of one."""
+    """Return a collective among the ranks of a group; empty in a group of one."""
     return (Work(kind, at.lanes, size_bytes),) if at.size > 1 else ()
 
 
 @lru_cache(maxsize=1)
 def stage_kinds() -> Mapping[str, str]:
-    """Return every kind of task that the experts' part of a layer can have -> the group that it sends among; "": it
-    sends nothing. In the order of time: those ahead of the experts, the experts, those behind."""
+    """Return kind of task -> the group in which it communicates, for all kinds of the experts' part; "": no group.
+    The order is that of time: ahead of the experts, the experts, behind them.
+    """
     shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
     # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
     whole, sharded = Groups(4, 2, ep=4), Groups(8, 4, mp=2, esp=2, ep=4)
@@ -475,13 +480,13 @@ def kind_costs(
 ) -> Mapping[str, LinearCost]:
     """Return the cost of each kind of task in these groups on this cluster.
 
-    A group with several ranks in a node that also spans nodes is charged what it sends between nodes: an all-to-all
-    all that is meant for other nodes; the ring of another collective crosses each node's link once, for all of the
-    group's ranks there.
+    A group that spans nodes, with several ranks in a node, is charged for its inter-node traffic. An all-to-all is
+    charged for all that is sent to other nodes. The ring of another collective uses each node's link once, for all of
+    the group's ranks there.
 
     Args:
-        cluster, groups, alltoall: on what is run, and how.
-        shape: of the layers, which says how fast their experts' products are; ``None``: as fast as any product.
+        cluster, groups, alltoall: the cluster, the groups and the kind of all-to-all.
+        shape: the shape of the layers, which sets the speed of the experts' products; ``None``: that of any product.
 
     Raises:
         ValueError: the cluster has no number for an operation that a group needs.
@@ -543,7 +548,7 @@ _PHASES = 3
 
 
 def computing_costs(cluster: Cluster) -> dict[str, LinearCost]:
-    """Return the cost of each kind of task that computes, experts at the rate of any product."""
+    """Return the cost of each kind of computing task, with experts at the rate of any product."""
     costs = {kind: cluster.operation(name, "every layer").cost for kind, name in _OPERATIONS.items()}
     costs[ROUTE] = costs[ROUTE].plus(cluster.layer_wait_ms)
     has_bytes = "elementwise" in cluster.operations
@@ -552,14 +557,14 @@ def computing_costs(cluster: Cluster) -> dict[str, LinearCost]:
 
 
 def experts_cost(cluster: Cluster, shape: Shape, gemms: int, groups: Groups) -> LinearCost:
-    """Return the cost of a floating-point operation of experts, and of the start of one product of one expert.
+    """Return the cost of the experts per floating-point operation, with the start-up of one product of one expert.
 
     Args:
         cluster: without ``elementwise`` activations take no time, without ``grouped_gemm`` weights take none, and each
             expert's product starts by itself.
-        shape: of the layer.
-        gemms: the products of an expert.
-        groups: over which ranks experts are spread and cut.
+        shape: the shape of the layer.
+        gemms: the number of products of an expert.
+        groups: the ranks over which experts are spread and sharded.
     """
     gemm = cluster.operation("gemm", "every layer").cost
     alpha_ms, beta_ms = gemm.alpha_ms, gemm.beta_ms
@@ -579,16 +584,16 @@ def activation_bytes(rows: float, hidden: int, gemms: int, dtype_bytes: int) -> 
 
 
 def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
-    """Return the cost of a collective among the ranks of a group, by the name that it has in :class:`Groups`.
+    """Return the cost of a collective among the ranks of a group, given by its name in :class:`Groups`.
 
     Args:
         cluster: the cluster.
-        group, at: the group, and where its ranks lie.
+        group, at: the group, and its placement.
         collective: the operation.
-        peers: how many messages a rank starts; ``None``: one for each node.
+        peers: the number of messages that a rank starts; ``None``: one for each node.
 
     Raises:
-        ValueError: the cluster has no number for it.
+        ValueError: the cluster has no number for the collective.
     """
     lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
     if at.lanes == (Lane.INTRA,):

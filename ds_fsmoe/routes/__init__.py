@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has routing as data: which token went to which experts, recorded or made up."""
+"""Holds routing as data: the experts of each token, recorded or synthetic."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes up routing by name, the same in every process for the same numbers.
+"""Generates synthetic routing by name; the same arguments give the same choices in every process. Replay of routing
+uses it; :mod:`~ds_fsmoe.routes.recorded` reads routing of real jobs.
 
-A name says how popular experts are; each token then takes k different ones by their popularity, which is what the k
-largest of ``log(popularity) + Gumbel noise`` are.
+A name determines the popularity of experts. Each token then takes k different experts by popularity: those with the k
+largest ``log(popularity) + Gumbel noise``.
 
 Letters: S tokens of a rank, k choices of a token, E experts.
 """
@@ -33,15 +34,15 @@ class _Request:
     seed: int
 
     def of_layer(self) -> np.random.Generator:
-        """Draw what is the same on all ranks and in all steps."""
+        """Return the random generator that all ranks and steps of a layer share."""
         return np.random.default_rng([self.seed, self.layer, 0])
 
     def of_call(self) -> np.random.Generator:
-        """Draw what is this rank's, in this step."""
+        """Return the random generator of this rank, layer and step."""
         return np.random.default_rng([self.seed, self.layer, 1, self.step, self.rank])
 
     def order(self) -> np.ndarray:
-        """Return [E], the experts from the most popular on."""
+        """Return the experts from the most to the least popular, [E]."""
         return self.of_layer().permutation(self.num_experts)
 
 
@@ -57,21 +58,21 @@ def choices(
     layer: int = 0,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return [S, k] int64: different experts for each token.
+    """Return the experts of each token, [S, k] int64, all different within a token.
 
     Args:
         name: one of :data:`NAMES`.
         num_tokens: S.
         num_experts: E.
-        k: the choices of a token.
-        ep_size: the ranks over which experts lie, in equal blocks; for a hot rank.
+        k: the number of experts of a token.
+        ep_size: the number of EP ranks, which own equal blocks of experts; used by ``hot_rank``.
         step: the optimizer step.
-        rank: the rank of the tokens; ranks draw different ones.
-        layer: the number of the layer; layers have other popular experts.
-        seed: of everything that is drawn.
+        rank: the rank of the tokens; each rank draws different choices.
+        layer: the number of the layer; each layer has different popular experts.
+        seed: the seed of all random numbers.
 
     Raises:
-        ValueError: an unknown name, or sizes that cannot be; names the choices.
+        ValueError: the name is unknown, or sizes are invalid.
     """
     if name not in _MAKERS:
         raise ValueError(f"unknown routing {name!r}: choose from {', '.join(NAMES)}")
@@ -92,15 +93,16 @@ def _by_popularity(asked: _Request, popularity_E: np.ndarray) -> np.ndarray:
 
 
 def _balanced(asked: _Request) -> np.ndarray:
-    """Deal experts out in turn, so that counts differ by one at the most; which come together is drawn."""
+    """Return even choices: the counts of experts differ by at most one. Which experts a token combines is random."""
     order, draw = asked.order(), asked.of_call()
     first_S = (np.arange(asked.num_tokens) * asked.k + asked.rank) % asked.num_experts
     return order[(draw.permutation(first_S)[:, None] + np.arange(asked.k)) % asked.num_experts]
 
 
 def _with_hot(asked: _Request, place: int) -> np.ndarray:
-    """Give a share of the tokens one expert for their first choice, by its place in the order of popularity; all other
-    choices are even."""
+    """Return even choices in which a share of the tokens also choose one hot expert, given by its index in the order of
+    popularity.
+    """
     hot = int(asked.order()[place % asked.num_experts])
     found = _by_popularity(asked, np.ones(asked.num_experts))
     is_hot_S = asked.of_call().permutation(asked.num_tokens) < round(HOT_SHARE * asked.num_tokens)
@@ -110,7 +112,7 @@ def _with_hot(asked: _Request, place: int) -> np.ndarray:
 
 
 def _hot_rank(asked: _Request) -> np.ndarray:
-    """Give a share of the tokens experts of one rank alone, as many as it has."""
+    """Return even choices in which a share of the tokens choose only experts of one hot rank."""
     num_local = asked.num_experts // asked.ep_size
     hot = int(asked.of_layer().integers(asked.ep_size))
     popularity_E = np.ones(asked.num_experts)
@@ -133,7 +135,7 @@ def _zipf(exponent: float) -> Callable[[_Request], np.ndarray]:
 
 
 def _drifting(asked: _Request) -> np.ndarray:
-    """Let Zipf's popularity move from expert to expert, evenly in time."""
+    """Return choices by Zipf's popularity, which moves from expert to expert, evenly over steps."""
     order = asked.order()
     moved, share = divmod(asked.step, DRIFT_STEPS)
     share /= DRIFT_STEPS

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads recorded routing, from a folder or from one packed file, ``.npz``, with some steps of all ranks; whatever the
-files say, looking through them takes little memory.
+"""Reads recorded routing from a folder or from one packed file (``.npz``) with some steps of all ranks. The engine's
+replay, ``ds_fsmoe plan`` and ``ds_fsmoe report`` use it. Files are untrusted: damaged ones are refused, and the
+index takes little memory. :mod:`~ds_fsmoe.routes.written` writes the files and describes their format.
 
-See :mod:`~ds_fsmoe.routes.written` for what is in the files. Letters: S tokens of a rank, k choices of a token, E
-experts.
+Letters: S tokens of a rank, k choices of a token, E experts.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ Key = tuple[int, int, int, int]
 
 
 class RoutingFileError(ValueError):
-    """Raised when there is no recorded routing, or not the one asked for. The message names path and choices."""
+    """Raised when recorded routing is missing or incomplete. The message names the path and the choices."""
 
 
 class TruncatedError(ValueError):
-    """Raised where a file ends too early, as those of killed jobs do."""
+    """Raised when a file ends too early, as files of killed jobs do."""
 
 
 class Recording:
-    """Reads recorded routing; choices are read when they are asked for.
+    """Holds the index of recorded routing; choices are read on request.
 
     Args:
-        ranks: what each rank has recorded.
-        sources: reads the choices of a key.
-        problems: what could not be read, in words.
-        num_bytes: the bytes of its files.
+        ranks: the facts that each rank recorded.
+        sources: key -> function that reads its choices.
+        problems: descriptions of what could not be read.
+        num_bytes: the size of the files, in bytes.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Recording:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job."""
+        """Return the number of ranks of the job."""
         return max(each.world_size for each in self.ranks.values())
 
     @cached_property
     def layers(self) -> tuple[RoutedLayer, ...]:
-        """The layers of all ranks, in the order in which ranks have them."""
+        """Return the layers of all ranks, in the ranks' order."""
         return tuple({each.path: each for facts in self.ranks.values() for each in facts.layers}.values())
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The steps that were recorded."""
+        """Return the recorded optimizer steps, ascending."""
         return tuple(sorted({step for _, step, _, _ in self._sources}))
 
     @cached_property
@@ -99,32 +99,32 @@ class Recording:
         return most
 
     def micro_batches(self, step: int, rank: int = 0) -> int:
-        """Return how many micro-batches a rank had in a step; 0 where nothing of it was recorded."""
+        """Return the number of micro-batches of a rank in a step; 0 if the step was not recorded."""
         return self._micro_batches.get((rank, step), 0)
 
     def number_of(self, path: str, rank: int) -> int | None:
-        """Return the number of a layer among those of a rank; ``None``: the rank does not have it."""
+        """Return the index of a layer among those of a rank, or None if the rank does not have it."""
         paths = [each.path for each in self.ranks[rank].layers]
         return paths.index(path) if path in paths else None
 
     def __iter__(self) -> Iterator[Key]:
-        """Return the keys of all that was recorded, in the order of ranks and time."""
+        """Iterate over the keys of all recorded choices, by rank and time."""
         return iter(sorted(self._sources))
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def choices(self, rank: int, step: int, micro_batch: int, layer: int | str) -> Choices:
-        """Return what was chosen.
+        """Return the choices of one rank in one layer of one micro-batch.
 
         Args:
             rank: the rank of the tokens.
             step: the optimizer step, from 0 on.
-            micro_batch: which of the step's micro-batches, from 0 on.
-            layer: the path of the layer, or its number among those of the rank.
+            micro_batch: the index of the micro-batch in the step, from 0 on.
+            layer: the path of the layer, or its index among those of the rank.
 
         Raises:
-            RoutingFileError: it was not recorded.
+            RoutingFileError: the choices were not recorded.
         """
         number = self.number_of(layer, rank) if isinstance(layer, str) and rank in self.ranks else layer
         source = self._sources.get((rank, step, micro_batch, number))
@@ -138,17 +138,17 @@ class Recording:
         return source()
 
     def stacked(self, rank: int, step: int, micro_batch: int = 0) -> np.ndarray:
-        """Return [S, L, k], the choices in all L layers of a rank, as ``engine.fsmoe.replay`` takes them.
+        """Return the choices in all L layers of a rank, [S, L, k], as input of ``engine.fsmoe.replay``.
 
         Raises:
-            RoutingFileError: they were not recorded.
-            ValueError: layers differ in tokens or k.
+            RoutingFileError: the choices were not recorded.
+            ValueError: layers differ in S or k.
         """
         layers = range(len(self.ranks[rank].layers))
         return np.stack([self.choices(rank, step, micro_batch, each).indices_SK for each in layers], axis=1)
 
     def counts(self, path: str, step: int) -> np.ndarray:
-        """Return [R, E] int64, the tokens of each rank that chose each expert in a step, over its micro-batches.
+        """Return the tokens of each rank that chose each expert in a step, summed over micro-batches, [R, E] int64.
 
         Args:
             path: the path of the layer.
@@ -164,17 +164,17 @@ class Recording:
 
 
 def read_routing(path: str | Path) -> Recording:
-    """Read what the ranks of a job have recorded of its routing.
+    """Read the recorded routing of a job.
 
     Args:
         path: the folder of ``"routing": {"record": ...}``, or a packed file.
 
     Returns:
-        What was recorded, with ``steps``, ``layers``, ``choices(rank, step, micro_batch, layer)`` [S, k] and
+        The recording, with ``steps``, ``layers``, ``choices(rank, step, micro_batch, layer)`` [S, k] and
         ``counts(layer, step)`` [R, E].
 
     Raises:
-        RoutingFileError: there is none, or it is damaged from its beginning.
+        RoutingFileError: the path has no recorded routing, or its first lines are damaged.
 
     Examples:
         >>> import tempfile
@@ -203,7 +203,7 @@ def read_routing(path: str | Path) -> Recording:
 
 
 def write_packed(path: Path, recording: Recording, steps: Iterable[int] | None = None) -> None:
-    """Write routing into one file, whole or not at all.
+    """Write routing into one file, atomically.
 
     Args:
         path: the file, ``.npz``.
@@ -211,7 +211,7 @@ def write_packed(path: Path, recording: Recording, steps: Iterable[int] | None =
         steps: the steps to write; ``None``: all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     wanted = None if steps is None else set(steps)
     ranks = [asdict(each) for each in recording.ranks.values()]
@@ -227,7 +227,7 @@ def write_packed(path: Path, recording: Recording, steps: Iterable[int] | None =
 
 
 def in_memory(ranks: Iterable[RankFacts], choices: Mapping[Key, Choices]) -> Recording:
-    """Return routing that lies in memory as a recording."""
+    """Return a recording of choices that are in memory."""
     sources = {key: (lambda found=found: found) for key, found in choices.items()}
     return Recording({each.rank: each for each in ranks}, sources)
 
@@ -288,10 +288,10 @@ def _read_packed(path: Path) -> Recording:
 
 
 def _check_ranks(ranks: Mapping[int, RankFacts]) -> None:
-    """Check that ranks are of one job.
+    """Check that the ranks are of one job.
 
     Raises:
-        ValueError: they differ in what they must have alike.
+        ValueError: ranks differ in world size, or in the number of experts of a layer.
     """
     if len({each.world_size for each in ranks.values()}) > 1:
         raise ValueError("its ranks are from jobs of different sizes")
@@ -306,7 +306,7 @@ def _check_ranks(ranks: Mapping[int, RankFacts]) -> None:
 
 @dataclass(frozen=True)
 class RoutingIndex:
-    """What a file of one rank and one start of its job has."""
+    """Holds the index of one file: one rank from one start of its job."""
 
     facts: RankFacts
     sources: dict[tuple[int, int, int], Callable[[], Choices]]
@@ -320,9 +320,9 @@ def routing_index_of(path: Path) -> RoutingIndex:
     """Read the index of a file.
 
     Raises:
-        CutError: it ends before its first lines do.
-        ValueError: it was changed since it was written, or is no such file.
-        OSError: it cannot be read, or is no regular file.
+        TruncatedError: the file ends within its first lines.
+        ValueError: the file was changed, or is not recorded routing.
+        OSError: the file cannot be read, or is not a regular file.
     """
     sources: dict[tuple[int, int, int], Callable[[], Choices]] = {}
     with open_regular(path) as file:
@@ -352,7 +352,7 @@ def routing_index_of(path: Path) -> RoutingIndex:
 
 
 def _first_lines(file: IO[bytes], size: int) -> tuple[np.ndarray, bool]:
-    """Return the first array, and whether its checksum follows, as it does since format 2."""
+    """Return the first array, and whether its checksum follows (since format 2)."""
     begin, end = _skip(file, size, 1)
     text = _loaded(file, [(begin, end)])[0]
     sum_ = _loaded(file, [_skip(file, size, 1)])[0]
@@ -382,7 +382,7 @@ def _block(file: IO[bytes], path: Path, size: int) -> tuple[int, int, int, _Read
 
 
 def _block_of_1(file: IO[bytes], path: Path, size: int) -> tuple[int, int, int, _Reads]:
-    """Return a block of format 1."""
+    """Return the step, micro-batch, layer and reader of a block of format 1."""
     step, micro_batch, layer, has_weights = map(int, _loaded(file, [_skip(file, size, 1)])[0])
     places = [_skip(file, size, 2) for _ in range(1 + bool(has_weights))]
     return step, micro_batch, layer, _Reads(path, places[0][0], places[-1][1], len(places), None)
@@ -390,7 +390,7 @@ def _block_of_1(file: IO[bytes], path: Path, size: int) -> tuple[int, int, int, 
 
 @dataclass(frozen=True)
 class _Reads:
-    """Reads choices that lie between two bytes of a file."""
+    """Reads choices between two bytes of a file, when called."""
 
     path: Path
     begin: int
@@ -413,7 +413,7 @@ class _Reads:
 
 
 def _loaded(file: IO[bytes], places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """Return arrays by their places, and go behind the last."""
+    """Return the arrays at these byte ranges, and move the file's position behind the last."""
     found = []
     for begin, end in places:
         file.seek(begin)
@@ -423,11 +423,11 @@ def _loaded(file: IO[bytes], places: Sequence[tuple[int, int]]) -> list[np.ndarr
 
 
 def _skip(file: IO[bytes], size: int, num_dimensions: int) -> tuple[int, int]:
-    """Return where the next array begins and ends, and go behind it.
+    """Return where the next array begins and ends, in bytes, and move the file's position behind it.
 
     Raises:
-        CutError: it ends behind the end of the file.
-        ValueError: it is no array of numbers with so many dimensions.
+        TruncatedError: the array ends behind the end of the file.
+        ValueError: this is not an array of numbers with ``num_dimensions`` dimensions.
     """
     begin = file.tell()
     if size - begin < _LEAST_BYTES:
@@ -445,10 +445,10 @@ def _skip(file: IO[bytes], size: int, num_dimensions: int) -> tuple[int, int]:
 
 
 def checked(choices: Choices, name: str) -> Choices:
-    """Return choices if they are such.
+    """Check the shape and dtype of choices, and return them.
 
     Raises:
-        ValueError: they are not.
+        ValueError: indices are not [S, k] unsigned integers, or weights have another shape.
     """
     shape, weights_SK = choices.indices_SK.shape, choices.weights_SK
     if (
@@ -461,10 +461,10 @@ def checked(choices: Choices, name: str) -> Choices:
 
 
 def facts_in(text: np.ndarray, versions: range) -> list[RankFacts]:
-    """Return what each rank has recorded, from a text in one of these versions of its format.
+    """Return the facts that each rank recorded, from JSON text in one of these format versions.
 
     Raises:
-        ValueError: it is of another version, or not what is recorded.
+        ValueError: the text has another version, or is not such facts.
     """
     said: dict[str, Any] = parsed(text.astype(np.uint8).tobytes().decode("utf-8"))
     if said.get("format") not in versions:

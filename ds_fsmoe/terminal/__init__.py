@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people read while something runs: with rich where they sit at a terminal, as plain text everywhere else."""
+"""Prints progress, tables and coloured text while something runs: with rich on a terminal, as plain text elsewhere."""

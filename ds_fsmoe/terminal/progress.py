@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says how far long work has come: by a bar on a terminal, by a line now and then in a file."""
+"""Shows the progress of long work: a bar on a terminal, a line from time to time in a file. Commands and measurements
+use it; :mod:`~ds_fsmoe.terminal.tables` prints results.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ _WIDEST_NOTE = 60
 
 
 class NowAndThen:
-    """Tells when the next line is due.
+    """Decides when the next line is due.
 
     Args:
-        now_s: the clock.
+        now_s: the clock, in seconds.
         every_s: the seconds between two lines, and before the first.
     """
 
@@ -38,11 +40,11 @@ class NowAndThen:
 
     @property
     def took_s(self) -> float:
-        """The seconds since it was made."""
+        """Return the seconds since construction."""
         return self._now_s() - self._begun_s
 
     def is_due(self) -> bool:
-        """Return whether a line is due; if so, the next one is due only later."""
+        """Return True if a line is due, and start the wait for the next one."""
         now_s = self._now_s()
         if now_s - self._last_s < self._every_s:
             return False
@@ -51,15 +53,15 @@ class NowAndThen:
 
 
 class Progress:
-    """The progress of one piece of work. Use it in a ``with`` statement.
+    """Shows the progress of one piece of work. Use it in a ``with`` statement.
 
     Args:
         what: the work, such as "measuring".
-        total: the number of units in all; ``None``: not known.
-        unit: of what is counted, as a plural.
-        is_shown: whether this process shows it: of a job's ranks only the first should.
+        total: the number of units; ``None``: unknown.
+        unit: the name of the units, as a plural.
+        is_shown: whether this process shows progress; in a job, only the first rank should.
         say: where lines go; ``None``: to standard error. A bar is drawn only where that is a terminal.
-        now_s: the clock.
+        now_s: the clock, in seconds.
     """
 
     def __init__(
@@ -83,10 +85,10 @@ class Progress:
         self._shown = ExitStack()
 
     def __call__(self, note: str = "") -> None:
-        """Count one more unit that is done, or begins.
+        """Count one more unit.
 
         Args:
-            note: what it is, or what has come of it.
+            note: the unit or its result, shown in brackets.
         """
         self.reached(self.done + 1, note)
 

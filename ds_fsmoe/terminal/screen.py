@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells terminals from files and pipes, and prints there in colour, unless ``NO_COLOR`` is set (no-color.org)."""
+"""Tells terminals from files and pipes, and prints in colour on terminals. The tables and bars of this folder, the log
+and the commands use it. ``NO_COLOR`` turns colour off (no-color.org).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _bars: list[Progress] = []
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether somebody watches this stream on a terminal that can do more than print lines."""
+    """Return True if the stream is a terminal that can redraw lines; False for files, pipes and ``TERM=dumb``."""
     # A stream of a process whose output is closed may have no such method.
     asks = getattr(stream, "isatty", None)
     return asks is not None and asks() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
@@ -47,9 +49,9 @@ def print_coloured(text: str, style: str, stream: TextIO | None = None) -> None:
     """Print a warning or an error, in colour on a terminal.
 
     Args:
-        text: what is said.
+        text: the text to print.
         style: :data:`YELLOW`, :data:`RED`, or another style of rich.
-        stream: where; ``None``: standard error as it is now.
+        stream: where to print; ``None``: the current standard error.
     """
     stream = sys.stderr if stream is None else stream
     if is_terminal(stream):
@@ -59,7 +61,7 @@ def print_coloured(text: str, style: str, stream: TextIO | None = None) -> None:
 
 
 def print_marked(text: str) -> None:
-    """Print to standard output, with :data:`MARKS` in colour on a terminal."""
+    """Print to standard output, with the words of :data:`MARKS` in colour on a terminal."""
     if not is_terminal(sys.stdout):
         print(text, flush=True)
         return
@@ -72,13 +74,13 @@ def print_marked(text: str) -> None:
 
 
 def bar_now() -> Progress | None:
-    """Return the bar that is drawn now; ``None``: there is none."""
+    """Return the progress bar that is drawn now, or None."""
     return _bars[-1] if _bars else None
 
 
 @contextmanager
 def drawn(bar: Progress) -> Iterator[None]:
-    """Draw a bar in the last line, and all that is printed meanwhile above it."""
+    """Draw a bar in the last line while the block runs. Text printed meanwhile appears above it."""
     _bars.append(bar)
     try:
         with bar:

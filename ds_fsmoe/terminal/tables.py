@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: drawn by rich on a terminal, as columns of plain text in files, pipes and logs."""
+"""Prints tables: drawn by rich on a terminal, as columns of plain text in files, pipes and logs. The commands and the
+log's handler use it; :mod:`~ds_fsmoe.terminal.screen` prints single lines.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """Rows of cells below their heads. ``str()`` is the plain text, a line for each row.
+    """Holds rows of cells below their heads. ``str()`` returns the plain text, one line per row.
 
-    Columns are as wide as their widest cell; those of numbers, and of what begins like one, are right-aligned.
+    Each column is as wide as its widest cell. Columns of numbers are right-aligned.
 
     Args:
-        heads: the head of each column; none for a list of names and values.
+        heads: the head of each column; empty for a list of names and values.
         rows: the rows, each with a cell for each head.
-        indent: what is put ahead of each line of plain text.
+        indent: text ahead of each line of plain text.
         has_rule: whether plain text has a line of dashes below the heads.
     """
 
@@ -36,7 +38,7 @@ class Table:
         self._are_numbers = [bool(column) and all(map(_is_number, column)) for column in columns]
 
     def lines(self) -> list[str]:
-        """Return the plain text, line by line: ASCII as far as the cells are, and the same in every locale."""
+        """Return the plain text, line by line. It is the same in every locale, and ASCII if the cells are."""
         every = [self._heads, *self._rows] if self._heads else list(self._rows)
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
         if self._heads and self._has_rule:
@@ -62,8 +64,8 @@ class Table:
 
 
 class Message(str):
-    """Text with tables in it, for a log. It is plain text like any string; only on a terminal, where the log's handler
-    looks for :attr:`parts`, are its tables drawn.
+    """Holds text with tables, for a log. It is plain text like any string; the log's handler draws the tables of
+    :attr:`parts` on a terminal.
 
     Args:
         parts: lines of text and tables, from the first to the last.
@@ -81,7 +83,7 @@ class Message(str):
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "") -> None:
-    """Print a table to standard output: drawn if that is a terminal, as plain text if not."""
+    """Print a table to standard output: drawn on a terminal, as plain text elsewhere."""
     print_parts([Table(heads, rows, indent)], sys.stdout)
 
 
@@ -89,9 +91,9 @@ def print_parts(parts: Sequence[str | Table], stream: TextIO, style: str = "") -
     """Print lines of text and tables.
 
     Args:
-        parts: what is printed.
-        stream: where.
-        style: of the lines of text, on a terminal.
+        parts: lines of text and tables, in order.
+        stream: where to print.
+        style: the style of the lines of text on a terminal.
     """
     if not is_terminal(stream):
         print(*parts, sep="\n", file=stream, flush=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of the console script, one per file. Each loads what it needs when it runs."""
+"""Defines the commands of the console script, one per file. Each imports its dependencies when it runs."""

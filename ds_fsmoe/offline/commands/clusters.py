@@ -16,13 +16,13 @@ HELP = "list the clusters that plan knows, and check cluster files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: what is to be checked, if anything."""
+    """Add the arguments of this command."""
     parser.add_argument("--check", nargs="+", metavar="FILE", help="check cluster files (or names)")
     parser.add_argument("--sources", action="store_true", help="print the source of each number")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, or check."""
+    """List the clusters, or check files. Return 1 if a file is wrong, otherwise 0."""
     from ds_fsmoe.planning.cluster import load_cluster, names
 
     if args.check is not None:
@@ -62,7 +62,7 @@ def _row(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _check(name: str) -> bool:
-    """Print what there is to say about a file, and return whether something is wrong."""
+    """Print the findings about a file, and return True if one of them is an error."""
     from ds_fsmoe.offline.plan.cluster_check import check_cluster
 
     findings = check_cluster(name)

@@ -124,10 +124,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own(out: Path) -> Ownership:
-    """Make the folder of a comparison this process's own.
+    """Claim the folder of a comparison for this process.
 
     Raises:
-        ValueError: another comparison writes there, or it cannot be written to.
+        ValueError: another comparison writes there, or the folder is not writable.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def _own(out: Path) -> Ownership:
 
 
 class _Trainings:
-    """Runs one command again and again: long runs, then turns."""
+    """Runs one training command repeatedly: long runs, then turns."""
 
     def __init__(self, subject: TrainingCommand, args: argparse.Namespace) -> None:
         self._subject, self._args, self._steps = subject, args, args.steps
@@ -167,7 +167,7 @@ class _Trainings:
         return 0
 
     def turns(self) -> int:
-        """Run both trainings in turns; return the exit status."""
+        """Run both trainings alternately; return the exit status."""
         num_turns, counted = self._args.turns, self._args.turn_steps
         # An earlier comparison's turns would be counted.
         shutil.rmtree(self.out / TURNS, ignore_errors=True)
@@ -204,7 +204,7 @@ class _Trainings:
         """Run one training, and return (exit status, recorded optimizer steps).
 
         Raises:
-            ValueError: it cannot be started, or has recorded nothing.
+            ValueError: the training cannot be started, or recorded no run.
         """
         folder.mkdir(parents=True, exist_ok=True)
         planned = PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned)
@@ -238,14 +238,14 @@ def _print_failure(log: Path, began_s: float) -> None:
 
 
 def _free_port() -> int:
-    """Return a port that nobody uses, so that a comparison runs beside other jobs."""
+    """Return a free port, so that a comparison can run next to other jobs."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         return taken.getsockname()[1]
 
 
 def _hide_secrets(config: Mapping[str, Any], command: Sequence[str], file: Path, log: Path) -> None:
-    """Leave out what may be secret of the config and of what the training has printed."""
+    """Remove possible secrets from the config and from the training's log."""
     shown = hiding.config_of(config)
     found = hiding.secrets_of([config, list(command)], [shown, hiding.command_of(command)])
     file.write_text(json.dumps(shown, indent=2))
@@ -289,7 +289,7 @@ def print_comparison(out: Path) -> int:
     """Print the comparison of the runs in a folder.
 
     Returns:
-        The exit status: 0, or 1 if one of them has recorded nothing that can be compared.
+        The exit status: 0, or 1 if the runs cannot be compared.
     """
     status = _print_two_runs(*(read_run(out / kind) for kind in (STOCK, OURS)), turns=out / TURNS)
     if not status:
@@ -299,7 +299,7 @@ def print_comparison(out: Path) -> int:
 
 
 def _print_two_runs(stock: Run, ours: Run, turns: Path | None = None) -> int:
-    """Print what two runs and the turns in a folder say, and return the exit status."""
+    """Print the comparison of two runs and of the turns in a folder, and return the exit status."""
     for each in (stock, ours):
         for problem in each.problems:
             print_coloured(f"compare: {each.name}: {problem}", YELLOW)
@@ -354,7 +354,7 @@ def _print_two_runs(stock: Run, ours: Run, turns: Path | None = None) -> int:
 
 
 def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
-    """Print how much faster ours was over turns, and whether that decides it. Return the interval."""
+    """Print the ratio of ours to stock over turns, and whether it is decisive. Return the interval."""
     if len(turns) < num_run:
         print(f"\n{num_run - len(turns)} of {num_run} turns ended before plans were settled, and are excluded")
     if not turns:
@@ -377,7 +377,7 @@ def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
 def _print_one_after_another(
     stock: Run, ours: Run, after: int, of_stock: RunTimes, of_ours: RunTimes
 ) -> Interval | None:
-    """Print how much faster ours was in one run after another, and how little that decides. Return the interval."""
+    """Print the ratio of two runs, one after the other, and its limits. Return the interval."""
     print(f"\nours is {of_stock.step_ms / of_ours.step_ms:.2f} times as fast as stock DeepSpeed in these two runs")
     interval = ratio_interval(*(step_times_ms(run, after) for run in (stock, ours)))
     if interval is not None:

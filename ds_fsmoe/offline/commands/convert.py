@@ -20,7 +20,7 @@ _FORMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: the source, the target, and the form."""
+    """Add the arguments: the source, the target and the form."""
     parser.add_argument(
         "source", type=Path, help=("source: a folder of checkpoints or of one tag; of safetensors for --to deepspeed")
     )
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert. Return 0; problems with a checkpoint are raised."""
+    """Convert a checkpoint. Return 0; problems with a checkpoint are raised."""
     if not args.max_file_gb > 0:
         raise ValueError(f"--max-file-gb {args.max_file_gb:g}: must be more than 0")
     from ds_fsmoe.checkpoint_files import convert

@@ -28,13 +28,13 @@ _DEEPSPEED_REPORT_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: what to show, and where the result goes."""
+    """Add the arguments of this command."""
     parser.add_argument("--brief", action="store_true", help="skip DeepSpeed's own report, which is slow")
     parser.add_argument("--json", type=Path, metavar="FILE", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Return 1 if an installed version is not supported, or something prevents a run."""
+    """Print the report. Return 1 if an installed version is unsupported, or something prevents a run."""
     check_folders(args.json)
     rows = package_rows()
     _show(("package", "version", "", ""), rows)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def package_rows() -> list[Row]:
-    """Return what is installed, compared with what is supported."""
+    """Return the installed packages, compared with the supported versions."""
     rows = [("ds_fsmoe", VERSION, "[OKAY]", "")]
     rows.append(_version_row("python", platform.python_version()))
     rows += [_version_row(name, _installed(name)) for name in ("torch", "deepspeed")]
@@ -89,7 +89,9 @@ def package_rows() -> list[Row]:
 
 
 def deepspeed_report() -> str:
-    """Return what ``ds_report`` prints, without colours. It runs in its own process: importing DeepSpeed may fail."""
+    """Return the output of ``ds_report``, without colours. It runs in its own process, as importing DeepSpeed may
+    fail.
+    """
     command = [sys.executable, "-m", "deepspeed.env_report"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEEPSPEED_REPORT_S, check=True)

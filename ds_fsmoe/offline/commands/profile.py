@@ -21,7 +21,7 @@ _LEAST_BYTES = 1 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: what is measured, and where the result goes."""
+    """Add the arguments of this command."""
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help=("cluster file to write (JSON, by rank 0)")
     )
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write, and print the result."""
+    """Measure the cluster, write the file, and print the result."""
     if args.max_bytes < _LEAST_BYTES:
         raise ValueError(f"--max-bytes = {args.max_bytes}: must be at least {_LEAST_BYTES}")
     from ds_fsmoe.measuring.profile_job import MeasuringError, measure_and_write
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_first() -> bool:
-    """Return whether this rank prints; all ranks come to the same end, and one of them says so."""
+    """Return True if this rank prints. All ranks have the same result, so one prints it."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _runs(folder: Path) -> list[Run]:
-    """Return the run of a folder, or those of the folders in it, stock's first."""
+    """Return the run of a folder, or those of its subfolders, stock's first."""
     try:
         return [read_run(folder)]
     except NoRunError:
@@ -88,7 +88,7 @@ def _runs(folder: Path) -> list[Run]:
 
 
 def _turns(folder: Path) -> tuple[list[Turn], list[str]]:
-    """Return what the turns of a comparison have found, and what is wrong with them."""
+    """Return the turns of a comparison, and the problems with them."""
     try:
         found = read_turns(folder / TURNS, STOCK, OURS)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
@@ -101,7 +101,7 @@ def _turns(folder: Path) -> tuple[list[Turn], list[str]]:
 
 
 def _of_routing(path: Path, out: Path) -> int:
-    """Print and write what there is to see of recorded routing."""
+    """Print and write the report of recorded routing."""
     from ds_fsmoe.offline.report.page import Page
     from ds_fsmoe.offline.report.routing import add_routing
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the config in a user's training command, and makes the configs of the runs that are compared from it.
+"""Finds the config in a user's training command, and makes the configs of the compared runs from it. ``ds_fsmoe
+compare`` calls it.
 
-Where a training fails, it finds why: the error of the rank that died, not what others saw of that.
+Where a training fails, it finds the cause: the error of the rank that died, not its consequences on other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ the port is the user's affair."""
 
 
 def with_free_port(command: Sequence[str], port: int) -> list[str]:
-    """Return a command whose launcher meets at a port, unless the user has named one or there are several hosts."""
+    """Return a command with a port for its launcher, unless the user named one or there are several hosts."""
     for place, each in enumerate(command):
         name = Path(each).name
         if name not in _PORTS:
@@ -55,14 +56,14 @@ def with_free_port(command: Sequence[str], port: int) -> list[str]:
 
 
 def _options_ahead(arguments: Sequence[str]) -> Sequence[str]:
-    """Return what comes ahead of the script, which has options of its own."""
+    """Return the arguments ahead of the script, which has options of its own."""
     end = next((i for i, each in enumerate(arguments) if each.endswith(".py") or each == "ds_fsmoe.run"), None)
     return arguments[:end]
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """What is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
+    """Holds what is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
 
     config: Mapping[str, Any]
     before: Sequence[str]
@@ -71,18 +72,18 @@ class TrainingCommand:
     after: Sequence[str]
 
     def command_with(self, file: Path) -> list[str]:
-        """Return the command with another file."""
+        """Return the command with another config file."""
         return [*self.before, f"{self.option}{file}", *self.after]
 
 
 def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | None:
-    """Return the subject if the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
+    """Return the command if the block is given on the command line: to us, or to its ``ds_fsmoe.run``.
 
     Returns:
-        ``None`` if it is given to neither.
+        The command; ``None`` if the block is given to neither.
 
     Raises:
-        ValueError: it is given to both, or cannot be read, or there is no ``ds_fsmoe.run`` to hand it to.
+        ValueError: the block is given to both, cannot be read, or the command lacks ``ds_fsmoe.run``.
     """
     door = next((place for place, each in enumerate(command) if each in ("ds_fsmoe.run", "-mds_fsmoe.run")), None)
     if door is None:
@@ -102,10 +103,10 @@ def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | N
 
 
 def find_config(command: Sequence[str]) -> TrainingCommand:
-    """Return the subject if an argument of the command names the DeepSpeed config.
+    """Return the command if one of its arguments names the DeepSpeed config.
 
     Raises:
-        ValueError: none does, or several do.
+        ValueError: no argument names a config, or several do.
     """
     from ds_fsmoe.engine.compat import load_ds_config
 
@@ -139,7 +140,7 @@ def find_config(command: Sequence[str]) -> TrainingCommand:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One of the runs that are compared: which layers, where its record goes, and how long it is."""
+    """Describes one of the compared runs: its layers, the folder of its record, and its length."""
 
     kind: str
     """``STOCK`` or ``OURS``."""
@@ -154,7 +155,7 @@ class PlannedRun:
 
 
 def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
-    """Return the config of one of the runs. Of two of one length, those for stock and ours differ in ``enabled``."""
+    """Return the config of one of the runs. Runs of stock and ours with the same length differ only in ``enabled``."""
     changed = json.loads(json.dumps(config))
     block = changed["fsmoe"]
     block["enabled"] = run.kind == OURS
@@ -168,7 +169,7 @@ def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
 
 
 def _autotune(written: object, run: PlannedRun) -> object:
-    """Return ``fsmoe.autotune`` with a place for measurements, and turned on where nothing else is written."""
+    """Return ``fsmoe.autotune`` with a folder for measurements, turned on unless the config decides otherwise."""
     if written is None:
         written = True if run.steps >= _FEWEST_TUNED else "auto"
     options = dict(written) if isinstance(written, Mapping) else {"enabled": written}
@@ -197,7 +198,7 @@ _MOST_LINES = 24
 
 @dataclass(frozen=True)
 class FirstError:
-    """Why a training failed."""
+    """Holds the error that made a training fail."""
 
     of: str
     """The rank, if it is known, and where this was found."""
@@ -206,12 +207,12 @@ class FirstError:
 
 
 def first_error(log: Path, reports: Path, since_s: float) -> FirstError | None:
-    """Return the first error of a rank that is no consequence of another's end; or else the first of all.
+    """Return the first error of a rank that is not a consequence of another's end, or else the first of all.
 
     Args:
-        log: what the training has printed.
-        reports: the folder with what ranks of ours leave when they end by an error.
-        since_s: the time before which reports are of earlier jobs.
+        log: the output of the training.
+        reports: the folder with the error reports of our ranks.
+        since_s: the start of this job; earlier reports are ignored.
     """
     text = log.read_text(errors="replace")
     found = [(f"rank {rank}, in {log}" if rank else str(log), lines) for rank, lines in _errors(text.splitlines())]
@@ -227,7 +228,7 @@ def first_error(log: Path, reports: Path, since_s: float) -> FirstError | None:
 
 
 def _errors(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return (rank, lines) of each traceback, in the order of their ends, of a chain the last; "": of no known rank."""
+    """Return (rank, lines) of each traceback, ordered by its end, with the last of a chain; "" is an unknown rank."""
     done: list[tuple[str, list[str]]] = []
     # Ranks without a prefix write into each other's tracebacks: as many errors are awaited as tracebacks have begun.
     open_of: dict[str, list[str]] = {}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes what a transformer with experts is made of, block by block: parameters and operations follow from it.
+"""Describes the blocks of a transformer with experts; parameters and operations follow from them. ``hf_config.py``
+and ``known.py`` build architectures; ``model_layers.py`` and ``memory.py`` read them.
 
-Parameters are exact: as many as the model of Hugging Face's transformers has that is built from the same sizes.
+Parameters are exact: they equal those of the model of Hugging Face's transformers with the same sizes.
 
 Letters: M width of the model, L positions of a sample, H width inside an expert, E experts, K experts per token.
 
-The operations of a step are those of Chowdhery et al., PaLM (arXiv:2204.02311, appendix B): 6 for each active parameter
-and token, and 3 times the forward of attention's scores and values, with all pairs of positions. Looking words up needs
-none, so that the embedding counts only where it is the head, too.
+The operations of a step are those of Chowdhery et al., PaLM (arXiv:2204.02311, appendix B). They are 6 for each active
+parameter and token, and 3 times the forward of attention's scores and values, with all pairs of positions. Embedding
+lookups need none, so a tied embedding counts only as the head.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ KINDS = ("full", "sliding", "latent", "linear")
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one block.
+    """Describes the attention of one block.
 
     Raises:
-        ValueError: a size below 1, an unknown kind, or a kind without the size that it is named for.
+        ValueError: a size is below 1, the kind is unknown, or the kind's own size is missing.
     """
 
     heads: int
@@ -69,12 +70,12 @@ class Attention:
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Return the widths of queries, keys, values and results, each of all heads that have their own."""
+        """Return the widths of queries, keys, values and results, each over all their heads."""
         head_dim, value_dim = self.head_dim, self.value_dim
         return self.heads * head_dim, self.kv_heads * head_dim, self.kv_heads * value_dim, self.heads * value_dim
 
     def projections(self, M: int) -> list[tuple[int, int]]:
-        """Return the features in and out of each of its matrices, in the order in which they are used."""
+        """Return (features in, features out) of each matrix, in the order of use."""
         queries, keys, values, results = self.widths
         last = [*[(M, results)] * self.has_output_gate, (results, M)]
         if self.kind != "latent":
@@ -85,29 +86,31 @@ class Attention:
         return [*of_queries, (M, self.kv_rank + self.rope_dim), (self.kv_rank, unshared), *last]
 
     def matrices(self, M: int) -> tuple[int, ...]:
-        """Return the number of elements of each of its matrices, in the order in which they are used."""
+        """Return the number of elements of each matrix, in the order of use."""
         return tuple(features_in * features_out for features_in, features_out in self.projections(M))
 
     def num_weights(self, M: int) -> int:
-        """Return the number of elements of its matrices."""
+        """Return the number of elements of the matrices."""
         return sum(self.matrices(M))
 
     def num_parameters(self, M: int) -> int:
-        """Return the number of all its parameters."""
+        """Return the number of all parameters of attention."""
         return self.num_weights(M) + self.num_other
 
     def pairs(self, L: int) -> int:
-        """Return how many pairs of positions of one sample are looked at in every head; those that a causal mask hides
-        are counted, since kernels that skip them are in the costs of a cluster."""
+        """Return the number of position pairs of one sample in each head. Pairs hidden by a causal mask count, since
+        the costs of a cluster include kernels that skip them.
+        """
         return L * (L if self.window is None else min(L, self.window))
 
     def scores(self, L: int) -> int:
-        """Return the number of elements of the softmax of one sample; none with linear attention."""
+        """Return the number of elements of the softmax of one sample; 0 with linear attention."""
         return 0 if self.kind == "linear" else self.heads * self.pairs(L)
 
     def flops(self, M: int, L: int) -> float:
-        """Return the floating-point operations of the forward for one sample, two per product: of the projections,
-        and of scores and values."""
+        """Return the floating-point operations of the forward for one sample, two per product: projections, scores
+        and values.
+        """
         products = L * self.num_weights(M) + self.heads * self.pairs(L) * (self.head_dim + self.value_dim)
         if self.kind == "linear":  # every position reads the state and adds to it
             products += 2 * L * self.heads * self.head_dim * self.value_dim
@@ -116,10 +119,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class BlockExperts:
-    """The experts of one block, with its router and its shared experts.
+    """Describes the experts of one block, with its router and shared experts.
 
     Raises:
-        ValueError: a size below 1, more choices than experts, or groups that do not divide the experts.
+        ValueError: a size is below 1, choices exceed experts, or groups do not divide the experts.
     """
 
     E: int
@@ -154,8 +157,9 @@ class BlockExperts:
                 )
 
     def of_one(self, M: int, num_shards: int = 1) -> tuple[int, ...]:
-        """Return the elements of each tensor of a routed expert, or of one of its shards: of the products up, their
-        biases, the product down, and its bias."""
+        """Return the elements of each tensor of a routed expert or of one of its shards: the products up, their
+        biases, the product down, its bias.
+        """
         hidden = self.H // num_shards
         up = (self.gemms - 1) * hidden
         return up * M, up * self.has_bias, hidden * M, M * self.has_bias
@@ -163,10 +167,10 @@ class BlockExperts:
 
 @dataclass(frozen=True, slots=True)
 class ModelBlock:
-    """One block of a model: attention, and experts or a dense layer.
+    """Describes one block of a model: attention, and experts or a dense layer.
 
     Raises:
-        ValueError: a block with neither, or with both.
+        ValueError: the block has neither, or both.
     """
 
     attention: Attention
@@ -185,7 +189,7 @@ class ModelBlock:
             raise ValueError(f"dense_gemms = {self.dense_gemms}: the choices are 2, 3")
 
     def dense_tensors(self, M: int) -> tuple[int, ...]:
-        """Return the elements of each tensor that every token uses: of all but the routed experts."""
+        """Return the elements of each tensor that every token uses: all but the routed experts."""
         attention, experts = (*self.attention.matrices(M), self.attention.num_other), self.experts
         if experts is None:
             return (*attention, *[M * self.dense_H] * self.dense_gemms, self.num_norms)
@@ -203,10 +207,10 @@ class ModelBlock:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A language model, block by block. Blocks that are alike are equal.
+    """Describes a language model, block by block. Identical blocks are equal.
 
     Raises:
-        ValueError: a size below 1, or no blocks.
+        ValueError: a size is below 1, or there are no blocks.
     """
 
     name: str
@@ -233,12 +237,12 @@ class Architecture:
 
     @cached_property
     def kinds(self) -> dict[ModelBlock, int]:
-        """Return each kind of block, and how many there are of it."""
+        """Return each kind of block with its count."""
         return dict(Counter(self.blocks))
 
     @property
     def num_embedding(self) -> int:
-        """Return the number of parameters of embedding and head, once where they are tied."""
+        """Return the number of parameters of embedding and head; tied ones count once."""
         return self.M * self.vocab * (1 if self.is_tied else 2)
 
     @cached_property
@@ -264,20 +268,19 @@ class Architecture:
 
     @cached_property
     def moe_blocks(self) -> tuple[int, ...]:
-        """Return the places of the blocks that have experts."""
+        """Return the indices of the blocks with experts."""
         return tuple(place for place, each in enumerate(self.blocks) if each.experts is not None)
 
     @cached_property
     def num_experts(self) -> int:
-        """Return the largest number that divides the experts of all blocks that have some: the experts of each, where
-        all have as many; 0 without experts."""
+        """Return the greatest common divisor of the blocks' numbers of experts; 0 without experts."""
         return math.gcd(*(each.experts.E for each in self.kinds if each.experts is not None))
 
     def first(self, num_blocks: int) -> Architecture:
-        """Return the same model with its first blocks alone.
+        """Return the same model with its first blocks only.
 
         Raises:
-            ValueError: more than there are, fewer than one, or none with experts among them.
+            ValueError: the number is out of range, or none of the blocks has experts.
         """
         if not 1 <= num_blocks <= len(self.blocks):
             raise ValueError(f"layers = {num_blocks}: must be from 1 to the {len(self.blocks)} of {self.name}")
@@ -289,13 +292,13 @@ class Architecture:
         return replace(self, blocks=self.blocks[:num_blocks])
 
     def with_experts(self, **changes: Any) -> Architecture:
-        """Return the same model with other experts in all blocks that have some.
+        """Return the same model with changed experts in all blocks that have experts.
 
         Args:
             changes: fields of :class:`BlockExperts`.
 
         Raises:
-            ValueError: whatever :class:`BlockExperts` refuses.
+            ValueError: :class:`BlockExperts` refuses the changes.
         """
         of_kind = {
             each: each if each.experts is None else replace(each, experts=replace(each.experts, **changes))
@@ -314,7 +317,7 @@ def _check_sizes(sizes: object, names: tuple[str, ...]) -> None:
 
 
 def describe_model(architecture: Architecture) -> list[tuple[str, str]]:
-    """Return the lines about a model, each with its name: its blocks and parameters, its experts, its attention."""
+    """Return named lines about a model: its blocks and parameters, its experts, its attention."""
     num_blocks, num_moe = len(architecture.blocks), len(architecture.moe_blocks)
     of_experts = "all with experts" if num_moe == num_blocks else f"{num_moe} of them with experts"
     dense = sorted({each.dense_H for each in architecture.kinds if each.dense_H})
@@ -354,19 +357,19 @@ def _of_attention(attention: Attention) -> str:
 
 
 def _counted(texts: dict[str, int]) -> str:
-    """Return kinds in one line; with their numbers where there are several."""
+    """Return kinds in one line, with their counts if there are several."""
     if len(texts) == 1:
         return next(iter(texts))
     return "; ".join(f"{count} x {text}" for text, count in texts.items())
 
 
 def step_flops(shape: Shape, num_layers: int, architecture: Architecture | None = None) -> float:
-    """Return the operations that one micro-batch needs, forward and backward, whatever is recomputed or dropped.
+    """Return the operations of one micro-batch, forward and backward, without recomputation and regardless of drops.
 
     Args:
-        shape: with the samples and the length; without an architecture all sizes of a layer.
-        num_layers: of equal layers.
-        architecture: a whole model, of which ``num_layers`` blocks count; ``None``: equal layers and nothing else.
+        shape: the samples and the length; without an architecture, all sizes of a layer.
+        num_layers: the number of layers.
+        architecture: a whole model, of which ``num_layers`` blocks count; ``None``: equal layers only.
     """
     if architecture is None:
         active = shape.attention_weights + shape.M * shape.E + GEMMS[shape.ffn] * shape.K * shape.M * shape.H

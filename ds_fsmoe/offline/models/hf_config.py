@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the architecture of a model from the ``config.json`` that Hugging Face's transformers writes beside its weights.
+"""Reads the architecture of a model from the ``config.json`` of Hugging Face's transformers. ``ds_fsmoe plan`` calls
+it; ``hf_families.py`` has the fields of each family.
 
-Nothing but the file is needed. What it lacks is what transformers takes for a model of that family.
+Only the file is needed. Missing fields get the defaults of transformers for the model's family.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def read_hf_config(
     """Read a model's architecture.
 
     Args:
-        source: a ``config.json``, a folder that has one, or what such a file says.
-        name: what the model is called; ``None``: what the configuration says, or its file's folder.
-        said_by: where the configuration comes from, for messages; ``None``: its file.
+        source: a ``config.json``, a folder that has one, or the content of such a file.
+        name: the name of the model; ``None``: the configuration's name, or its folder's.
+        declared_by: the source of the configuration, for messages; ``None``: its file.
 
     Raises:
-        ValueError: no such file, no JSON, a family that is not known or has no experts, or a wrong field; it names the
-            file, the field, the value, and the choices.
+        ValueError: the file is missing or not JSON, the family is unknown or has no experts, or a field is wrong. The
+            message names the file, the field, the value and the choices.
     """
     if isinstance(source, Mapping):
         known_as = name or str(source.get("_name_or_path") or "")
@@ -120,7 +121,7 @@ def _block(family: Family, fields: Fields, layer: int, M: int) -> ModelBlock:
 
 
 def _dtype(fields: Fields) -> str:
-    """Return the type of the weights in their file; bf16 where the configuration has none."""
+    """Return the dtype of the weights in their file; bf16 if the configuration has none."""
     said = next((each for each in ("dtype", "torch_dtype") if fields.value(each) is not None), None)
     if said is None:
         return "bf16"

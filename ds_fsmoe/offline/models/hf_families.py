@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of Hugging Face models whose configurations can be read: which field says what, and what
-transformers takes where a file lacks it.
+"""Lists the families of Hugging Face models whose configurations can be read, with their fields and transformers'
+defaults. ``hf_config.py`` calls it.
 
-A family is what ``model_type`` names. What is here holds for transformers 5: tests build every family with it and
-compare its parameters. Every reader takes the fields of a configuration and the place of a layer.
+``model_type`` names a family. The defaults are those of transformers 5: tests build every family with it and compare
+its parameters. Every reader takes the fields of a configuration and the index of a layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WIDTH = "moe_intermediate_size"
 
 
 class Fields:
-    """The fields of one configuration, read with checks.
+    """Holds the fields of one configuration, and checks them on reading.
 
     Raises:
-        ValueError: by every method, for a field of a wrong value; it names the file, the field, and the value.
+        ValueError: by every method, a field has a wrong value; the message names file, field and value.
     """
 
     def __init__(self, data: Mapping[str, Any], source: str, defaults: Mapping[str, Any]) -> None:
@@ -35,13 +35,13 @@ class Fields:
         self._defaults = defaults
 
     def wrong(self, sentence: str, *names: str) -> ValueError:
-        """Return the error of a field, under that of its names by which it is written; where it is not, its first."""
+        """Return the error about a field, under the name that the file uses, or else its first name."""
         name = next((each for each in names if each in self._data), names[0])
         shown = json.dumps(self._data.get(name, self._defaults.get(name)), default=str)
         return ValueError(f"{self._source}: {name} = {shown[:60]}: {sentence}")
 
     def value(self, *names: str) -> Any:
-        """Return a field as it is written, under any of its names; where it is not, what transformers takes."""
+        """Return a field's value under any of its names, or transformers' default."""
         said = [name for name in names if name in self._data]
         if not said:
             return self._defaults.get(names[0])
@@ -51,7 +51,7 @@ class Fields:
         return self._data[said[0]]
 
     def count(self, *names: str, least: int = 1, most: int = MOST_POSITIONS) -> int:
-        """Return a whole number of at least ``least`` and at most ``most``."""
+        """Return a whole number from ``least`` to ``most``."""
         value = self.value(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(f"must be a whole number of at least {least}", *names)
@@ -60,18 +60,18 @@ class Fields:
         return value
 
     def optional(self, *names: str) -> int | None:
-        """Return a whole number of at least 1; ``None`` where the field is null or 0."""
+        """Return a whole number of at least 1; None if the field is null or 0."""
         return self.count(*names) if self.value(*names) not in (None, 0) else None
 
     def flag(self, name: str) -> bool:
-        """Return whether a switch is on."""
+        """Return True if a switch is on."""
         value = self.value(name)
         if value not in (None, True, False):
             raise self.wrong("must be true or false", name)
         return bool(value)
 
     def of_layer(self, layer: int, *names: str) -> int:
-        """Return a whole number that may be one for all layers or one for each."""
+        """Return a whole number that is given once for all layers, or once per layer."""
         value = self.value(*names)
         if not isinstance(value, list):
             return self.count(*names)
@@ -80,7 +80,7 @@ class Fields:
         return value[layer]
 
     def layers(self, name: str) -> frozenset[int] | None:
-        """Return the places of layers that a field lists; ``None`` where it is null."""
+        """Return the indices of layers that a field lists; None if it is null."""
         value = self.value(name)
         if value is None:
             return None
@@ -89,11 +89,11 @@ class Fields:
         return frozenset(value)
 
     def layer_type(self, layer: int, known: tuple[str, ...]) -> str | None:
-        """Return what kind of layer one is; ``None`` where the field is null.
+        """Return the kind of a layer; None if the field is null.
 
         Args:
-            layer: the place of the layer.
-            known: the kinds that the family has.
+            layer: the index of the layer.
+            known: the kinds of the family.
         """
         value = self.value("layer_types")
         if value is None:
@@ -120,16 +120,16 @@ def heads(
     norms: Callable[[int, int, int, int], int] = lambda *_: 0,
     normed: str = "",
 ) -> Attention:
-    """Return attention of heads with projections of their own.
+    """Return attention with heads that have projections of their own.
 
     Args:
-        fields, layer: the configuration, and the place of the layer.
-        slides: which layers see a window of positions, where there is one; ``None``: none.
+        fields, layer: the configuration, and the index of the layer.
+        slides: the rule for layers with a sliding window; ``None``: no layer.
         window: the field with the positions of the window.
-        biased: the field that says whether projections have biases.
-        has_output_bias: whether the one behind attention has one with the others.
+        biased: the field for whether projections have biases.
+        has_output_bias: whether the output projection has a bias if the others do.
         norms: M, heads, heads of keys, and their width -> the parameters of norms of queries and keys, and of sinks.
-        normed: the field that says whether there are norms; empty: there are.
+        normed: the field for whether there are norms; empty: always.
     """
     M, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.optional("num_key_value_heads") or num_heads
@@ -149,7 +149,7 @@ def per_head(M: int, num_heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def typed(otherwise: Rule, kind: str = "sliding_attention") -> Rule:
-    """Return the rule that a layer is of a kind, as ``layer_types`` says; where that is null, by another rule."""
+    """Return a rule: a layer has this kind by ``layer_types``, or by another rule if that is null."""
 
     def rule(fields: Fields, layer: int) -> bool:
         said = fields.layer_type(layer, ("full_attention", kind))
@@ -159,12 +159,12 @@ def typed(otherwise: Rule, kind: str = "sliding_attention") -> Rule:
 
 
 def is_even(fields: Fields, layer: int) -> bool:
-    """Whether a layer is the first, third, fifth, ..."""
+    """Return True for the first, third, fifth, ... layer."""
     return layer % 2 == 0
 
 
 def is_chunked(fields: Fields, layer: int) -> bool:
-    """Whether attention is inside chunks: but in every few layers, or in those that are listed."""
+    """Return True if a layer's attention is inside chunks: all layers but one in so many, or the listed ones."""
     said = fields.value("no_rope_layers")
     if not said:
         return (layer + 1) % fields.count("no_rope_layer_interval") != 0
@@ -187,7 +187,7 @@ def latent_attention(fields: Fields, layer: int) -> Attention:
 
 
 def linear_attention(fields: Fields, layer: int) -> Attention:
-    """Return MiniMax's attention, every other one linear with a norm and a gate behind it."""
+    """Return MiniMax's attention: in some layers linear, with a norm and a gate behind it."""
     if not _IS_LINEAR(fields, layer):
         return heads(fields, layer, slides=lambda *_: True)
     plain = heads(fields, layer)
@@ -208,13 +208,13 @@ def experts(
     shared: Callable[[Fields], int] = lambda _: 0,
     **also: Any,
 ) -> BlockExperts:
-    """Return experts as wide as a field says.
+    """Return experts whose width is that of a field.
 
     Args:
-        fields, layer: the configuration, and the place of the layer.
+        fields, layer: the configuration, and the index of the layer.
         width: the field with the width inside an expert.
         shared: the width inside all shared experts.
-        also: what else :class:`~ds_fsmoe.offline.models.architecture.BlockExperts` takes.
+        also: further fields of :class:`~ds_fsmoe.offline.models.architecture.BlockExperts`.
     """
     E, K = fields.of_layer(layer, *EXPERTS), fields.of_layer(layer, *CHOICES)
     if K > E:
@@ -223,12 +223,14 @@ def experts(
 
 
 def so_many(field: str) -> Callable[[Fields], int]:
-    """Return the width of as many shared experts as a field says, each as wide as one that is chosen."""
+    """Return a function for the total width of shared experts: their number in a field times the width of a routed
+    one.
+    """
     return lambda fields: fields.count(field, least=0) * fields.count(WIDTH)
 
 
 def experts_of_deepseek(fields: Fields, layer: int) -> BlockExperts:
-    """Return narrow experts beside shared ones, of which a token may choose groups first."""
+    """Return narrow experts with shared ones, of which a token may first choose groups."""
     num_groups, num_chosen = fields.optional("n_group") or 1, fields.optional("topk_group") or 1
     groups = (num_groups, num_chosen) if num_groups > 1 and fields.value("topk_method") != "greedy" else None
     return experts(fields, layer, WIDTH, so_many("n_shared_experts"), groups=groups)
@@ -238,34 +240,34 @@ def experts_of_deepseek(fields: Fields, layer: int) -> BlockExperts:
 
 
 def every_step(fields: Fields, layer: int) -> bool:
-    """Whether a layer has experts: one in so many, but those that are listed."""
+    """Return True if a layer has experts: one layer in so many, except the listed ones."""
     dense = fields.layers("mlp_only_layers") or frozenset()
     return layer not in dense and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
 
 def behind_the_first(fields: Fields, layer: int) -> bool:
-    """Whether a layer has experts: all but the first so many."""
+    """Return True if a layer has experts: all layers except the first few."""
     if fields.value("moe_layer_freq") not in (None, 1):
         raise fields.wrong("must be 1, since transformers builds no other model of this family", "moe_layer_freq")
     return layer >= fields.count("first_k_dense_replace", least=0)
 
 
 def in_interval(fields: Fields, layer: int) -> bool:
-    """Whether a layer has experts: one in so many from one place to another."""
+    """Return True if a layer has experts: one in so many between two indices."""
     start, end = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
     is_inside = start <= layer and (end == -1 or layer <= end)
     return is_inside and (layer + 1) % fields.count("moe_layer_interval") == 0
 
 
 def interleaved(fields: Fields, layer: int) -> bool:
-    """Whether a layer has experts: those that are listed, or one in so many."""
+    """Return True if a layer has experts: the listed layers, or one in so many."""
     listed = fields.layers("moe_layers")
     return (layer + 1) % fields.count("interleave_moe_layer_step") == 0 if listed is None else layer in listed
 
 
 @dataclass(frozen=True)
 class Family:
-    """Says how the configurations of one family are read."""
+    """Describes how the configurations of one family are read."""
 
     defaults: Mapping[str, Any]
     """Field -> what transformers takes where a file lacks it; null where it is not here."""

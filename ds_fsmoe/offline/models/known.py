@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by their usual names: configurations as Hugging Face has them, and the three of the FSMoE paper.
+"""Loads models by their usual names: Hugging Face's configurations, and the three models of the FSMoE paper.
+``ds_fsmoe plan`` calls it.
 
-Those are there as whole models, and as the paper's figures 6 to 8 have them: so many equal layers.
+The paper's models exist as whole models, and as in the paper's figures 6 to 8: a number of equal layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEFAULT_EXPERTS = 8
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Holds what is planned, and what was assumed about it."""
+    """Holds the planned model and the assumptions about it."""
 
     shape: Shape
     """A layer; of an architecture, the one that most of its blocks with experts have."""
@@ -36,7 +37,7 @@ class PlannedModel:
 
     @property
     def num_experts(self) -> int:
-        """Return the number that the ranks of experts have to divide."""
+        """Return the number of experts that the EP size has to divide."""
         return self.shape.E if self.architecture is None else self.architecture.num_experts
 
 
@@ -56,15 +57,16 @@ _PAPERS_FACTOR = 1.2
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the names of all models that come with the package."""
+    """Return the names of all models in the package."""
     return (*(each.stem for each in sorted(_FOLDER.glob("*.json"))), *PAPER)
 
 
 def load_model(name_or_path: str) -> Architecture:
-    """Return a model by its name, or from a ``config.json`` or a folder that has one.
+    """Return a model by its name, or from a ``config.json`` or its folder.
 
     Raises:
-        ValueError: no such name or file, or whatever :func:`~ds_fsmoe.offline.models.hf_config.read_hf_config` refuses.
+        ValueError: the name or file is unknown, or :func:`~ds_fsmoe.offline.models.hf_config.read_hf_config` refuses
+            it.
     """
     if name_or_path in PAPER:
         return _of_paper(name_or_path)
@@ -85,7 +87,7 @@ def load_model(name_or_path: str) -> Architecture:
 
 
 def _of_paper(name: str) -> Architecture:
-    """Return a model of the paper, whole: with the embeddings that its numbers leave out."""
+    """Return a whole model of the paper, with the embeddings that the paper's numbers leave out."""
     source = "FSMoE, ASPLOS'25, section 6.4, with a capacity factor of 1.2"
     if name == "gpt2-xl":
         # Experts instead of its dense layers, as many as the paper's testbed B has nodes.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts what one rank needs of memory to train a model, item by item, and the largest micro-batch that fits.
+"""Predicts the memory of one rank that trains a model, item by item, and the largest micro-batch that fits.
+``ds_fsmoe plan`` calls it.
 
-The peak is that of the fullest moment: the end of the forward, the backward of the head or of a block, or the optimizer
-step. What lives at one moment is added up, and moments are not.
+The peak is the fullest of several moments: the end of the forward, the backward of the head or of a block, and the
+optimizer step. Items of one moment are added up; moments are not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MOST_SAMPLES = 1 << 20
 
 @dataclass(frozen=True)
 class Moment:
-    """Holds what lives at one moment."""
+    """Holds the items in memory at one moment."""
 
     name: str
     items: Account
@@ -53,7 +54,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds what one rank needs."""
+    """Holds the predicted memory of one rank."""
 
     moments: tuple[Moment, ...]
     host: Account = field(default_factory=dict)
@@ -76,10 +77,10 @@ class Memory:
 
 
 def memory_of(architecture: Architecture, groups: Groups, training: Training) -> Memory:
-    """Return what one rank of a job needs; of pipeline stages the fuller one of the first and the last.
+    """Return the memory of one rank of a job; with pipeline stages, the fuller of the first and the last.
 
     Raises:
-        ValueError: ranks do not divide the experts, or something that DeepSpeed or ds_fsmoe refuses.
+        ValueError: ranks do not divide the experts, or DeepSpeed or ds_fsmoe refuses the settings.
     """
     _check(architecture, groups, training)
     stages = [_stage(architecture, groups, training, stage) for stage in sorted({0, groups.pp - 1})]
@@ -151,7 +152,7 @@ def _shown(items: Account) -> Account:
 def _kept(
     blocks: Sequence[ModelBlock], M: int, groups: Groups, training: Training
 ) -> tuple[list[float], list[Account]]:
-    """Return for each block its input where that is kept by itself, and what it keeps besides."""
+    """Return for each block the bytes of its separately kept input, and the other items that it keeps."""
     S, a = training.tokens, training.number_bytes
     if not training.checkpointing:
         return [0.0] * len(blocks), [block_keeps(each, M, groups, training) for each in blocks]
@@ -169,8 +170,9 @@ def _kept(
 
 
 def _outside(groups: Groups, training: Training) -> Account:
-    """Return what lives besides tensors on a GPU: the default group's communicator, and those that the engine makes if
-    the all-to-all is to be measured."""
+    """Return the GPU memory besides tensors: the communicators of the default group, and of the engine if it
+    measures all-to-alls.
+    """
     if training.device != "gpu":
         return {}
     sends_gradients = training.early_gradients and training.zero < 3
@@ -179,7 +181,7 @@ def _outside(groups: Groups, training: Training) -> Account:
 
 
 def largest_batch(architecture: Architecture, groups: Groups, training: Training, memory_gb: float) -> int:
-    """Return the largest micro-batch that fits into so many 10^9 bytes; 0: not even one sample does."""
+    """Return the largest micro-batch that fits into ``memory_gb`` * 10^9 bytes; 0 if one sample does not fit."""
 
     def fits(samples: int) -> bool:
         return memory_of(architecture, groups, replace(training, samples=samples)).total <= memory_gb * GB
@@ -198,7 +200,7 @@ def largest_batch(architecture: Architecture, groups: Groups, training: Training
 
 @dataclass(frozen=True)
 class LayoutMemory:
-    """One way to lay a model out, and what it takes."""
+    """Holds one layout of a model with its memory."""
 
     zero: int
     groups: Groups
@@ -212,14 +214,14 @@ class LayoutMemory:
 def other_memories(
     architecture: Architecture, groups: Groups, training: Training, memory_gb: float | None
 ) -> list[LayoutMemory]:
-    """Return what changes with the stage of ZeRO and with how experts are spread and cut, on the same ranks."""
+    """Return the memory for other ZeRO stages and other layouts of experts, on the same ranks."""
     others = [replace(groups, ep=ep, esp=esp) for ep, esp in _layouts(architecture, groups)]
     found = _not_refused(architecture, others, training)
     return [_with_batch(architecture, each, training, memory_gb) for each in found]
 
 
 def on_cards(architecture: Architecture, training: Training, memory_gb: float | None) -> list[LayoutMemory]:
-    """Return for 1, 2, 4 and 8 GPUs of one node the stage of ZeRO and the ranks of experts that need least."""
+    """Return, for 1, 2, 4 and 8 GPUs of one node, the ZeRO stage and EP size with the least memory."""
     found = []
     for gpus in (1, 2, 4, 8):
         sizes = (each for each in range(1, gpus + 1) if not gpus % each and not architecture.num_experts % each)
@@ -230,7 +232,7 @@ def on_cards(architecture: Architecture, training: Training, memory_gb: float | 
 
 
 def _not_refused(architecture: Architecture, layouts: Sequence[Groups], training: Training) -> list[LayoutMemory]:
-    """Return what each stage of ZeRO takes in each layout, without those that are refused."""
+    """Return the memory of each ZeRO stage in each layout, without refused combinations."""
     found = []
     for zero, groups in itertools.product(STAGES, layouts):
         with suppress(ValueError):
@@ -248,8 +250,9 @@ def _with_batch(
 
 
 def _layouts(architecture: Architecture, groups: Groups) -> list[tuple[int, int]]:
-    """Return the layouts of experts that are worth a row: the one asked for, half and twice as many ranks, none and as
-    many as can be, and experts cut in two."""
+    """Return the (ep, esp) layouts to show: the requested one, half and twice its EP size, 1 and the largest, and
+    two shards.
+    """
     experts = architecture.num_experts or 1
     allowed = [each for each in range(1, groups.stage + 1) if not experts % each and not groups.stage % each]
     wanted = {(each, groups.esp) for each in (groups.ep // 2, groups.ep, 2 * groups.ep)}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block keeps from its forward to its backward, and the most that its backward needs besides, in bytes.
+"""Computes the bytes that a block keeps from its forward to its backward, and the peak that its backward adds.
+``memory.py`` calls it; ``memory_states.py`` has the parameters and their states.
 
-Every term is a tensor that transformers 5 or ds_fsmoe makes there, by the operation that saves it. The method is that
-of Korthikanti et al. (arXiv:2205.05198, section 4), with the operations of today's models: their RMSNorm is written out
+Every term is a tensor that transformers 5 or ds_fsmoe makes, by the operation that saves it. The method is that of
+Korthikanti et al. (arXiv:2205.05198, section 4), with the operations of today's models. Their RMSNorm is written out
 and computes in fp32, attention keeps no scores unless it is eager, and an expert keeps two tensors of rows.
 
 Letters: S tokens of this rank, M width of the model, K choices of a token, R rows at this rank's experts, H width
@@ -34,7 +35,7 @@ FP32, INDEX = 4, 8
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The rows of one layer."""
+    """Holds the numbers of rows of one layer."""
 
     sent: float
     """The rows that this rank's tokens make, S K."""
@@ -47,41 +48,43 @@ class LayerRows:
 
 
 def layer_rows(experts: BlockExperts, groups: Groups, training: Training) -> LayerRows:
-    """Return the rows of a layer. Without a capacity factor none is dropped, and none is empty."""
+    """Return the rows of a layer. Without a capacity factor no row is dropped or empty."""
     sent = training.tokens * experts.K * (experts.capacity_factor or 1.0)
     return LayerRows(sent, training.load * sent * groups.esp, experts.H / groups.esp, experts.gemms - 1)
 
 
 def norm(tokens: float, width: float, training: Training, in_fp32: bool = False) -> float:
-    """Return what an RMSNorm keeps: its input in fp32, what it is after scaling, and a root for each row. For a
-    weight that is frozen nobody asks what it scaled.
+    """Return the bytes that an RMSNorm keeps: its input in fp32, the scaled input, and a root for each row. A frozen
+    weight needs no scaled input.
 
     Args:
-        tokens, width: of its input.
-        training: how is trained.
-        in_fp32: whether its weight is multiplied in fp32 too, as in gpt-oss.
+        tokens, width: the sizes of its input.
+        training: the training settings.
+        in_fp32: whether its weight is multiplied in fp32, as in gpt-oss.
     """
     scaled = 0 if training.lora else FP32 if in_fp32 else training.number_bytes
     return tokens * (width * (FP32 + scaled) + FP32)
 
 
 def is_eager(attention: Attention, M: int, training: Training) -> bool:
-    """Whether scores are made: a family with sinks has no other attention in transformers without extra kernels."""
+    """Return True if scores are materialised. A family with sinks has no other attention in transformers without
+    extra kernels.
+    """
     return training.attention == "eager" or (training.attention == "auto" and has_sinks(attention, M))
 
 
 def has_sinks(attention: Attention, M: int) -> bool:
-    """Whether every head has a sink, by the number of parameters; then scores are made, see :func:`is_eager`."""
+    """Return True if every head has a sink, judged by the number of parameters; see :func:`is_eager`."""
     return attention.num_other in (attention.heads, attention.heads + sum(attention.widths[:3]) + M)
 
 
 def norms_of_heads(attention: Attention) -> bool:
-    """Whether queries and keys are normed, by the number of parameters: per head or over all heads."""
+    """Return True if queries and keys are normed, judged by the number of parameters."""
     return attention.kind != "latent" and attention.num_other in (2 * attention.head_dim, sum(attention.widths[:2]))
 
 
 def attention_keeps(attention: Attention, M: int, training: Training) -> float:
-    """Return what attention keeps, from the normed tokens that its projections read to its result."""
+    """Return the bytes that attention keeps, from the normed tokens that its projections read to its result."""
     S, a, L = training.tokens, training.number_bytes, training.length
     queries, keys, own_values, values = attention.widths
     kept: float = a * S * M
@@ -121,19 +124,22 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
 
 
 def _feed_forward_keeps(hidden: int, gemms: int, training: Training) -> float:
-    """Return what a dense layer keeps besides its input: each first product, their activation and what it gates."""
+    """Return the bytes that a dense layer keeps besides its input: each first product, their activation, the gated
+    product.
+    """
     # What a frozen matrix reads is not kept.
     return training.number_bytes * training.tokens * hidden * ((4 if gemms == 3 else 2) - bool(training.lora))
 
 
 def keeps_rows(training: Training) -> bool:
-    """Whether experts keep the rows that come to them: gradients of weights or adapters need them, and so does making
-    hidden layers again."""
+    """Return True if experts keep their incoming rows: for gradients of weights or adapters, or to recompute hidden
+    layers.
+    """
     return not training.lora or training.lora_targets == "all" or training.recompute
 
 
 def experts_keep(experts: BlockExperts, M: int, groups: Groups, training: Training) -> Account:
-    """Return what router and experts keep, their input not counted."""
+    """Return the items that router and experts keep, without their input."""
     S, a, rows = training.tokens, training.number_bytes, layer_rows(experts, groups, training)
     scores = 0.0 if experts.has_bias else FP32 * S * experts.E
     if experts.groups is not None and a < FP32:
@@ -151,7 +157,7 @@ def experts_keep(experts: BlockExperts, M: int, groups: Groups, training: Traini
 
 
 def block_keeps(block: ModelBlock, M: int, groups: Groups, training: Training) -> Account:
-    """Return what a block keeps for its backward where it is not checkpointed."""
+    """Return the items that a block keeps for its backward without activation checkpointing."""
     S, a = training.tokens, training.number_bytes
     in_fp32 = has_sinks(block.attention, M)
     kept = {
@@ -167,14 +173,14 @@ def block_keeps(block: ModelBlock, M: int, groups: Groups, training: Training) -
 def block_needs(
     block: ModelBlock, M: int, groups: Groups, training: Training, weights: float, stay: bool
 ) -> tuple[list[Account], list[Account]]:
-    """Return what lives of a block at each moment of its backward that may be the fullest: until its experts have their
-    gradients, and from there on.
+    """Return the items of a block at two candidate peaks of its backward: before and after its experts have
+    gradients.
 
     Args:
         block: the block.
         M: the width of the model.
-        groups: over which ranks experts are spread and cut.
-        training: how is trained.
+        groups: the ranks over which experts are spread and sharded.
+        training: the training settings.
         weights: the elements of this rank's experts in the block.
         stay: whether their gradients stay where they are made, and so are counted elsewhere.
     """
@@ -231,8 +237,9 @@ def block_needs(
 
 
 def _attention_needs(attention: Attention, M: int, training: Training) -> float:
-    """Return what the backward of attention makes: gradients of its result, of queries, keys and values; of scores
-    where they are made, that of the softmax from that of its result."""
+    """Return the bytes that the backward of attention makes: gradients of its result, queries, keys and values.
+    Materialised scores add the gradients of the softmax and of its result.
+    """
     S, a = training.tokens, training.number_bytes
     queries, keys, own_values, values = attention.widths
     if is_eager(attention, M, training):
@@ -242,8 +249,9 @@ def _attention_needs(attention: Attention, M: int, training: Training) -> float:
 
 
 def head_needs(M: int, vocab: int, training: Training) -> tuple[Account, list[Account]]:
-    """Return what lives of the last norm, the head and the loss at the end of the forward, and at moments of the
-    backward of the head."""
+    """Return the items of the last norm, the head and the loss: at the end of the forward, and at moments of the
+    head's backward.
+    """
     S, a = training.tokens, training.number_bytes
     logits = S * vocab
     read = norm(S, M, training) + (0.0 if training.lora else a * S * M)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of parameters, gradients and optimizer, stage by stage of ZeRO, in bytes; whatever the batch is.
+"""Computes the bytes of parameters, gradients and optimizer states on a rank, for each ZeRO stage and independent of
+the batch. ``memory.py`` calls it; ``memory_activations.py`` has the activations.
 
-Experts are shared out over the ranks that hold the same ones (edp), everything else over all replicas (dp). The stages
-are those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5); the buffers besides are those that DeepSpeed
-0.19.8 allocates, and those of ``gradients/``.
+Experts are partitioned over the ranks with the same ones (edp), everything else over all replicas (dp). The stages are
+those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5). Further buffers are those that DeepSpeed 0.19.8
+allocates, and those of ``gradients/``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ds_fsmoe.planning.groups import Groups
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one rank before ZeRO cuts them, tensor by tensor, in the order of the model."""
+    """Holds the tensor sizes of one rank before ZeRO partitions them, in the order of the model."""
 
     blocks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     """Of each block, the elements of each tensor that every rank has, and of those of this rank's experts."""
@@ -36,7 +37,7 @@ class Parameters:
 
     @property
     def whole(self) -> Parameters:
-        """Return all of them, frozen or not."""
+        """Return all parameters, frozen or not."""
         if self.frozen is None:
             return self
         pairs = zip(self.frozen.blocks, self.blocks, strict=True)
@@ -44,14 +45,14 @@ class Parameters:
         return replace(self.frozen, blocks=blocks)
 
     def adapters(self, blocks: Sequence[ModelBlock], M: int, groups: Groups, rank: int, targets: str) -> Parameters:
-        """Return adapters of these, which are frozen beside them.
+        """Return adapters of these parameters, which become frozen.
 
         Args:
-            blocks: those of these.
+            blocks: the blocks of these parameters.
             M: the width of the model.
-            groups: over which ranks experts are spread and cut.
-            rank: of the adapters.
-            targets: what has adapters, of ``training.LORA_TARGETS``.
+            groups: the ranks over which experts are spread and sharded.
+            rank: the rank of the adapters.
+            targets: the modules with adapters, one of ``training.LORA_TARGETS``.
         """
         found = []
         for block in blocks:
@@ -76,12 +77,12 @@ class Parameters:
 
     @cached_property
     def dense_of_block(self) -> tuple[int, ...]:
-        """Return of each block the elements of all but experts."""
+        """Return the elements of each block without experts."""
         return tuple(sum(dense) for dense, _ in self.blocks)
 
     @cached_property
     def experts_of_block(self) -> tuple[int, ...]:
-        """Return of each block the elements of this rank's experts; 0 without."""
+        """Return the elements of this rank's experts in each block; 0 without experts."""
         return tuple(sum(experts) for _, experts in self.blocks)
 
     @property
@@ -102,12 +103,12 @@ class Parameters:
         groups: Groups,
         ends: tuple[bool, bool] = (True, True),
     ) -> Parameters:
-        """Return those of some blocks.
+        """Return the parameters of some blocks.
 
         Args:
             architecture: the model.
-            blocks: of one pipeline stage.
-            groups: over which ranks experts are spread and cut.
+            blocks: the blocks of one pipeline stage.
+            groups: the ranks over which experts are spread and sharded.
             ends: whether the embedding, and whether the last norm and the head, are in this stage.
         """
         M, embedding = architecture.M, architecture.vocab * architecture.M
@@ -144,7 +145,7 @@ SUB_GROUP = 1_000_000_000
 
 
 def plus(*accounts: Account) -> dict[str, float]:
-    """Return the sum, item by item."""
+    """Return the sum of accounts, item by item."""
     total: dict[str, float] = {}
     for account in accounts:
         for item, size in account.items():
@@ -154,7 +155,7 @@ def plus(*accounts: Account) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class States:
-    """Describes what a rank holds besides activations."""
+    """Holds the memory of a rank besides activations."""
 
     rest: Account
     """Between two steps."""
@@ -175,7 +176,7 @@ class States:
 
 
 def states_of(parameters: Parameters, groups: Groups, training: Training) -> States:
-    """Return what a rank holds of a model, or of its pipeline stage."""
+    """Return the states on a rank for a model, or for its pipeline stage."""
     dp, edp = groups.stage // groups.mp, groups.edp
     make = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[training.zero]
     states = make(parameters, dp, edp, training)
@@ -187,19 +188,20 @@ def states_of(parameters: Parameters, groups: Groups, training: Training) -> Sta
 
 
 def _uses_own_buffers(dp: int, training: Training) -> bool:
-    """Whether gradients travel in our buffers; a model without a replica has nobody to reduce with, stage 3 reduces
-    them itself, and so does BF16_Optimizer."""
+    """Return True if gradients are sent in our buffers. A model without a replica has none to reduce; stage 3 and
+    BF16_Optimizer reduce them themselves.
+    """
     is_bf16_optimizer = training.zero == 1 and training.gradient_bytes > training.number_bytes
     return training.early_gradients and dp > 1 and training.zero < 3 and not is_bf16_optimizer
 
 
 def _gradients_present(parameters: Parameters, has_dense: bool, has_experts: bool) -> tuple[list[int], list[int]]:
-    """Return for each block how many elements have gradients, but for those that we send: when its backward begins, and
-    when its experts have theirs. A backward makes those of the head first.
+    """Return for each block the elements with gradients, except those that we send: (at the begin of its backward,
+    once its experts have theirs). A backward makes those of the head first.
 
     Args:
         parameters: the parameters.
-        has_dense, has_experts: whether we send those of dense parameters, and of experts.
+        has_dense, has_experts: whether we send the gradients of dense parameters, and of experts.
     """
     blocks = list(zip(parameters.experts_of_block, parameters.dense_of_block, strict=True))
     before, behind = [], []
@@ -212,8 +214,9 @@ def _gradients_present(parameters: Parameters, has_dense: bool, has_experts: boo
 
 
 def _temporary(training: Training, elements: float) -> float:
-    """Return what one update of so many numbers takes: torch's Adam makes the root of the second moment, and its sum
-    with epsilon from it, tensor by tensor; the fused kernels nothing."""
+    """Return the temporary bytes of one update of ``elements`` numbers. Torch's Adam makes two tensors per
+    parameter: the root of the second moment, and its sum with epsilon. Fused kernels need none.
+    """
     return 2 * MASTER * elements if training.optimizer == "torch_adam" else 0.0
 
 
@@ -241,8 +244,9 @@ def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> S
 
 
 def most_in_partition(sizes: Sequence[int], parts: int) -> int:
-    """Return the elements of all tensors that lie in the fullest part of a group, those that only begin or end there
-    whole: as many gradients ZeRO 1 and 2 copy."""
+    """Return the elements of all tensors in the fullest partition; those that only begin or end there count whole.
+    ZeRO 1 and 2 copy as many gradients.
+    """
     if not sum(sizes):
         return 0
     cut = -(-sum(sizes) // parts)
@@ -255,12 +259,12 @@ def most_in_partition(sizes: Sequence[int], parts: int) -> int:
 
 
 def _waiting(sent: int, block: int, training: Training) -> int:
-    """Return how many elements of gradients that we send are there: at stage 2 a bucket and a block."""
+    """Return the number of waiting gradient elements that we send: at stage 2 a bucket and a block."""
     return sent if training.zero == 1 else min(sent, training.reduce_bucket + block)
 
 
 def _buckets(sent: int, dp: int, training: Training) -> float:
-    """Return the bytes of DeepSpeed's bucket or of ours: a message, what an owner of all of it gets, and the sum."""
+    """Return the bytes of DeepSpeed's bucket, or of ours: a message, the data received by its owner, and the sum."""
     ours = (dp + 2) * min(sent, max(FEWEST_SENT, training.reduce_bucket // dp))
     return training.number_bytes * max(training.reduce_bucket, ours)
 

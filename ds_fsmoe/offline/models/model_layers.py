@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of a whole model in a training step, as the layers that the planner knows: one for each block with experts.
+"""Builds the planner's layers of a whole model in a training step: one for each block with experts. ``ds_fsmoe
+plan`` calls it.
 
-What else there is belongs to the layer that it is next to, as computation and as gradients: blocks without experts come
-before the next one with experts, shared experts behind it; the embedding is before the first layer, the head and what
-it gives for every word behind the last. Model parallelism divides all that but shared experts and gates, which every
-rank computes for its share of the tokens. Looking embeddings up, norms and activations take no time here, but their
-gradients are there.
+All else belongs to a neighbouring layer, as computation and as gradients. Blocks without experts come before the next
+block with experts, and shared experts behind it. The embedding is before the first layer, the head behind the last.
+Model parallelism divides all of that except shared experts and gates, which every rank computes for its share of the
+tokens. Embedding lookups, norms and activations take no time here, but their gradients count.
 
 Letters: B samples per model-parallel group, L positions, M width.
 """
@@ -51,7 +51,7 @@ _FFN = {gemms: name for name, gemms in GEMMS.items()}
 
 @dataclass(frozen=True, slots=True)
 class ModelStage:
-    """The part of a model that one pipeline stage holds."""
+    """Describes the part of a model in one pipeline stage."""
 
     index: int
     places: range
@@ -62,7 +62,7 @@ class ModelStage:
 
 @dataclass(frozen=True, slots=True)
 class DenseStage:
-    """The work of a pipeline stage without experts: one operation after another, in which no gradients travel."""
+    """Holds the work of a pipeline stage without experts: a chain of operations, without gradients in between."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
@@ -72,7 +72,7 @@ class DenseStage:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Computation that is not cut into chunks, with the collectives around it."""
+    """Holds unchunked computation, with the collectives around it."""
 
     forward: tuple[Work, ...] = ()
     backward: tuple[Work, ...] = ()
@@ -81,7 +81,7 @@ class _Part:
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
-    """Return parts that follow each other as one, whose backward begins with the last of them."""
+    """Return consecutive parts as one, whose backward begins with the last of them."""
     return _Part(
         tuple(work for part in parts for work in part.forward),
         tuple(work for part in parts[::-1] for work in part.backward),
@@ -91,7 +91,7 @@ def _joined(parts: Sequence[_Part]) -> _Part:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Holds what all parts of a step have in common."""
+    """Holds the sizes that all parts of a step have in common."""
 
     groups: Groups
     B: int
@@ -101,16 +101,16 @@ class _Sizes:
 
     @property
     def tokens_S(self) -> float:
-        """The number of tokens on a rank between the parts that model parallelism divides."""
+        """Return the number of tokens on a rank between the parts that model parallelism divides."""
         return self.B * self.L / self.groups.mp
 
     def divided(self, works: Sequence[Work], tensors: Sequence[float], whole: int = 0) -> _Part:
         """Return a part that model parallelism divides.
 
         Args:
-            works: its computation in the forward on all ranks of a group.
-            tensors: the elements of its tensors on all of them.
-            whole: the elements of what each holds.
+            works: the computation in the forward, over all ranks of a group.
+            tensors: the elements of its tensors, over all ranks of a group.
+            whole: the elements that each rank has whole.
         """
         mp, size_bytes = self.groups.mp, self.B * self.L * self.M * self.dtype_bytes
         gather, reduce = (collective(kind, self.groups.placements["mp"], size_bytes) for kind in (MP_GATHER, MP_REDUCE))
@@ -129,10 +129,10 @@ def twice(works: Sequence[Work]) -> tuple[Work, ...]:
 
 
 def stages(architecture: Architecture, pp: int) -> tuple[ModelStage, ...]:
-    """Divide the blocks of a model over pipeline stages as evenly as possible, the first ones having one more.
+    """Divide the blocks of a model over pipeline stages as evenly as possible; the first stages get the remainder.
 
     Raises:
-        ValueError: more stages than blocks.
+        ValueError: there are more stages than blocks.
     """
     num_blocks = len(architecture.blocks)
     if pp > num_blocks:
@@ -147,7 +147,7 @@ def stages(architecture: Architecture, pp: int) -> tuple[ModelStage, ...]:
 
 
 def busiest_stage(architecture: Architecture, pp: int, length: int) -> ModelStage:
-    """Return the stage that computes the most of those that have experts: the others wait for it.
+    """Return the stage with the most computation among those with experts.
 
     Args:
         architecture: the model.
@@ -155,7 +155,7 @@ def busiest_stage(architecture: Architecture, pp: int, length: int) -> ModelStag
         length: the positions of a sample.
 
     Raises:
-        ValueError: more stages than blocks.
+        ValueError: there are more stages than blocks.
     """
     moe = set(architecture.moe_blocks)
     with_experts = [each for each in stages(architecture, pp) if moe & set(each.places)]
@@ -175,7 +175,7 @@ def _flops(block: ModelBlock, M: int, length: int) -> float:
 
 
 def commonest_moe(architecture: Architecture) -> ModelBlock:
-    """Return the kind of block with experts that a model has most of, the first of several."""
+    """Return the most frequent kind of block with experts; the first of several."""
     counts = {each: count for each, count in architecture.kinds.items() if each.experts is not None}
     return max(counts, key=counts.__getitem__)
 
@@ -189,14 +189,14 @@ def moe_shape(
     capacity_factor: float | None = None,
     imbalance: float = 1.0,
 ) -> Shape:
-    """Return the sizes of a block's experts' part as a generalised layer has them.
+    """Return the sizes of a block's experts' part, as a generalised layer.
 
     Args:
         architecture: the model.
-        block: one with experts.
+        block: a block with experts.
         samples, length: B, L.
         dtype_bytes: the bytes of an element that is sent.
-        capacity_factor: another than the block has; ``None``: the block's.
+        capacity_factor: the capacity factor; ``None``: the block's.
         imbalance: the rows of the fullest rank over those of the mean rank.
     """
     experts = block.experts
@@ -230,24 +230,24 @@ def model_layers(
     imbalance: float = 1.0,
     stage: ModelStage | None = None,
 ) -> tuple[Layer, ...]:
-    """Return the layers of one pipeline stage in the order of the forward. Equal ones are the same object.
+    """Return the layers of one pipeline stage in the order of the forward. Equal layers are the same object.
 
     Args:
         architecture: the model.
         groups: the ranks that run it.
-        samples: per model-parallel group.
+        samples: the samples per model-parallel group.
         length: the positions of a sample.
-        dtype_bytes: the bytes of an element of what is sent.
-        alltoall: how tokens are exchanged.
-        recompute: whether blocks run their forward again in the backward. The head does not.
-        crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
-        capacity_factor: another than the blocks have; ``None``: theirs.
+        dtype_bytes: the bytes of an element that is sent.
+        alltoall: the kind of all-to-all.
+        recompute: whether blocks, but not the head, run their forward again in the backward.
+        fanout: the fan-out of a token in node-deduplicated dispatch; ``None``: that of balanced routing.
+        capacity_factor: the capacity factor; ``None``: the blocks' own.
         imbalance: the rows of the fullest rank over those of the mean rank, where no token is dropped.
-        stage: which; ``None``: the one that computes the most of those that have experts.
+        stage: the stage; ``None``: the busiest one with experts.
 
     Raises:
-        ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks; more stages than
-            blocks; a stage without experts.
+        ValueError: the experts do not divide over the EP ranks, or their width over the ESP ranks; stages exceed
+            blocks; or the stage has no experts.
     """
     stage = stage or busiest_stage(architecture, groups.pp, length)
     moe = [place for place in stage.places if architecture.blocks[place].experts is not None]
@@ -284,11 +284,11 @@ def dense_stage(
     stage: ModelStage,
     recompute: bool = False,
 ) -> DenseStage:
-    """Return the work of a pipeline stage none of whose blocks has experts.
+    """Return the work of a pipeline stage without experts.
 
     Args:
         architecture, groups, samples, length, dtype_bytes, recompute: see :func:`model_layers`.
-        stage: which.
+        stage: the stage.
     """
     sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
     parts = [part for place in stage.places for part in _dense_block(architecture.blocks[place], sizes)]
@@ -300,8 +300,9 @@ def dense_stage(
 
 
 def _embedding(architecture: Architecture, stage: ModelStage, sizes: _Sizes) -> _Part:
-    """Return the part of the embedding: looking words up takes no time, and the stage with the head has it where they
-    are tied. What is tied exists once on a stage, and its gradient when the backward is through."""
+    """Return the part of the embedding; lookups take no time. A tied one is also on the stage with the head. There
+    it exists once per stage, and its gradient exists after the backward.
+    """
     is_here = stage.has_embedding or (architecture.is_tied and stage.has_head)
     return _Part(tensors=(round(sizes.M * architecture.vocab / sizes.groups.mp),) * is_here)
 
@@ -319,10 +320,10 @@ def _layer(
 
     Args:
         block, shape: the block, and its experts' part.
-        sizes: of the step.
-        parts: of the experts' part, forward and backward.
-        around: blocks without experts that come before it and behind it.
-        ends: embedding and head.
+        sizes: the sizes of the step.
+        parts: the experts' part, (forward, backward).
+        around: the blocks without experts before and behind it.
+        ends: the embedding and the head.
         recompute: whether blocks run their forward again.
     """
     experts = block.experts
@@ -351,8 +352,9 @@ def _layer(
 
 
 def _attention(attention: Attention, sizes: _Sizes, num_norms: int) -> _Part:
-    """Return the part of attention, with the norms of its block. What is element-wise there: norms, rotations,
-    residuals, and the scores of a family that has no fused attention."""
+    """Return the part of attention, with the norms of its block. Element-wise are norms, rotations, residuals, and
+    the scores of a family without fused attention.
+    """
     M, B, L = sizes.M, sizes.B, sizes.L
     works = [Work(ATTENTION, (Lane.COMPUTE,), B * attention.flops(M, L))]
     if attention.scores(L):
@@ -403,5 +405,5 @@ def _dense(flops: float, launches: int) -> Work:
 
 
 def _elementwise(size_bytes: float) -> Work:
-    """Return the traffic of kernels that are too many to count, each of which the cost of its bytes includes."""
+    """Return the memory traffic of element-wise kernels; the cost of their bytes includes their launches."""
     return Work(ELEMENTWISE, (Lane.COMPUTE,), size_bytes, 0)

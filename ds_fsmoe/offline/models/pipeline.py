@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a pipeline, each of which plans for its own layers, as a job without stages does.
+"""Plans the stages of a pipeline, each for its own layers as a job without stages does, and predicts a batch.
+``ds_fsmoe plan`` calls it.
 
-A stage's layers are cut in one way per phase, whatever the micro-batch. Gradients are summed over a stage's ranks when
-they are whole: in the backward of the last micro-batch, and what finds no room there after it. A stage without experts
-has no room. What stages share is summed over them first, when all backwards are over.
+A stage's layers have one plan per phase for all micro-batches. Gradients are reduced over a stage's ranks when they are
+complete: in the backward of the last micro-batch, and the rest after it. A stage without experts has no windows.
+Parameters that stages share are reduced over them first, after all backwards.
 
-A batch is predicted by closed forms from the times of its stages and sends; nothing of it is simulated.
+A batch is predicted by closed forms from the times of its stages and sends, without simulation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ StageWork = tuple[Layer, ...] | DenseStage
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """What is planned: the stages of a model, and what they send."""
+    """Holds the stages of a model, and what they send."""
 
     works: tuple[StageWork, ...]
     lanes: tuple[Lane, ...]
@@ -52,16 +53,18 @@ class PlannedPipeline:
     def plan(
         self, planner: Planner, name: str, known: Mapping[StageWork, StagePlan] | None = None
     ) -> tuple[StagePlan, ...]:
-        """Plan each stage the way a named system would. ``best`` may also send the gradients of all stages behind the
-        first at the end, beside the backwards of the stages before them, if that makes a shorter batch.
+        """Plan each stage as a named system would.
+
+        ``best`` may also send the gradients of all stages behind the first at the end, concurrent with the backwards of
+        earlier stages, if that makes a batch shorter.
 
         Args:
-            planner: with the costs; its settings have the number of micro-batches.
+            planner: the planner with the costs; its settings have the number of micro-batches.
             name: the system.
-            known: stages that are planned already.
+            known: stages that are already planned.
 
         Raises:
-            ValueError: no such system, with those there are.
+            ValueError: the system is unknown; the message lists the names.
         """
         of_works = dict(known or {})
         for work in self.works:
@@ -74,11 +77,11 @@ class PlannedPipeline:
         return min(ways, key=lambda way: self.batch_ms([e.times for e in way], planner.settings.num_micro_batches))
 
     def batch_ms(self, stages: Sequence[StageTimes], num_micro_batches: int) -> float:
-        """Predict the time of a batch, see :func:`batch_ms`."""
+        """Predict the ms of a batch, see :func:`batch_ms`."""
         return batch_ms(stages, num_micro_batches, self.sends_ms, self.tied_ms)
 
     def stage_sends_ms(self, stage: int, num_micro_batches: int) -> float:
-        """Return how long a stage sends and receives in a batch."""
+        """Return the ms for which a stage sends and receives in a batch."""
         return 2 * num_micro_batches * _send_to_neighbours_ms(self.sends_ms, stage)
 
 
@@ -88,24 +91,24 @@ def batch_ms(
     send_ms: float | Sequence[float] = 0.0,
     tied_ms: float = 0.0,
 ) -> float:
-    """Predict the time of a ``train_batch`` of DeepSpeed's pipeline engine from the times of its stages.
+    """Predict the ms of a ``train_batch`` of DeepSpeed's pipeline engine from the times of its stages.
 
-    The last micro-batch goes through all stages and back, with its sends. The micro-batches before it take as long as
-    they do on the slowest stage, which computes nothing while it sends. A stage whose last backward is over sums what
-    is left of its gradients beside the backwards of the stages before it.
+    The last micro-batch goes through all stages and back, with its sends. Earlier micro-batches take their time on the
+    slowest stage, which does not compute while it sends. A stage reduces its remaining gradients after its last
+    backward, concurrent with the backwards of the stages before it.
 
     Args:
         stages: the times of each stage's own work, from the front, measured or predicted.
         num_micro_batches: ``gradient_accumulation_steps``.
-        send_ms: of one micro-batch's activation to the next stage, as of its gradient; one number, or one for each pair
-            of neighbours.
-        tied_ms: to sum the gradients of what the first and the last stage share, once all are through.
+        send_ms: the ms to send one micro-batch's activation to the next stage, or its gradient back; one number, or one
+            for each pair of neighbours.
+        tied_ms: the ms to reduce the gradients that the first and the last stage share, after all backwards.
 
     Returns:
-        The time from the first forward of the first stage until gradients are summed; without the optimizer.
+        The ms from the first forward of the first stage until gradients are reduced; without the optimizer.
 
     Raises:
-        ValueError: as many sends as there are no neighbours.
+        ValueError: the number of sends is not the number of pairs of neighbours.
     """
     pairs = len(stages) - 1
     sends_ms = [float(send_ms)] * pairs if isinstance(send_ms, int | float) else list(send_ms)
@@ -125,21 +128,21 @@ def batch_ms(
 
 
 def _send_to_neighbours_ms(sends_ms: Sequence[float], stage: int) -> float:
-    """Return the time of a send to each neighbour of a stage."""
+    """Return the ms of one send to each neighbour of a stage."""
     return sum(sends_ms[max(0, stage - 1) : stage + 1])
 
 
 def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZERO) -> StagePlan:
-    """Plan one stage the way a named system would.
+    """Plan one stage as a named system would.
 
     Args:
-        planner: with the costs; its settings have the number of micro-batches.
+        planner: the planner with the costs; its settings have the number of micro-batches.
         name: the system.
-        work: of the stage.
-        zero: the stage of ZeRO.
+        work: the work of the stage.
+        zero: the ZeRO stage with its options.
 
     Raises:
-        ValueError: no such system, with those there are.
+        ValueError: the system is unknown; the message lists the names.
     """
     if not isinstance(work, DenseStage):
         return stage_times(planner, zero.plan(planner, name, work))
@@ -152,7 +155,7 @@ def plan_stage(planner: Planner, name: str, work: StageWork, zero: Zero = NO_ZER
 
 
 def _at_the_end(planner: Planner, stage: StagePlan) -> StagePlan:
-    """Return a stage whose gradients all follow its last backward."""
+    """Return a stage with all gradients sent after its last backward."""
     if stage.plan is None or not stage.hidden_bytes:
         return stage
     options = [{"": each} for each in stage.plan.layers]
@@ -170,15 +173,15 @@ def pipeline_of_model(
     recompute: bool = False,
     fanout: Fanout | None = None,
 ) -> PlannedPipeline:
-    """Return the stages of a whole model.
+    """Return the pipeline of a whole model.
 
     Args:
-        cluster: on which it runs.
+        cluster: the cluster.
         architecture: the model.
         groups: the ranks.
-        stages: the blocks of each.
-        shape: with the samples, the length, the bytes of an element and the imbalance.
-        alltoall, recompute, crossings: see :func:`~ds_fsmoe.offline.models.model_layers.model_layers`.
+        stages: the blocks of each stage.
+        shape: the samples, the length, the bytes of an element and the imbalance.
+        alltoall, recompute, fanout: see :func:`~ds_fsmoe.offline.models.model_layers.model_layers`.
 
     Raises:
         ValueError: see :func:`~ds_fsmoe.offline.models.model_layers.model_layers`; the cluster has no number for sends.
@@ -200,13 +203,13 @@ def pipeline_of_model(
 
 
 def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer], shape: Shape) -> PlannedPipeline:
-    """Return stages that all have the same layers, and nothing else.
+    """Return a pipeline whose stages all have the same layers, and no other parts.
 
     Args:
-        cluster: on which they run.
+        cluster: the cluster.
         groups: the ranks.
-        layers: of each stage.
-        shape: of a layer.
+        layers: the layers of each stage.
+        shape: the shape of a layer.
 
     Raises:
         ValueError: the cluster has no number for sends.
@@ -215,8 +218,9 @@ def pipeline_of_layers(cluster: Cluster, groups: Groups, layers: Sequence[Layer]
 
 
 def lane_between(groups: Groups, one: int, other: int) -> Lane:
-    """Return the link that two stages send over: that between nodes, if any rank's peer lies in another node. A stage
-    is as many neighbouring ranks as it has, and each sends to the one at its place in the other stage."""
+    """Return the link between two stages: the inter-node one if the peer of any rank is on another node. A stage has
+    neighbouring ranks, and each sends to its counterpart in the other stage.
+    """
 
     def nodes(stage: int) -> list[int]:
         first = stage * groups.stage
@@ -226,9 +230,10 @@ def lane_between(groups: Groups, one: int, other: int) -> Lane:
 
 
 def send_cost(cluster: Cluster, lane: Lane) -> LinearCost:
-    """Return the cost of sending a byte from a rank to another one. A cluster's file has none of its own: it is that of
-    an all-to-all between two, each of which sends half of what it has; or, where a link has no such number, of an
-    all-gather between two.
+    """Return the cost per byte of sending from one rank to another.
+
+    A cluster's file has no such number. An all-to-all between two ranks serves instead, in which each sends half of its
+    buffer; or else an all-gather between two.
 
     Raises:
         ValueError: the cluster has a number for neither.
@@ -239,15 +244,16 @@ def send_cost(cluster: Cluster, lane: Lane) -> LinearCost:
 
 
 def _sends(cluster: Cluster, groups: Groups, shape: Shape) -> tuple[tuple[Lane, ...], tuple[float, ...], float]:
-    """Return the links between stages, the time of a send over each, and the bytes that a rank sends: those of its
-    share of the tokens, as model parallelism divides them between its parts."""
+    """Return (the links between stages, the ms of a send over each, the bytes that a rank sends). A rank sends its
+    share of the tokens.
+    """
     send_bytes = shape.B * shape.L / groups.mp * shape.M * shape.dtype_bytes
     lanes = tuple(lane_between(groups, stage, stage + 1) for stage in range(groups.pp - 1))
     return lanes, tuple(send_cost(cluster, each).ms(send_bytes) for each in lanes), send_bytes
 
 
 def _chain_ms(planner: Planner, works: Sequence[Work]) -> float:
-    """Return the time of operations that each wait for the one before."""
+    """Return the ms of a chain of operations."""
     settings, draft = planner.settings, Draft()
     last: tuple[int, ...] = ()
     for each in works:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says how a model is trained, as far as memory depends on it."""
+"""Holds the training settings that memory depends on. ``memory.py`` and its neighbours read it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MASTER = 4
 
 @dataclass(frozen=True)
 class Training:
-    """A training step of one micro-batch, in DeepSpeed's words.
+    """Describes a training step of one micro-batch, in DeepSpeed's words.
 
     Raises:
-        ValueError: a word that is none of the choices, or a number that is too small.
+        ValueError: a word is not one of the choices, or a number is too small.
     """
 
     samples: int
@@ -103,12 +103,12 @@ class Training:
 
     @property
     def number_bytes(self) -> int:
-        """Return the bytes of a number of parameters and activations."""
+        """Return the bytes of an element of parameters and activations."""
         return BYTES[self.dtype]
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the bytes of a number of what is added up."""
+        """Return the bytes of an element of accumulated gradients."""
         return BYTES[self.accumulation or self.dtype]
 
     @property
@@ -118,5 +118,5 @@ class Training:
 
     @property
     def state_bytes(self) -> float:
-        """Return the bytes that an optimizer keeps for each of a parameter's numbers."""
+        """Return the bytes of optimizer state per element of a parameter."""
         return _STATE_BYTES[self.optimizer]

@@ -36,7 +36,7 @@ PREFETCH = 50_000_000
 
 @dataclass(frozen=True)
 class Zero:
-    """A stage of ZeRO, with the options of DeepSpeed that change what is sent."""
+    """Describes a ZeRO stage, with the options of DeepSpeed that change what is sent."""
 
     stage: int = 0
     dtype_bytes: int = 2
@@ -52,11 +52,11 @@ class Zero:
     """``stage3_max_reuse_distance``, in elements."""
 
     def has_windows_of(self, name: str) -> bool:
-        """Return whether a system by name sends gradients before the backward is over."""
+        """Return True if a system by name sends gradients before the backward ends."""
         return self.has_windows and self.stage < 3 and mode_of(name) != "off"
 
     def layers(self, name: str, layers: Sequence[Layer]) -> tuple[Layer, ...]:
-        """Return layers in the order of the forward, with what this stage sends for them under a system by name."""
+        """Return the layers, in the order of the forward, with ZeRO's collectives under a system by name."""
         if self.stage == 3:
             return self._sharded(layers)
         if self.stage == 0 or not self.gathers or not self.has_windows_of(name):
@@ -67,15 +67,15 @@ class Zero:
         )
 
     def plan(self, planner: Planner, name: str, layers: Sequence[Layer]) -> ModelPlan:
-        """Plan a step of layers the way a named system would.
+        """Plan a step of layers as a named system would.
 
         Args:
-            planner: with the costs of what is sent.
+            planner: the planner with the costs.
             name: the system.
-            layers: as they are without ZeRO, in the order of the forward.
+            layers: the layers without ZeRO, in the order of the forward.
 
         Raises:
-            ValueError: no such name, with those there are.
+            ValueError: the name is unknown; the message lists the names.
         """
         found = plan_by_name(planner, name, self.layers(name, layers))
         if self.stage == 3:
@@ -106,7 +106,7 @@ class Zero:
         return tuple(found[::-1])
 
     def _gathers(self, gradient: Gradient) -> tuple[Work, ...]:
-        """Return the gather of the parameters that have these gradients, without those that stay whole."""
+        """Return the gather of the parameters of these gradients, without those that stay whole."""
         tensors = gradient.tensors_bytes or (gradient.size_bytes,)
         # The weights of all experts of a rank are one tensor each.
         small = 0 if gradient.kind == EXPERT_GRAD else self.persistence * self.dtype_bytes
@@ -119,12 +119,12 @@ NO_ZERO = Zero()
 
 
 def _shared_work(gradient: Gradient, of_experts: str = EXPERT_PARAMETERS, of_others: str = PARAMETERS) -> Work:
-    """Return the gather of the parameters that have these gradients, or another collective over as many bytes."""
+    """Return the gather of the parameters of these gradients, or another collective over as many bytes."""
     return Work(of_experts if gradient.kind == EXPERT_GRAD else of_others, gradient.lanes, gradient.size_bytes)
 
 
 def gathers_of(gradients: Sequence[Gradient]) -> tuple[Slice, ...]:
-    """Return the gathers of the parameters that have these gradients, at the end of a step: one for each kind."""
+    """Return the gathers of the parameters of these gradients at the end of a step, one for each kind."""
     whole: dict[str, Slice] = {}
     for each in map(_shared_work, gradients):
         before = whole[each.kind].size_bytes if each.kind in whole else 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``plan``: what it asks, what it says, and what it reads of a recorded run."""
+"""Implements the command ``ds_fsmoe plan``: its arguments, its output, and what it reads of a recorded run."""

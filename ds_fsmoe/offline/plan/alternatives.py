@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_fsmoe plan`` says of other ways to run a step: each all-to-all, with how often tokens cross, and two halves
-of a micro-batch that take turns."""
+"""Prints alternatives in ``ds_fsmoe plan``: each all-to-all with its fan-out, and two-batch overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 
 def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
-    """Return a job with the all-to-all and the crossings that the arguments ask for."""
+    """Return the job with the all-to-all and the fan-out that the arguments ask for."""
     if args.alltoall not in (*ALLTOALLS, "auto"):
         raise ValueError(f"--alltoall = {args.alltoall!r}: choose from {', '.join(ALLTOALLS)}, auto")
     job = replace(job, fanout=_fanout(args, job))
@@ -34,12 +33,12 @@ def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
 
 
 def _steps_ms(job: PlannedJob, preset: str) -> dict[str, float]:
-    """Return the time of a step by a preset with each all-to-all."""
+    """Return the ms of a step by a preset with each all-to-all."""
     return {name: report(replace(job, alltoall=name), preset).step_ms(preset) for name in ALLTOALLS}
 
 
 def print_exchanges(job: PlannedJob, args: argparse.Namespace) -> None:
-    """Print what each all-to-all would take, where there is a choice."""
+    """Print the predicted time of each all-to-all, where there is a choice."""
     if not can_deduplicate(job.groups):
         if job.alltoall == NODE_DEDUPLICATED:
             print("exchange once_per_node is run as flat: it needs whole experts on several ranks of several nodes")
@@ -82,7 +81,7 @@ def _fanout(args: argparse.Namespace, job: PlannedJob) -> Fanout | None:
 
 
 def _recorded(path: Path, num_experts: int, k: int) -> Any:
-    """Return the choices of all tokens in all layers that have so many experts and choices, [tokens, k]."""
+    """Return the choices of all tokens in all layers with this number of experts and choices, [tokens, k]."""
     recording = read_routing(path)
     read = (
         recording.choices(rank, step, micro_batch, layer).indices_SK
@@ -99,7 +98,7 @@ def _recorded(path: Path, num_experts: int, k: int) -> Any:
 
 
 def print_two_batch(args: argparse.Namespace, result: Report) -> dict[str, Any]:
-    """Print what halves give over ``best`` with each all-to-all; return it in plain types."""
+    """Print the gain of two-batch overlap over ``best`` with each all-to-all; return it in plain types."""
     job, samples, zero = result.job, result.job.model.shape.B, result.job.zero
     if samples == 1:
         print("\n--two-batch-overlap: needs at least two samples in a batch: --samples 2")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a plan compares, and how to run it: the first and the last lines of ``ds_fsmoe plan``.
+"""Compares a plan with baselines, and prints how to run it: the first and the last lines of ``ds_fsmoe plan``.
 
 Stock trains a Hugging Face model with every expert on every rank. AutoEP is DeepSpeed's schedule with experts spread
 like ours. A model with DeepSpeed's own MoE layers is spread by its script, and its stock is DeepSpeed's schedule.
@@ -26,7 +26,7 @@ _MIN_GAIN = 0.97
 
 @dataclass(frozen=True)
 class Baselines:
-    """Knows what others are compared with."""
+    """Holds the baselines of a comparison."""
 
     groups: Groups
     stock: Report | None
@@ -37,7 +37,7 @@ class Baselines:
     notes: tuple[str, ...] = ()
 
     def label(self, name: str) -> str:
-        """Return what a row is called."""
+        """Return the label of a system's row."""
         if name != STOCK:
             return name
         kind = "stock" if self.stock is None else "AutoEP"
@@ -45,36 +45,37 @@ class Baselines:
 
     @property
     def stock_label(self) -> str:
-        """Return the name of stock's row."""
+        """Return the label of stock's row."""
         if self.stock is None:
             return self.label(STOCK)
         return f"stock (ep_size 1, ZeRO {self.stock.job.zero.stage}{'' if self.stock_fits else ', does not fit'})"
 
     @property
     def other(self) -> str:
-        """The other system over which ratios are printed."""
+        """Return the second system that ratios refer to."""
         return "tutel" if self.stock is None else STOCK
 
     @property
     def heads(self) -> tuple[str, str]:
-        """The heads of the columns of ratios."""
+        """Return the heads of the columns of ratios."""
         return "over stock", "over tutel" if self.stock is None else "over AutoEP"
 
     def stock_ms(self, of_names: Mapping[str, float]) -> float:
-        """Return the time of stock's step; ``of_names`` has those of the other systems."""
+        """Return the ms of stock's step; ``of_names`` has those of the other systems."""
         if self.stock is None:
             return of_names[STOCK]
         return self.stock.step_ms(STOCK) if self.stock_batch_ms is None else self.stock_batch_ms
 
     def ratios(self, step_ms: float, of_names: Mapping[str, float]) -> tuple[str, str]:
-        """Return how many times as fast as the baselines something is."""
+        """Return the speedups over both baselines, as text."""
         bases = self.stock_ms(of_names), of_names[self.other]
         return f"{bases[0] / step_ms:.2f}x", f"{bases[1] / step_ms:.2f}x"
 
 
 def baselines_of(args: argparse.Namespace, job: PlannedJob) -> Baselines:
-    """Return the baselines of a job: of a Hugging Face model stock, at the lowest stage of ZeRO that it fits at, from
-    the planned one upwards."""
+    """Return the baselines of a job. For a Hugging Face model, stock has the lowest ZeRO stage that fits, from the
+    planned one upwards.
+    """
     groups, stage = job.groups, job.zero.stage
     if job.model.architecture is None or groups.ep * groups.esp == 1:
         return Baselines(groups, None)
@@ -96,12 +97,12 @@ def baselines_of(args: argparse.Namespace, job: PlannedJob) -> Baselines:
 
 
 def other_stages(args: argparse.Namespace, job: PlannedJob, of_names: Mapping[str, float]) -> list[str]:
-    """Return which systems are faster at a higher stage of ZeRO that fits, where no stage is named.
+    """Return lines about systems that are faster at a higher ZeRO stage that fits, unless a stage was given.
 
     Args:
-        args: of the command; ``named_zero`` is the stage that is named.
-        job: what is planned.
-        of_names: the time of a step by each system at the planned stage.
+        args: the arguments of the command; ``named_zero`` is the given stage.
+        job: the planned job.
+        of_names: the ms of a step by each system at the planned stage.
     """
     stage, found = job.zero.stage, []
     if args.named_zero is not None or job.memory_gb is None or not job.predicts_memory or is_batch(args):
@@ -120,7 +121,7 @@ def other_stages(args: argparse.Namespace, job: PlannedJob, of_names: Mapping[st
 
 
 def first_line(name: str, step_ms: float, of_names: Mapping[str, float], bases: Baselines) -> str:
-    """Return the line that says how fast a system is, and over what."""
+    """Return the line with the speed of a system, and its speedup over the baselines."""
     if name == STOCK:
         return f"{bases.label(name)}: {step_ms:.2f} ms a step"
     over_stock, over_other = bases.ratios(step_ms, of_names)
@@ -128,7 +129,7 @@ def first_line(name: str, step_ms: float, of_names: Mapping[str, float], bases: 
 
 
 def print_summary(args: argparse.Namespace, job: PlannedJob, step_ms: float, fits: bool | None) -> dict[str, Any]:
-    """Print tokens a second, utilisation, and the block that runs the plan; return the same as plain data."""
+    """Print tokens per second, utilisation, and the config that runs the plan; return the same as plain data."""
     cluster, groups, model, micro_batches = job.cluster, job.groups, job.model, job.settings.num_micro_batches
     ranks = groups.mp * groups.pp
     tokens = micro_batches * model.shape.B * model.shape.L / ranks
@@ -158,7 +159,7 @@ def print_summary(args: argparse.Namespace, job: PlannedJob, step_ms: float, fit
 
 
 def _ds_config(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
-    """Return the configuration of DeepSpeed that runs a plan."""
+    """Return the DeepSpeed config that runs a plan."""
     architecture, esp = job.model.architecture, job.groups.esp
     dtype = args.dtype or ("fp32" if architecture is None else architecture.dtype)
     return {
@@ -178,7 +179,7 @@ def _ds_config(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
 
 
 def print_larger_ep(args: argparse.Namespace, job: PlannedJob, step_ms: float) -> None:
-    """Print which larger ``ep_size`` is predicted to be faster, where none is given and one fits."""
+    """Print which larger ``ep_size`` is predicted to be faster, if none was given and one fits."""
     if args.ep is not None or args.preset != "best" or job.model.architecture is None or is_batch(args):
         return
     for larger in larger_layouts(job)[-1:]:
@@ -191,7 +192,7 @@ def print_larger_ep(args: argparse.Namespace, job: PlannedJob, step_ms: float) -
 
 
 def _fastest(job: PlannedJob) -> tuple[float, str]:
-    """Return the time of ``best``, with the all-to-all that is the fastest."""
+    """Return (the ms of ``best`` with the fastest all-to-all, that all-to-all)."""
     at, shape, fanout, names = job.groups.placements["ep"], job.model.shape, None, ("flat",)
     if can_deduplicate(job.groups):
         fanout, names = expected_fanout(shape.E, shape.K, at.nodes, at.per_node), ALLTOALLS

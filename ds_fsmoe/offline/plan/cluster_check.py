@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what is wrong with a cluster's file, what it lacks, and which of its numbers are doubtful, one sentence each."""
+"""Finds errors, omissions and doubtful numbers in a cluster's file, one sentence each. ``ds_fsmoe clusters --check``
+calls it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _REWORDED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about a file."""
+    """Holds one sentence about a file, with its kind."""
 
     kind: Kind
     """``wrong``: the file is refused, or claims what hardware cannot do; ``missing``: it can be read, but says less
@@ -48,7 +50,7 @@ def check_cluster(name_or_path: str) -> tuple[Finding, ...]:
     """Check a cluster's file, of the package or your own.
 
     Raises:
-        ValueError: no such name or file, or no JSON.
+        ValueError: the name or file does not exist, or the file is not JSON.
     """
     path, data = read_cluster_file(name_or_path)
     if isinstance(data, Mapping) and "operations" not in data and ("model_type" in data or "architectures" in data):
@@ -88,7 +90,9 @@ def _has_link(cluster: Cluster, name: str) -> bool:
 
 
 def gb_per_s(name: str, operation: Operation) -> float:
-    """Return what a collective sends over a rank's link, in 10^9 bytes a second; 0 for one whose bytes cost nothing.
+    """Return the rate of a collective over a rank's link, in 10^9 bytes per second; 0 if its bytes cost no time.
+
+    An all-reduce counts once: where switches add up, every rank sends its buffer once.
 
     An all-reduce counts once: where switches add up, every rank sends its buffer once.
     """

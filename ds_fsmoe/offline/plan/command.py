@@ -23,7 +23,7 @@ MICRO_BATCHES_PER_STAGE = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: what is planned, on what, how, and where the result goes."""
+    """Add the arguments of this command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s --cluster CLUSTER (--model NAME | --hf-config PATH | the model in numbers) [options]"
     where = parser.add_argument_group("the cluster")
@@ -169,7 +169,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 class _RemovedOption(argparse.Action):
-    """Says that an option of version 0.2.0 means nothing any more."""
+    """Refuses an option of version 0.2.0 that was removed."""
 
     def __call__(self, parser: argparse.ArgumentParser, args: Any, value: Any, option: str | None = None) -> None:
         why = "is ignored, as experts have no replicas since version 0.2.0: remove it"
@@ -177,8 +177,9 @@ class _RemovedOption(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a model or a recorded run, and print the result. What plans is imported here, so that ``ds_fsmoe --help``
-    does not wait for it."""
+    """Plan a model or a recorded run, and print the result. The planner is imported here, so that ``ds_fsmoe
+    --help`` stays fast.
+    """
     if args.from_trace is not None:
         from ds_fsmoe.offline.plan.from_trace import run_from_trace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws timelines of plans, and writes pictures that other modules describe. It needs altair; planning does not."""
+"""Draws timelines of plans, and writes charts of other modules as PNG. It needs altair; planning does not."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LANE_PX = 27
 
 
 def drawing() -> ModuleType:
-    """Return altair, which describes charts, once it is known that it can be had.
+    """Return altair, which describes charts, if it is installed.
 
     Raises:
-        ModuleNotFoundError: altair, or what writes its pictures, is missing; the message says how to get it.
+        ModuleNotFoundError: altair or vl-convert is missing; the message says how to install it.
     """
     with needs(what="a picture"):
         import altair
@@ -41,12 +41,12 @@ def data_of(rows: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def colours(domain: Sequence[str], of_each: Sequence[str], columns: int = 5) -> Any:
-    """Return the colours of a chart's ``name`` with their legend below.
+    """Return the colours of a chart's ``name``, with their legend below.
 
     Args:
         domain: the names in their order.
         of_each: the colour of each.
-        columns: the names side by side in the legend.
+        columns: the number of columns of the legend.
     """
     alt = drawing()
     legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=260)
@@ -59,7 +59,7 @@ def write_picture(chart: Any, path: str | Path | IO[bytes], *, below: str = "") 
     Args:
         chart: the chart by altair.
         path: the file to write.
-        below: what stands below it in small, such as what its rows were made with.
+        below: small text below the chart, such as the settings of its rows.
     """
     if below:
         of_lines = {
@@ -78,14 +78,14 @@ def write_picture(chart: Any, path: str | Path | IO[bytes], *, below: str = "") 
 def draw_lanes(
     steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], length_ms: float, x_title: str = "ms", columns: int = 5
 ) -> Any:
-    """Return a chart of tasks on their lanes, steps one above the other on one axis.
+    """Return a chart of tasks on their lanes, with steps one above the other on one axis.
 
     Args:
         steps: the title and the tasks of each: ``kind``, ``lane``, ``start``, ``end`` in ms, and ``label``, which is
-            written into what is wide enough.
+            written into tasks that are wide enough.
         length_ms: the end of the axis.
-        x_title: what stands below it.
-        columns: the names side by side in the legend.
+        x_title: the title of the axis.
+        columns: the number of columns of the legend.
     """
     alt = drawing()
     scale = alt.Scale(domain=[0.0, length_ms or 1.0], nice=False)
@@ -122,14 +122,14 @@ def draw_lanes(
 
 
 def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[bytes]) -> None:
-    """Draw timelines one above the other, to one scale, and write them to a file.
+    """Draw timelines one above the other on one scale, and write them to a file.
 
     Args:
         timelines: the title and the timeline of each row.
         path: the file to write.
 
     Raises:
-        ModuleNotFoundError: altair is missing; the message says how to get it.
+        ModuleNotFoundError: altair is missing; the message says how to install it.
     """
     steps = [
         (

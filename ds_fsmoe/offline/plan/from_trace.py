@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in ``ds_fsmoe plan --from-trace`` what another plan would have given in a job that was recorded.
+"""Predicts other plans for a recorded job: ``ds_fsmoe plan --from-trace``.
 
-Predictions are held against what the run took. Other plans are other schedules, chunks, ranks, all-to-alls and places
-of experts.
+Predictions are calibrated to the measured times of the run. Other plans differ in schedule, chunks, ranks, all-to-alls
+or expert placement.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MOST_DEGREE = 4
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A run, and the predictions for its job, held against what the run took."""
+    """Holds a run, and the predictions for its job that are calibrated to its times."""
 
     run: Run
     ran: Ran
@@ -69,20 +69,20 @@ class Calibrated:
     notes: list[str]
 
     def step_of(self, prediction: Prediction) -> float:
-        """Return the time of a whole step: with the optimizer, and what is between steps."""
+        """Return the ms of a whole step, with the optimizer and the time between steps."""
         parts_ms = self.times.parts_ms
         return prediction.step_ms + (self.times.step_ms - (parts_ms["forward"] + parts_ms["backward"]))
 
 
 def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
-    """Return a run with predictions for its job.
+    """Return a run with calibrated predictions for its job.
 
     Args:
         folder: the folder of the run.
-        cluster_name: a cluster, for what the run itself does not tell.
+        cluster_name: a cluster, for costs that the run did not record.
 
     Raises:
-        ValueError: no run, one of DeepSpeed's own layers, or one without what is needed; it says what to record.
+        ValueError: there is no run, it has stock layers, or records are missing; the message says what to record.
     """
     run = read_run(folder)
     if run.is_stock:
@@ -139,10 +139,10 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
 
 
 def _trace_of(run: Run, settled: int) -> tuple[list[MeasuredTask], str]:
-    """Return the traced tasks of the rank whose steps are logged, from the second step on, as the first one is slow;
-    and why there are none.
+    """Return (traced tasks, reason why there are none) of the rank whose steps are logged.
 
-    Some have to be of steps in which nothing is tried any more. A trace counts steps from 0, and the log from 1.
+    Tasks are those from the second step on, as the first one is slow. Some have to be from steps after all trials. A
+    trace counts steps from 0, and the log from 1.
     """
     path = rank_file(trace_folder(run.folder), 0)
     if not path.is_file():
@@ -158,8 +158,9 @@ def _trace_of(run: Run, settled: int) -> tuple[list[MeasuredTask], str]:
 
 
 def _rest_ms(run: Run, traced: TracedJob, job: RecordedJob, knows_gradients: bool) -> tuple[float, float] | None:
-    """Return what a forward and a backward of one micro batch take outside of the runs of layers; where the cost of
-    gradients is known, without those that are sent when the backward is over."""
+    """Return the ms of (forward, backward) of one micro-batch outside the layers. If the cost of gradients is known,
+    those sent after the backward are left out.
+    """
     rows = {row["step"]: row for row in run.steps}
     pairs = [
         (rows[step + 1]["forward_ms"] - of_runs[0], rows[step + 1]["backward_ms"] - of_runs[1])
@@ -190,7 +191,7 @@ def _of_fit(one_size: Iterable[str], cluster: Cluster | None) -> list[str]:
 
 
 def print_elsewhere(found: Calibrated, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print what the same schedule would have given with other all-to-alls and on other ranks."""
+    """Print predictions for the same schedule with other all-to-alls and on other ranks."""
     was = found.what_if.job.kinds[0]
     rows: list[tuple[str, ...]] = []
     data: list[dict[str, Any]] = []
@@ -217,7 +218,7 @@ def print_elsewhere(found: Calibrated, args: argparse.Namespace) -> list[dict[st
 
 
 def _wanted(kind: RecordedKind, args: argparse.Namespace) -> list[tuple[str, OtherRanks]]:
-    """Return what is looked at: what was asked for, each all-to-all, and other layouts of the same ranks."""
+    """Return the layouts to predict: the requested one, each all-to-all, and other layouts of the same ranks."""
     groups, found = kind.groups, []
     asked = {
         "--nodes": args.nodes,
@@ -246,7 +247,7 @@ def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
     """Return predictions for the job on other ranks.
 
     Raises:
-        ValueError: it cannot be there, or nothing is known of the cluster.
+        ValueError: the job is impossible there, or the cluster is unknown.
     """
     job = found.what_if.job
     kinds, name = job.kinds, other.alltoall
@@ -268,8 +269,9 @@ def _describe(groups: Groups) -> str:
 
 
 def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Print what placing experts by the routing that was recorded would have given; ``None``: there is no such thing,
-    or it would change nothing."""
+    """Print the predicted gain of placing experts by the recorded routing. Return None if there is no routing, or no
+    gain.
+    """
     asked = (found.run.facts.get("block", {}).get("routing") or {}).get("record")
     folder = args.loads or next(
         (each for each in (found.run.folder / ROUTING, Path(asked or ".")) if has_routing(each)), None
@@ -299,7 +301,7 @@ def print_placed(found: Calibrated, args: argparse.Namespace) -> dict[str, Any] 
 
 
 def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarray) -> Prices:
-    """Return what a layer costs as it was run, held against balanced routing."""
+    """Return the costs of a layer as it was run, for balanced routing."""
     job, at = found.what_if.job, found.what_if.job.labels.index(label)
     name = found.ran.alltoalls[at]
     forward, backward = (each.plan() for each in found.ran.orders[at])
@@ -319,7 +321,7 @@ def _prices(found: Calibrated, kind: RecordedKind, label: str, rows_GE: np.ndarr
 
 
 def run_from_trace(args: argparse.Namespace) -> int:
-    """Read a run, and print what other plans would have given."""
+    """Read a run, and print predictions for other plans."""
     check_folders(args.json)
     found = calibrated(args.from_trace, args.cluster)
     data: dict[str, Any] = {
@@ -372,7 +374,7 @@ def _as_data(ran: Ran) -> dict[str, Any]:
 
 
 def _how(ran: Ran) -> str:
-    """Say in a few words how layers are run; the first one, where they differ."""
+    """Return a few words on how layers run; those of the first one, where they differ."""
     forward, backward = ran.orders[0]
     orders = "/".join(dict.fromkeys((forward.links, backward.links)))
     if "compute" in (forward.conversions, backward.conversions):

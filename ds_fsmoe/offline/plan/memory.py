@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in ``ds_fsmoe plan`` whether a model fits, what a rank needs of memory, and what changes with ZeRO and ep.
+"""Prints in ``ds_fsmoe plan`` whether a model fits, the memory of a rank, and its change with ZeRO stage and EP
+size.
 
-Where no stage of ZeRO is named, the lowest one that fits is planned.
+If no ZeRO stage is given, the lowest one that fits is planned.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ds_fsmoe.terminal.tables import print_table
 
 
 def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
-    """Print what a rank needs of memory; return it as plain data.
+    """Print the memory that a rank needs; return it as plain data.
 
     Raises:
-        ValueError: something that DeepSpeed or ds_fsmoe refuses, or the memory of a GPU for layers in numbers.
+        ValueError: DeepSpeed or ds_fsmoe refuses the job, or --memory-gb is given without a whole model.
     """
     architecture, groups, memory_gb = job.model.architecture, job.groups, job.memory_gb
     if architecture is None or not job.predicts_memory:
@@ -133,10 +134,10 @@ def _print_cards(cards: list[LayoutMemory]) -> None:
 
 
 def _training(args: argparse.Namespace, job: PlannedJob, stage: int) -> Training:
-    """Return how a job is trained at a stage of ZeRO.
+    """Return the training settings of a job at a ZeRO stage.
 
     Raises:
-        ValueError: something that DeepSpeed refuses there.
+        ValueError: DeepSpeed refuses the settings at this stage.
     """
     assert job.model.architecture is not None
     bucket = args.reduce_bucket_size
@@ -158,10 +159,10 @@ def _training(args: argparse.Namespace, job: PlannedJob, stage: int) -> Training
 
 
 def need_gb(args: argparse.Namespace, job: PlannedJob, stage: int, **changes: bool) -> float:
-    """Return what a rank of a job needs at a stage of ZeRO in 10^9 bytes; ``changes`` are fields of its training.
+    """Return the memory of a rank at a ZeRO stage, in 10^9 bytes; ``changes`` are fields of its training settings.
 
     Raises:
-        ValueError: something that DeepSpeed or ds_fsmoe refuses.
+        ValueError: DeepSpeed or ds_fsmoe refuses the settings.
     """
     assert job.model.architecture is not None
     training = replace(_training(args, job, stage), **changes)  # type: ignore[arg-type]
@@ -169,7 +170,7 @@ def need_gb(args: argparse.Namespace, job: PlannedJob, stage: int, **changes: bo
 
 
 def needs_of(args: argparse.Namespace, job: PlannedJob, **changes: bool) -> dict[int, float]:
-    """Return the need at each stage that is not refused; see :func:`need_gb`."""
+    """Return the memory at each stage that is not refused; see :func:`need_gb`."""
     found = {}
     for stage in STAGES:
         with suppress(ValueError):
@@ -178,11 +179,13 @@ def needs_of(args: argparse.Namespace, job: PlannedJob, **changes: bool) -> dict
 
 
 def fit_of(args: argparse.Namespace, job: PlannedJob) -> tuple[int, bool | None, str]:
-    """Return the stage that is planned, which is the named one or the lowest one that fits; whether the job fits there,
-    ``None`` where nobody knows how much memory there is, or is needed; and the line that says so.
+    """Return (stage, whether the job fits, the line about it).
+
+    The stage is the given one, or the lowest one that fits. Fitting is ``None`` if the memory of the GPU or of the job
+    is unknown.
 
     Raises:
-        ValueError: the named stage is refused.
+        ValueError: the given stage is refused.
     """
     named, stage, architecture = args.zero, args.zero or 0, job.model.architecture
     if named == 3 and architecture is None:
@@ -219,12 +222,12 @@ def fit_of(args: argparse.Namespace, job: PlannedJob) -> tuple[int, bool | None,
 
 
 def _lowest(needs: dict[int, float], memory_gb: float) -> int | None:
-    """Return the lowest stage that fits."""
+    """Return the lowest stage that fits, or None."""
     return next((stage for stage, gb in needs.items() if gb <= memory_gb), None)
 
 
 def _helps(args: argparse.Namespace, job: PlannedJob, needs: dict[int, float]) -> str:
-    """Return what makes a job fit that does not at any stage, or else what comes nearest."""
+    """Return changes that make a job fit which does not fit at any stage, or else the nearest miss."""
     assert job.memory_gb is not None
     larger = [job] if job.groups.pp > 1 else larger_layouts(job)
     checkpointed = {} if _training(args, job, max(needs)).checkpointing else {"checkpointing": True}
@@ -245,7 +248,7 @@ def _helps(args: argparse.Namespace, job: PlannedJob, needs: dict[int, float]) -
 
 
 def larger_layouts(job: PlannedJob) -> list[PlannedJob]:
-    """Return the same job on the same ranks with experts spread over more of them."""
+    """Return the same job on the same ranks with larger EP sizes."""
     groups, experts = job.groups, job.model.num_experts
     sizes = range(groups.ep + 1, groups.stage // groups.esp + 1)
     fitting = [ep for ep in sizes if experts % ep == 0 and groups.stage % (ep * groups.esp) == 0]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what ``ds_fsmoe plan`` is to plan: a model by name, from its configuration, or in numbers, and its ranks."""
+"""Reads the model and the ranks that ``ds_fsmoe plan`` plans: a model by name, from its configuration, or in
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from ds_fsmoe.planning.workload import Shape
 
 
 def model_of(args: argparse.Namespace) -> PlannedModel:
-    """Return the model that the arguments name.
+    """Return the model of the arguments.
 
     Raises:
-        ValueError: none, two, or arguments that do not go with it.
+        ValueError: there is no model, there are two, or arguments do not match it.
     """
     if args.hf_config is not None:
         if args.model is not None:
@@ -35,7 +37,7 @@ def model_of(args: argparse.Namespace) -> PlannedModel:
 
 
 def _of_numbers(args: argparse.Namespace) -> PlannedModel:
-    """Return so many equal layers: the paper's and what is given instead, or all of it given."""
+    """Return a number of equal layers: the paper's sizes with the given changes, or all sizes given."""
     fields = {
         "B": args.samples,
         "L": args.length,
@@ -69,7 +71,7 @@ def _of_numbers(args: argparse.Namespace) -> PlannedModel:
 
 
 def _of_architecture(args: argparse.Namespace, found: Architecture) -> PlannedModel:
-    """Return a model that has sizes of its own, with what is given instead."""
+    """Return a model with sizes of its own, with the given changes."""
     of_numbers = {"--width": args.width, "--heads": args.heads, "--kv-heads": args.kv_heads, "--ffn": args.ffn}
     for flag, value in of_numbers.items():
         if value is not None:
@@ -145,11 +147,11 @@ def _configured(name: str) -> Architecture:
 
 
 def planned_groups(args: argparse.Namespace, nodes: int, gpus: int, model: PlannedModel) -> Groups:
-    """Return the given sizes, and for the others what fits them; where no size does, ``Groups`` says so.
+    """Return the given group sizes, completed by defaults. ``Groups`` refuses impossible sizes.
 
-    Of an architecture attention and experts are whole on a rank, and experts are spread over as many ranks of a node as
+    For an architecture, attention and experts are whole on a rank. Experts are spread over as many ranks of a node as
     divide them, as ``fsmoe.ep_size = "auto"`` does in training. Otherwise sizes are the paper's: attention and experts
-    split inside a node, experts spread over nodes as far as there are experts; on a single node they are spread over
+    are split inside a node, and experts are spread over nodes as far as possible. On a single node they are spread over
     its ranks instead.
     """
     pp = args.pp or 1
@@ -169,13 +171,14 @@ def planned_groups(args: argparse.Namespace, nodes: int, gpus: int, model: Plann
 
 
 def _dividing(*numbers: int) -> list[int]:
-    """Return what divides all of some numbers."""
+    """Return the common divisors of some numbers."""
     return [size for size in range(1, min(numbers) + 1) if all(each % size == 0 for each in numbers)]
 
 
 def other_layouts(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> list[Groups]:
-    """Return the layouts among which the fastest is taken, where experts that are cut inside each node cannot be spread
-    over nodes; else the usual one alone."""
+    """Return the layouts to choose the fastest from. There are several only if experts sharded inside each node
+    cannot be spread over nodes.
+    """
     nodes = groups.stage // groups.gpus_per_node
     given = model.architecture is not None or args.ep is not None or args.esp is not None
     if given or nodes < 2 or groups.ep > 1 or model.shape.E == 1:
@@ -188,7 +191,7 @@ def other_layouts(args: argparse.Namespace, model: PlannedModel, groups: Groups)
 
 
 def _layout_note(args: argparse.Namespace, model: PlannedModel, groups: Groups) -> str | None:
-    """Return why experts are spread over so many ranks, where the usual layout does not fit; ``None``: it does."""
+    """Return why the EP size is what it is, if the usual layout does not fit; otherwise None."""
     experts, gpus = model.num_experts, groups.gpus_per_node
     if args.ep is not None or experts == 1 or groups.stage == 1:
         return None
@@ -210,8 +213,9 @@ def _layout_note(args: argparse.Namespace, model: PlannedModel, groups: Groups) 
 
 
 def take_expert_groups(args: argparse.Namespace, job: PlannedJob) -> None:
-    """Set the groups of experts that a token chooses from to the model's, where none are given and they matter: where
-    tokens cross once per node, and groups do not lie across nodes."""
+    """Set the token's groups of experts to the model's, if none are given and they matter: with node-deduplicated
+    dispatch, and groups that do not span nodes.
+    """
     given = args.expert_groups, args.groups_per_token, args.routing
     architecture, groups = job.model.architecture, job.groups
     if architecture is None or given != (None, None, None):
@@ -226,7 +230,7 @@ def take_expert_groups(args: argparse.Namespace, job: PlannedJob) -> None:
 
 
 def print_taken(args: argparse.Namespace, job: PlannedJob) -> None:
-    """Print what was not given as it would be given, and why it is that."""
+    """Print the defaults used, as arguments, with their reasons."""
     words = {"mp": "mp", "esp": "expert-tensor-parallel-size", "ep": "ep-size"}
     sizes = {word: getattr(job.groups, name) for name, word in words.items() if getattr(args, name) is None}
     taken, notes = {**job.model.taken, **sizes}, [*job.model.notes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in ``ds_fsmoe plan`` what it would give to place experts by the rows that they got."""
+"""Prints in ``ds_fsmoe plan`` the predicted gain of placing experts by measured rows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Loads = Mapping[str, np.ndarray]
 
 
 def check_loads(path: Path, job: PlannedJob) -> None:
-    """Check that loads go with what is planned.
+    """Check that loads match the planned job.
 
     Raises:
-        ValueError: arguments that do not go with them.
+        ValueError: the arguments do not match the loads.
     """
     shape = job.model.shape
     if shape.capacity_factor is not None:
@@ -48,10 +48,10 @@ def check_loads(path: Path, job: PlannedJob) -> None:
 
 
 def read_loads(path: Path, num_experts: int) -> Loads:
-    """Read loads of a model with so many experts.
+    """Read loads of a model with ``num_experts`` experts.
 
     Raises:
-        ValueError: no such file, or one of another model.
+        ValueError: the file does not exist, or is of another model.
     """
     loads = _of_json(path) if path.suffix == ".json" else _of_recording(path)
     for layer, rows_RE in loads.items():
@@ -64,7 +64,7 @@ def read_loads(path: Path, num_experts: int) -> Loads:
 
 
 def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
-    """Print what placing experts by the loads of a file would give; return it as plain data."""
+    """Print the gain of placing experts by the loads of a file; return it as plain data."""
     groups, prices = result.job.groups, _prices(result)
     found = [place(layer, on_ranks(rows_RE, groups.ep), prices) for layer, rows_RE in loads.items()]
     print(f"\nexperts placed by {path}: balanced, on {groups.ep} ranks")
@@ -89,8 +89,7 @@ def print_placement(path: Path, loads: Loads, result: Report) -> dict[str, Any]:
 
 
 def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
-    """Return where the experts of a layer would be placed by the rows that they got, and what that gives, as plain
-    data."""
+    """Return the placement of a layer's experts by their rows, and its gain, as plain data."""
     groups = prices.groups
     now = ExpertPlacement.at_start(rows_GE.shape[1], groups.ep)
     seen = ObservedRouting(rows_GE, tuple(index * groups.esp // groups.gpus_per_node for index in range(groups.ep)))
@@ -110,7 +109,7 @@ def place(layer: str, rows_GE: np.ndarray, prices: Prices) -> dict[str, Any]:
 
 
 def print_layers(found: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of what :func:`place` has said of each layer."""
+    """Print a table of the results of :func:`place` for each layer."""
     heads = ("layer", "fullest now", "placed", "experts move", "layer ms now", "placed", "move ms", "pays")
     rows = []
     for each in found:
@@ -132,13 +131,14 @@ def print_layers(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def moved_bytes(weights: int, dtype_bytes: int) -> int:
-    """Return the bytes of an expert that moves, by the elements of its weights: fp32 trains them in place, a narrower
-    type a copy of them in fp32; both have two moments."""
+    """Return the bytes of an expert that moves, from the elements of its weights. Weights in fp32 are trained in
+    place; narrower ones have a copy in fp32. Both have two moments.
+    """
     return weights * (dtype_bytes + (8 if dtype_bytes == 4 else 12))
 
 
 def _prices(result: Report) -> Prices:
-    """Return what a layer of the plan that is shown costs."""
+    """Return the costs of a layer of the shown plan."""
     job, shape, settings = result.job, result.job.model.shape, result.planner.settings
     forward, backward = result.plan.blocks(len(result.layers) // 2)
     products, num_local = GEMMS[shape.ffn], shape.E // job.groups.ep
@@ -167,14 +167,16 @@ def _prices(result: Report) -> Prices:
 
 
 def on_ranks(rows_RE: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return [G, E]: of ranks at the same index the mean, or of others than these ranks all rows spread evenly."""
+    """Return the rows on ``num_ranks`` ranks, [G, E]: the mean over ranks with the same index, or else all rows
+    spread evenly.
+    """
     if len(rows_RE) % num_ranks == 0:
         return rows_RE.reshape(-1, num_ranks, rows_RE.shape[1]).mean(axis=0)
     return np.tile(rows_RE.sum(axis=0) / num_ranks, (num_ranks, 1))
 
 
 def _of_recording(path: Path) -> Loads:
-    """Return layer -> [R, E], the mean rows per step of a recording, ranks of an EP group in its order."""
+    """Return layer -> the mean rows per step of a recording, [R, E], with ranks of an EP group in its order."""
     recording = read_routing(path)
     rows = {layer.path: _mean_rows(recording, layer.path) for layer in recording.layers}
     if not any(each.sum() for each in rows.values()):
@@ -194,7 +196,7 @@ def _mean_rows(recording: Recording, path: str) -> np.ndarray:
 
 
 def _of_json(path: Path) -> Loads:
-    """Return layer -> [R, E] of ``{"layer": [[rows of rank 0 for each expert], ...]}``."""
+    """Return layer -> rows, [R, E], from ``{"layer": [[rows of rank 0 for each expert], ...]}``."""
     try:
         said = read_json(path)
     except (OSError, ValueError) as error:

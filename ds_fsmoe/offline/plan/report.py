@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on a cluster under every system: what ``ds_fsmoe plan`` prints and writes."""
+"""Plans a model on a cluster with every system. ``ds_fsmoe plan`` prints and writes the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LINKS_IN_WORDS = {
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Says what is planned, on what, and how."""
+    """Describes a planned job: the cluster, the groups, the model and the settings."""
 
     cluster: Cluster
     groups: Groups
@@ -56,11 +56,11 @@ class PlannedJob:
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether what a rank needs of memory can be predicted."""
+        """Return True if the memory of a rank can be predicted."""
         return self.model.architecture is not None and self.groups.mp == 1
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the layers of the pipeline stage that computes the most."""
+        """Return the layers of the busiest pipeline stage."""
         model, shape, groups = self.model, self.model.shape, self.groups
         how = self.alltoall, self.recompute, self.fanout
         if model.architecture is None:
@@ -73,7 +73,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Report:
-    """The plans of a model and their predictions."""
+    """Holds the plans of a model and their predictions."""
 
     job: PlannedJob
     planner: Planner
@@ -90,7 +90,7 @@ class Report:
 
     @property
     def places(self) -> Sequence[int]:
-        """The places of the layers in the model: of an architecture, those of blocks with experts."""
+        """Return the indices of the layers in the model; in an architecture, those of blocks with experts."""
         architecture = self.job.model.architecture
         if architecture is None or self.stage is None:
             return range(len(self.layers))
@@ -98,15 +98,15 @@ class Report:
 
     @property
     def plan(self) -> ModelPlan:
-        """The plan by the preset that is shown."""
+        """Return the plan of the shown preset."""
         return self.plans[self.preset_name]
 
     def step_ms(self, name: str) -> float:
-        """Return the time of a step by a system."""
+        """Return the ms of a step by a system."""
         return sum(self.times_ms[name])
 
     def head(self) -> list[tuple[str, str]]:
-        """The assumptions of the plan."""
+        """Return the assumptions of the plan, as (name, text)."""
         s, g, kappa = self.job.model.shape, self.job.groups, self.planner.settings.contention
         drop = "nothing dropped" if s.capacity_factor is None else f"capacity factor {s.capacity_factor:g}"
         if s.imbalance > 1:
@@ -165,25 +165,26 @@ class Report:
         return simulate(schedule, self.planner.costs, self.planner.settings.contention, self.planner.settings.host_ms)
 
     def best_two_batch(self) -> ModelPlan | None:
-        """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
+        """Return the ``best`` plan with two-batch overlap, or None if it cannot be used."""
         zero, space = self.job.zero, self.planner.settings.space(BEST)
         options = [{"": each} for each in zero.layers(BEST, self.layers)]
         mode = mode_of(BEST) if zero.has_windows_of(BEST) else "off"
         return Search(self.planner, PlanRequest(options, space, mode, can_split=True)).best_two_batch()
 
     def pair_timelines(self, plan: ModelPlan) -> dict[str, Timeline]:
-        """Return phase -> the timeline of two layers like the middle one of a plan, one after the other."""
+        """Return phase -> the timeline of two consecutive layers like the plan's middle one."""
         middle = len(self.layers) // 2
         forward, backward = plan.forward[middle], plan.backward[-1 - middle].without_ages()
         few = (self.layers[middle],) * 2
         return self.timelines(replace(plan, layers=few, forward=(forward,) * 2, backward=(backward,) * 2, tail=()))
 
     def step_timelines(self, *, is_two_batch: ModelPlan | None = None) -> list[tuple[str, Timeline]]:
-        """The whole step of every preset, forward and backward one after the other, the slowest first. All of them do
-        the same work and send the same gradients, so their lengths can be compared.
+        """Return (title, timeline) of the whole step of every preset, forward and backward, the slowest first.
+
+        All presets do the same work and send the same gradients, so their lengths are comparable.
 
         Args:
-            in_halves: a plan in halves that is drawn with them.
+            is_two_batch: a plan with two-batch overlap to include; ``None``: none.
         """
         plans = {**self.plans, **({} if is_two_batch is None else {f"{BEST}, in halves": is_two_batch})}
         times_ms = {name: sum(self.times_ms.get(name) or self.planner.phases_ms(each)) for name, each in plans.items()}
@@ -206,7 +207,7 @@ class Report:
 
     @cached_property
     def plan_rows(self) -> list[dict[str, Any]]:
-        """Return the plan, layer by layer. Layers are counted from the front, in both phases."""
+        """Return the plan, layer by layer, counted from the front in both phases."""
         plan, places = self.plan, self.places
         forward = places, [each.forward for each in self.layers], plan.forward, plan.forward_choices
         backward = places[::-1], [each.backward for each in self.layers[::-1]], plan.backward, plan.backward_choices
@@ -233,7 +234,9 @@ class Report:
         }
 
     def plan_groups(self) -> list[list[dict[str, Any]]]:
-        """Return the plan with neighbours with as many chunks in one order merged; their gradient slices may differ."""
+        """Return the rows of the plan, grouped by neighbours with equal chunks and order. Their gradient slices may
+        differ.
+        """
         decided = ("phase", "degree", "order")
         return [list(same) for _, same in groupby(self.plan_rows, key=lambda row: [row[name] for name in decided])]
 
@@ -278,16 +281,16 @@ class Report:
 
 
 def report(job: PlannedJob, preset_name: str, names: Sequence[str] = NAMES, max_layers: int | None = None) -> Report:
-    """Plan a model the way every system would.
+    """Plan a model as every system would.
 
     Args:
-        job: what is planned.
-        preset_name: whose plan is shown.
-        names: of the systems.
-        max_layers: so many layers of a stage and no more are planned; ``None``: all.
+        job: the job to plan.
+        preset_name: the preset to show.
+        names: the systems.
+        max_layers: the largest number of layers of a stage to plan; ``None``: all.
 
     Raises:
-        ValueError: an unknown preset, or whatever the parts refuse.
+        ValueError: the preset is unknown, or the job is impossible.
     """
     if preset_name not in NAMES:
         raise ValueError(f"unknown preset {preset_name!r}: choose from {', '.join(NAMES)}")

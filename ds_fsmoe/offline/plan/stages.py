@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of ``ds_fsmoe plan`` about pipeline stages: a whole batch through all of them, beside the stage that
-computes the most."""
+"""Prints pipeline stages in ``ds_fsmoe plan``: a whole batch through all of them, next to the busiest stage."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def is_batch(args: argparse.Namespace) -> bool:
-    """Whether a whole batch is planned, and not one micro-batch alone."""
+    """Return True if a whole batch is planned, and False for one micro-batch alone."""
     return (args.pp or 1) > 1 or args.micro_batches is not None
 
 
 @dataclass(frozen=True)
 class BatchReport:
-    """The plans of all stages by every system, and the batches that they make."""
+    """Holds the plans of all stages by every system, and their batches."""
 
     alone: Report
     """The report of one stage."""
@@ -40,16 +39,18 @@ class BatchReport:
 
     @property
     def num_micro_batches(self) -> int:
-        """The micro-batches of the batch."""
+        """Return the number of micro-batches of the batch."""
         return self.alone.job.settings.num_micro_batches
 
     def batch_ms(self, name: str) -> float:
-        """Return the time of a batch by a system."""
+        """Return the ms of a batch by a system."""
         return self.pipeline.batch_ms([each.times for each in self.plans[name]], self.num_micro_batches)
 
     @cached_property
     def bound_ms(self) -> float:
-        """The batch of stages that all take what no plan can beat: it gets no longer when a part of it gets shorter."""
+        """Return the ms of a batch whose stages all take their lower bounds. A shorter part never makes the batch
+        longer.
+        """
         planner, least = self.alone.planner, []
         most = planner.settings.max_degree
         for work, plan in zip(self.pipeline.works, self.plans[self.alone.preset_name], strict=True):
@@ -65,13 +66,14 @@ class BatchReport:
         return self.pipeline.batch_ms(least, self.num_micro_batches)
 
     def bubble_share(self, name: str) -> float:
-        """Return the share of all stages' time in which they have nothing to do."""
+        """Return the share of all stages' time that is idle."""
         shares = [row["bubble_share"] for row in self.rows(name)]
         return sum(shares) / len(shares)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return what each stage does by a system. Bytes and times of sends are those of a batch, there and back; what
-        is left of a batch beside them and the stage's own work are its bubbles."""
+        """Return the work of each stage by a system. Bytes and ms of sends are those of a batch, both ways. The rest
+        of a batch, besides sends and own work, is its bubbles.
+        """
         whole_ms, count, found = self.batch_ms(name), self.num_micro_batches, []
         for stage, plan in enumerate(self.plans[name]):
             sends_ms = self.pipeline.stage_sends_ms(stage, count)
@@ -93,7 +95,7 @@ class BatchReport:
         return found
 
     def of_stage(self) -> Report:
-        """Return the report of the one stage with the plans that it has in the batch."""
+        """Return the report of the busiest stage, with its plans in the batch."""
         index = 0 if self.alone.stage is None else self.alone.stage.index
         plans = {name: of[index].plan or self.alone.plans[name] for name, of in self.plans.items()}
         times_ms = {name: self.alone.planner.phases_ms(plan) for name, plan in plans.items()}
@@ -123,7 +125,7 @@ class BatchReport:
 
 
 def batch_of(alone: Report) -> BatchReport:
-    """Plan all stages of a model the way every system would, of which one stage has been planned.
+    """Plan all stages of a model as every system would, given the report of one stage.
 
     Raises:
         ValueError: the cluster has no number for sends.
@@ -146,12 +148,12 @@ def batch_of(alone: Report) -> BatchReport:
 
 
 def print_batch(found: BatchReport, bases: Baselines, is_default: bool) -> None:
-    """Print what a batch takes by every system, and what the stages do by the shown one.
+    """Print the time of a batch by every system, and the stages by the shown one.
 
     Args:
         found: the batch.
-        bases: what others are compared with.
-        is_default: whether nobody has asked for so many micro-batches.
+        bases: the baselines.
+        is_default: whether the number of micro-batches is the default.
     """
     count, num_stages = found.num_micro_batches, len(found.places)
     default = ", the default" if is_default else ""

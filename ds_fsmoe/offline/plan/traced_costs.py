@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what tasks cost by the trace of a run: fitted to it, or measured before and corrected by it.
+"""Derives the costs of tasks from the trace of a run: fitted to it, or measured before and corrected by it.
+``from_trace.py`` calls it.
 
-Chunks of other sizes, as both phases have where their degrees differ, and plans that are tried, make a line. Of a
-single size nobody can tell what of its time is start-up: measurements say it, or a cluster's file, or it is taken to be
-none, and then more chunks seem to cost nothing. Where it is known how lanes slow each other down, that is taken out of
-the spans; otherwise it stays in them.
+A line needs chunks of several sizes, as in phases with different degrees and in trials. From a single size, start-up
+cannot be separated. It then comes from measurements or a cluster's file, or else is 0, and more chunks seem free. Known
+contention of lanes is taken out of the spans; otherwise it stays in them.
 
-The tasks are those of the rank whose steps are logged. Its runs of layers, and what is between them, make up its steps,
-with its waiting for others: where ranks drift apart, as they do in schedules with little overlap, that is part of what
-a step takes. Of each run the rank that waits least, or of each task, would seem to take less than steps do.
+The tasks are those of the rank whose steps are logged. Its runs of layers, and the time between them, make up its
+steps, with its waiting for others. Where ranks drift apart, as in schedules with little overlap, that is part of a
+step. Taking the rank that waits least, of each run or task, would give less than the time of steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PHASES = {"fwd": False, "bwd": True}
 
 
 class TracedChunk(NamedTuple):
-    """A chunk of a kind of task, in a phase of a layer that was run in so many chunks."""
+    """Names a chunk of a kind of task, in a phase of a layer with a number of chunks."""
 
     label: str
     backward: bool
@@ -58,7 +58,7 @@ class TracedChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedJob:
-    """Holds what the trace of a rank tells of a job, in milliseconds."""
+    """Holds the times in the trace of a rank, in ms."""
 
     slices_ms: Mapping[TracedChunk, float]
     """Piece -> its time, the median over runs."""
@@ -70,7 +70,7 @@ class TracedJob:
 
 
 def counted_tasks(trace: Mapping[str, Any]) -> list[MeasuredTask]:
-    """Return the tasks of the phases of layers in the trace of a rank, without those of runs that did not end."""
+    """Return the tasks of the layers' phases in the trace of a rank, without those of unfinished runs."""
     return [
         each
         for each in measured_tasks(trace)
@@ -79,13 +79,13 @@ def counted_tasks(trace: Mapping[str, Any]) -> list[MeasuredTask]:
 
 
 def read_tasks(tasks: Iterable[MeasuredTask], contention: Contention = IDEAL, settled: int = 0) -> TracedJob:
-    """Return what the trace of a rank tells of a job.
+    """Return the times of a job from the trace of a rank.
 
     Args:
-        tasks: the tasks of the rank whose steps are logged. Plans that were tried are welcome among them: they have
+        tasks: the tasks of the rank whose steps are logged. Tried plans among them help, as they have
             chunks of other sizes.
-        contention: how lanes slow each other down: what a task would have taken alone counts.
-        settled: the first step in which nothing is tried any more: only from there on steps are told as a whole.
+        contention: how lanes slow each other down; times are those of tasks alone.
+        settled: the first step after all trials; only later steps are returned as a whole.
     """
     of_phases: dict[tuple[str, str, int], dict[int, list[MeasuredTask]]] = defaultdict(lambda: defaultdict(list))
     for each in tasks:
@@ -124,7 +124,7 @@ def read_tasks(tasks: Iterable[MeasuredTask], contention: Contention = IDEAL, se
 
 
 def _as_wholes(pieces_ms: dict[TracedChunk, float]) -> dict[TracedChunk, float]:
-    """Return the same pieces with the experts' backward as one task: 0.2.0 could run it as two, the weights' later."""
+    """Return the same chunks with the experts' backward as one task; version 0.2.0 could run it as two."""
     for piece in [each for each in pieces_ms if each.kind == "EXPERT_DX"]:
         whole_ms = pieces_ms.pop(piece) + pieces_ms.pop(piece._replace(kind="EXPERT_DW"), 0.0)
         pieces_ms.setdefault(piece._replace(kind=EXPERT), whole_ms)
@@ -132,7 +132,7 @@ def _as_wholes(pieces_ms: dict[TracedChunk, float]) -> dict[TracedChunk, float]:
 
 
 def _alone_ms(tasks: list[MeasuredTask], contention: Contention) -> list[float]:
-    """Return what each task of a run would have taken alone."""
+    """Return the ms that each task of a run would have taken alone."""
     if contention == IDEAL:
         return [each.end_ms - each.begin_ms for each in tasks]
     edges = sorted({edge for each in tasks for edge in (each.begin_ms, each.end_ms)})
@@ -153,16 +153,16 @@ _APART = 1.25
 def fit_costs(
     job: RecordedJob, traced: TracedJob, cluster: Cluster | None = None
 ) -> tuple[dict[str, LayerCosts], tuple[str, ...]]:
-    """Return what the tasks of a job cost that measured nothing.
+    """Return the costs of a job's tasks, fitted to its trace, for a job without measured costs.
 
     Args:
-        job: what its layers are.
-        traced: what its trace tells.
-        cluster: what start-up costs, where that is known.
+        job: the job with its layers.
+        traced: the times of its trace.
+        cluster: the cluster with start-up costs, if known.
 
     Returns:
-        Label of a layer -> the costs of its tasks; and the kinds of tasks that had one size, so that nobody can tell
-        what of their time is start-up.
+        Label of a layer -> the costs of its tasks; and the kinds of tasks with only one size, whose start-up is
+        unknown.
 
     Raises:
         ValueError: the trace has no task of a layer, or lacks a kind of task.
@@ -184,15 +184,15 @@ def fit_costs(
 
 
 def corrected(job: RecordedJob, traced: TracedJob) -> RecordedJob:
-    """Return a job whose measured costs are corrected by what tasks took in its trace.
+    """Return a job whose measured costs are corrected by the times of its trace.
 
-    Measuring was a moment, and the trace is the training. Where a kind of task had several sizes there, as it has while
-    plans are tried, its cost is the line through them; where it had one, the measured cost times a factor. What the
-    trace does not have is corrected as the rest of its lane is.
+    Measuring was short, and the trace is of the training. A kind of task with several sizes, as during trials, gets the
+    line through them. One with a single size gets its measured cost times a factor. Kinds that are not in the trace are
+    corrected like the rest of their lane.
 
     Args:
         job: the job, with measured costs.
-        traced: what its trace tells, of tasks alone.
+        traced: the times of its trace, of tasks alone.
     """
     kinds = []
     for kind in job.kinds:
@@ -212,15 +212,15 @@ def corrected(job: RecordedJob, traced: TracedJob) -> RecordedJob:
 def with_slowdown_of(
     job: RecordedJob, tasks: Sequence[MeasuredTask], settled: int = 0
 ) -> tuple[RecordedJob, TracedJob]:
-    """Return a job, and what its trace tells, with as much slowdown of lanes by each other as the spans show.
+    """Return a job and the times of its trace, with the contention of lanes that the spans show.
 
-    How lanes slow each other down was measured in a moment, too. Of a few shares of that the one is taken with which
-    tasks that ran beside others and tasks that ran alone lie nearest to one line.
+    The contention was measured briefly, too. Several shares of it are tried. The best one puts concurrent tasks and
+    tasks that ran alone nearest to one line.
 
     Args:
         job: the job, with measured costs.
         tasks: the tasks of the rank whose steps are logged.
-        settled: the first step in which nothing is tried any more.
+        settled: the first step after all trials.
     """
     found: list[tuple[float, RecordedJob, TracedJob]] = []
     for share in _SHARES:
@@ -233,7 +233,7 @@ def with_slowdown_of(
 
 
 def _off_lines(job: RecordedJob, traced: TracedJob) -> float:
-    """Return how far what was traced lies off the lines through it, as a mean of shares; 0 where there are none."""
+    """Return the mean relative distance of traced times from the lines through them; 0 without lines."""
     off = []
     for kind in job.kinds:
         for alltoall in dict.fromkeys(way.planned for way in kind.alltoalls.values()):
@@ -248,7 +248,7 @@ Points = Mapping[tuple[bool, str], Sequence[tuple[float, float]]]
 
 
 def _points(kind: RecordedKind, alltoall: AllToAll, traced: TracedJob) -> Points:
-    """Return what was traced of these layers with an all-to-all, without empty chunks."""
+    """Return the traced (size, ms) of these layers with an all-to-all, without empty chunks."""
     found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]
     works = [{each.kind: each for each in moe.stages} for moe in moes]
@@ -263,12 +263,12 @@ def _points(kind: RecordedKind, alltoall: AllToAll, traced: TracedJob) -> Points
 
 
 def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> LayerCosts:
-    """Return costs corrected by what was traced.
+    """Return costs corrected by traced times.
 
     Args:
         costs: the costs as measured.
-        points: what was traced of these tasks.
-        on_links: the factors by which all-to-alls before this one were corrected; those of this one are added.
+        points: the traced (size, ms) of these tasks.
+        on_links: the correction factors of earlier all-to-alls; those of this one are added.
     """
     lines = {key: _line(each) for key, each in points.items()}
     of_experts: dict[bool, list[float]] = {False: [], True: []}
@@ -301,7 +301,7 @@ def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> Laye
 def _costs(
     kind: RecordedKind, alltoall: AllToAll, fitted: Mapping[tuple[bool, str], LinearCost], backward: bool
 ) -> dict[str, Cost]:
-    """Return what tasks of one kind of layers cost in a phase."""
+    """Return the costs of the tasks of one kind of layer in a phase."""
     moe = moe_work(kind.groups, backward, kind.shape, alltoall)
     costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
     for each in moe.stages:
@@ -316,12 +316,12 @@ def _costs(
 
 
 def _pooled(backward: bool, kind: str) -> tuple[bool, str]:
-    """Return under which name the times of a task are put together with those of its like."""
+    """Return the key under which times of alike tasks are pooled."""
     return (backward, kind) if kind == EXPERT else (False, kind)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> LinearCost | None:
-    """Return the line through what was traced; ``None`` where it had one size, or too few points."""
+    """Return the line through traced times, or None for a single size or too few points."""
     sizes, times_ms = zip(*points, strict=True)
     if len(points) < 3 or max(sizes) < _APART * min(sizes):
         return None
@@ -331,7 +331,7 @@ def _line(points: Sequence[tuple[float, float]]) -> LinearCost | None:
 
 
 def _with_start_up(points: Sequence[tuple[float, float]], written: LinearCost | None) -> LinearCost:
-    """Return a cost that gives what was traced of one size, with the start-up of another one."""
+    """Return a cost that reproduces the traced times of one size, with the start-up of another cost."""
     size, time_ms = (statistics.median(each) for each in zip(*points, strict=True))
     alpha_ms = 0.0 if written is None else min(written.alpha_ms, 0.9 * time_ms)
     return LinearCost(alpha_ms, (time_ms - alpha_ms) / size)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan what the arguments of ``ds_fsmoe plan`` name, and print the result from its first line to its last one."""
+"""Plans the job in the arguments of ``ds_fsmoe plan``, and prints the whole result. The command calls it unless
+``--from-trace`` is given.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def print_plan(args: argparse.Namespace) -> int:
     """Plan, and print the result; return the exit status.
 
     Raises:
-        ValueError: arguments that do not go together, or whatever the parts refuse.
+        ValueError: arguments contradict each other, or the job is impossible.
     """
     if args.cluster is None:
         raise ValueError(
@@ -104,7 +106,7 @@ def print_plan(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> PlannedJob:
-    """Return what the arguments name, with the fastest of the layouts that are possible."""
+    """Return the job in the arguments, with the fastest of the possible layouts."""
     cluster = load_cluster(args.cluster)
     nodes = cluster.num_nodes if args.nodes is None else args.nodes
     if nodes < 1:
@@ -173,8 +175,9 @@ def _print_head(result: Report, args: argparse.Namespace) -> None:
 
 
 def _print_presets(args: argparse.Namespace, result: Report, bases: Baselines) -> None:
-    """Print the times of a step by all systems; of a batch those of its last micro-batch, without stock in another
-    layout, whose batch stands above."""
+    """Print the ms of a step by all systems. For a batch, it is the step of its last micro-batch, without stock in
+    another layout, whose batch is printed above.
+    """
     stage = result.job.zero.stage
     gathers = f", gathers of parameters (ZeRO {stage})" if stage else ""
     what = f"forward, backward, sums of gradients{gathers}; without the optimizer"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs have left behind: critical path, comparison, pictures, one HTML page."""
+"""Reports on recorded runs: critical path, comparison, pictures, one HTML page."""

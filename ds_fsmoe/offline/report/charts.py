@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes charts of a page, without their colours of light and dark, which the page has.
+"""Describes the charts of a page; the page adds the colours of its light and dark modes.
 
-Names of runs, layers and plans are values of these charts, never fields or expressions: they come from files.
+Names of runs, layers and plans come from files. So they are values of these charts, never fields or expressions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Points = Mapping[str, Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a page."""
+    """Holds a chart of a page."""
 
     about: str
     """What it shows, for those who do not see it."""
@@ -49,14 +49,14 @@ class Chart:
 
 @contextmanager
 def needs(package: str = "", what: str = "a page") -> Iterator[None]:
-    """Import what pages or pictures are made with.
+    """Run an import of the block; a missing package raises an error with the command to install it.
 
     Args:
-        package: the package; empty: that of the module that is missing.
-        what: what is made.
+        package: the package; empty: that of the missing module.
+        what: the result that needs the package, for the message.
 
     Raises:
-        ModuleNotFoundError: it is missing; the message says how to get it.
+        ModuleNotFoundError: the package is missing; the message says how to install it.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def needs(package: str = "", what: str = "a page") -> Iterator[None]:
 
 
 def library() -> ModuleType:
-    """Return what describes charts."""
+    """Return altair, which describes charts."""
     with needs("altair"):
         import altair
     return altair
@@ -79,13 +79,13 @@ def chart_of(
     height: int = 240,
     is_broad: bool = False,
 ) -> Chart:
-    """Return a chart that fills the width it is given, with its data.
+    """Return a chart with its data, as wide as its container.
 
     Args:
-        about: what it shows.
+        about: a description of the chart.
         chart: the chart by altair, whose data have names.
-        data: these data by name.
-        height: the pixels of the height.
+        data: the data by name.
+        height: the height in pixels.
         is_broad: whether it scrolls on narrow screens.
     """
     sized = chart.properties(width="container", height=height)
@@ -100,23 +100,23 @@ def chart_of(
 
 
 def zoom(alt: ModuleType) -> Any:
-    """Return what lets a chart be moved and zoomed along x; the wheel alone scrolls the page."""
+    """Return a parameter for moving and zooming a chart along x; the wheel alone scrolls the page."""
     return alt.selection_interval(name="zoom", bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]")
 
 
 def colours_of(names: Sequence[str], first: int = 0) -> dict[str, str]:
-    """Return the colour of each name: those of runs, from one of them on."""
+    """Return the colour of each name: the colours of runs, from number ``first`` on."""
     return {name: RUN_COLOURS[(first + number) % len(RUN_COLOURS)] for number, name in enumerate(names)}
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return every so manieth point where there are many, and the last."""
+    """Return every n-th point if there are many, and the last."""
     stride = math.ceil(len(points) / _MOST_POINTS)
     return points if stride < 2 else [*points[::stride], *points[-1:]]
 
 
 def is_drawable(value: Any) -> bool:
-    """Return whether a value can be drawn."""
+    """Return True if a value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -133,13 +133,13 @@ def draw_lines(
     """Return one line per name over optimizer steps.
 
     Args:
-        about: what is shown.
+        about: a description of the chart.
         lines: the points by name.
-        y_title: what the values are, with their unit.
+        y_title: the values with their unit.
         from_zero: whether the axis begins at zero.
-        cut_at: where the axis ends; triangles at its end stand for what is above. ``None``: above all.
-        shaded: stretches of steps to be shaded, and why: (from, to, words).
-        is_zoomable: whether it can be moved and zoomed.
+        axis_end: the end of the axis; triangles there stand for larger values. ``None``: above all.
+        shaded: ranges of steps to shade, with the reason: (from, to, words).
+        is_zoomable: whether the chart can be moved and zoomed.
     """
     alt = library()
     names = list(lines)
@@ -193,11 +193,11 @@ def draw_dots(
     """Return a point for each value, in a row for each name.
 
     Args:
-        about: what is shown.
+        about: a description of the chart.
         rows: "name", "x", "is_kept" and "note" of each point, in the order of names from the top.
-        x_title: what the values are, with their unit.
+        x_title: the values with their unit.
         title: the title.
-        ticks: "name" and "x" of what is marked by a stroke, such as medians.
+        ticks: "name" and "x" of values marked by a stroke, such as medians.
     """
     alt = library()
     names = list(dict.fromkeys(row["name"] for row in [*ticks, *rows]))
@@ -224,14 +224,14 @@ def draw_dots(
 def draw_heat(
     about: str, title: str, steps: Sequence[int], counts_NE: Sequence[Sequence[float]] | np.ndarray, v_title: str
 ) -> Chart:
-    """Return a cell for each step and expert, coloured by how far its count is above or below the mean of the step.
+    """Return a cell for each step and expert, coloured by its count relative to the mean of the step.
 
     Args:
-        about: what is shown.
+        about: a description of the chart.
         title: the title.
-        steps: the N steps; of many every so manieth is drawn.
+        steps: the N steps; of many, every n-th is drawn.
         counts_NE: [N, E], such as tokens.
-        v_title: what a count over the mean is.
+        v_title: the name of a count over the mean.
     """
     alt = library()
     num_experts = max((len(each) for each in counts_NE), default=1)
@@ -266,12 +266,12 @@ def draw_heat(
 
 
 def draw_against(about: str, rows: Sequence[Mapping[str, Any]], x_title: str, y_title: str, title: str) -> Chart:
-    """Return points of two values each, beside the line on which both are the same.
+    """Return points of two values each, with the line of equal values.
 
     Args:
-        about: what is shown.
+        about: a description of the chart.
         rows: "x", "y", "kind" and "name" of each point.
-        x_title, y_title: what the values are, with their unit.
+        x_title, y_title: the values with their unit.
         title: the title.
     """
     alt = library()
@@ -296,10 +296,10 @@ def draw_against(about: str, rows: Sequence[Mapping[str, Any]], x_title: str, y_
 
 
 def draw_fit(about: str, points: Iterable[tuple[float, float, float]], unit: str, title: str) -> Chart:
-    """Return measured values and the line that was fitted to them.
+    """Return measured values with their fitted line.
 
     Args:
-        about: what is shown.
+        about: a description of the chart.
         points: (size, measured ms, fitted ms), by size.
         unit: the unit of sizes.
         title: the title.
@@ -323,7 +323,7 @@ _MOST_COLOURED = 6
 
 
 def draw_ranks(panels: Sequence[tuple[str, Sequence[Sequence[tuple[int, float]]]]]) -> list[Chart]:
-    """Return a chart for each panel, all to one scale: bars of ranks, cut into their experts.
+    """Return a chart for each panel, all on one scale: bars of ranks, divided into their experts.
 
     The experts with most rows have colours, the same in all panels.
 
@@ -383,7 +383,7 @@ _WORDS_SHARE, _NUMBER_SHARE = 0.07, 0.011
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The tasks of one step of one rank."""
+    """Holds the tasks of one step of one rank."""
 
     title: str
     tasks: Sequence[MeasuredTask]
@@ -391,17 +391,17 @@ class TracedStep:
 
     @property
     def length_ms(self) -> float:
-        """The time from the begin of the first task to the end of the last."""
+        """Return the ms from the begin of the first task to the end of the last."""
         ends = [each.end_us for each in self.tasks]
         return (max(ends) - min(each.begin_us for each in self.tasks)) / 1e3 if ends else 0.0
 
 
 def task_rows(number: int, step: TracedStep) -> list[dict[str, Any]]:
-    """Return a row of data for each task, with milliseconds from the first one's begin.
+    """Return a row of data for each task, with ms from the begin of the first.
 
     Args:
         number: the position of the run, from 0 on.
-        step: its tasks.
+        step: the step with its tasks.
     """
     begin_us = min((each.begin_us for each in step.tasks), default=0.0)
     at_place = {(each.run, each.index): each for each in step.tasks}
@@ -457,7 +457,7 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
     """Return the chart of one step of each run, on one axis from 0 on.
 
     Args:
-        steps: from the top down, each with at least one task.
+        steps: the steps from the top down, each with at least one task.
     """
     alt = library()
     rows = [row for number, step in enumerate(steps) for row in task_rows(number, step)]

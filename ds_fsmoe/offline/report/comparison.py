@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares two recorded runs of one training: how much faster one is, whether losses agree, where the time went.
+"""Compares two recorded runs of one training: the speedup, the losses, and where the time went. ``ds_fsmoe compare``
+and the report's page call it.
 
-It tells how certain the ratio is, and what may be the cause where ours is not clearly faster. Short runs that took
-turns give a ratio for each turn, and an interval over turns. A turn is one run of each. What slows the machine for
-minutes slows both runs of a turn, so it is in no ratio; who goes first changes from turn to turn, so that neither
-always has the warmer machine.
+It also computes how certain the ratio is, and possible causes where ours is not clearly faster. Short alternating runs
+give a ratio for each turn, and an interval over turns. A turn is one run of each. A slowdown of the machine for minutes
+affects both runs of a turn, so it cancels out. The first run alternates from turn to turn, so that neither always has
+the warmer machine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class RunTimes:
-    """The medians in milliseconds, over the steps that count."""
+    """Holds the medians over the counted steps, in ms."""
 
     num_steps: int
     step_ms: float
@@ -41,21 +42,21 @@ class RunTimes:
 
 
 def settled_after(run: Run) -> int:
-    """Return the last step in which something was measured or tried; from there on the run does not change."""
+    """Return the last step with a measurement or trial; from there on the run does not change."""
     first = run.steps[0]["step"] if run.steps else 0
     return max(first + WARM_UP - 1, int(run.plans.get("settled_at", 0)))
 
 
 def step_times_ms(run: Run, after: int) -> list[float]:
-    """Return the times of the steps after a given one, in their order."""
+    """Return the ms of the steps after a given one, in order."""
     return [row["step_ms"] for row in run.steps if row["step"] > after and "step_ms" in row]
 
 
 def times_of(run: Run, after: int | None = None) -> RunTimes | None:
-    """Return the times of the steps after a given one; ``None`` if there are none.
+    """Return the times of the steps after a given one, or None if there are none.
 
     Args:
-        run: a run that has been read.
+        run: the run.
         after: the last step that does not count; by default what :func:`settled_after` returns.
     """
     after = settled_after(run) if after is None else after
@@ -71,7 +72,7 @@ def times_of(run: Run, after: int | None = None) -> RunTimes | None:
 
 @dataclass(frozen=True)
 class Losses:
-    """Compares the losses in the steps that both runs have."""
+    """Holds the comparison of losses in the steps that both runs have."""
 
     num_steps: int
     largest_difference: float
@@ -85,7 +86,7 @@ class Losses:
 
 
 def losses_of(one: Run, other: Run) -> Losses | None:
-    """Return how far two runs' losses are apart; ``None`` if no step has both."""
+    """Return the difference of two runs' losses, or None if no step has both."""
     of_one, of_other = (
         {row["step"]: float(row["loss"]) for row in run.steps if isinstance(row.get("loss"), (int, float))}
         for run in (one, other)
@@ -107,7 +108,7 @@ def _apart(one: float, other: float) -> float:
 
 
 def pair(runs: Sequence[Run]) -> tuple[Run, Run] | None:
-    """Return (stock, ours), if there is one of each."""
+    """Return (stock, ours) if there is one of each, otherwise None."""
     stock, ours = ([run for run in runs if run.is_stock is kind] for kind in (True, False))
     return (stock[0], ours[0]) if stock and ours else None
 
@@ -129,18 +130,18 @@ SAME_PART, APART = 0.05, 1.5
 
 @dataclass(frozen=True)
 class Interval:
-    """The ends of a 95% interval; no unit."""
+    """Holds the ends of a 95% interval of a ratio."""
 
     low: float
     high: float
 
 
 def winner(interval: Interval | None, of_what: str) -> str:
-    """Return in words who is faster, if that can be said: nobody is where the interval holds 1, or where there is none.
+    """Return which system is faster, in words; neither if the interval contains 1 or is missing.
 
     Args:
-        interval: of the ratio, stock's time over ours.
-        of_what: what there were too few of where there is no interval.
+        interval: the interval of stock's time over ours.
+        of_what: the units that are too few if there is no interval.
     """
     if interval is None:
         return f"no winner: an interval needs {FEWEST_BLOCKS} {of_what}, and there are fewer"
@@ -152,13 +153,15 @@ def winner(interval: Interval | None, of_what: str) -> str:
 
 
 def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) -> Interval | None:
-    """Return how many times as fast the variant is, by a bootstrap over blocks of neighbouring steps of each run.
+    """Return the interval of the variant's speedup, by a bootstrap over blocks of neighbouring steps of each run.
 
-    It covers what varied from step to step. It does not cover what the machine did during one run and not during
-    the other.
+    It covers variation from step to step. It does not cover changes of the machine between the runs.
+
+    It covers what varied from step to step. It does not cover what the machine did during one run and not during the
+    other.
 
     Returns:
-        ``None`` where either run has fewer than ten blocks.
+        The interval; ``None`` if a run has fewer than ten blocks.
     """
     runs = [_blocks(times_ms) for times_ms in (baseline_ms, variant_ms)]
     if any(len(blocks) < FEWEST_BLOCKS for blocks in runs):
@@ -178,7 +181,7 @@ def _drawn_median(blocks: list[Sequence[float]], draw: random.Random) -> float:
 
 
 def disturbance(stock: RunTimes, ours: RunTimes) -> str | None:
-    """Return a sentence if the part of a step that both runs share took different times: something else was running."""
+    """Return a sentence if the part that both runs share took different times, as when another job was running."""
     parts = [each.parts_ms.get("optimizer", 0.0) for each in (stock, ours)]
     if min(parts) < SAME_PART * min(stock.step_ms, ours.step_ms) or max(parts) < APART * min(parts):
         return None
@@ -189,7 +192,7 @@ def disturbance(stock: RunTimes, ours: RunTimes) -> str | None:
 
 
 def reasons(stock: Run, ours: Run, times: RunTimes) -> list[str]:
-    """Return what may keep ours from being faster, one sentence each, with what to try.
+    """Return possible reasons why ours is not faster, one sentence each, with a remedy.
 
     Args:
         stock, ours: the two runs.
@@ -223,7 +226,7 @@ def _is_chunked(degree: object) -> bool:
 
 
 def _by_trace(stock: Run, times: RunTimes) -> list[str]:
-    """Return what the tasks of stock's layers show, if they were traced."""
+    """Return findings from the tasks of stock's layers, if they were traced."""
     try:
         files = sorted(trace_folder(stock.folder).glob("rank*.json"))
         traces = {rank: read_trace(file) for rank, file in enumerate(files)}
@@ -256,7 +259,7 @@ FEWEST_STEPS = 5
 
 @dataclass(frozen=True)
 class Turn:
-    """What one run of each took, over the same steps."""
+    """Holds the times of one run of each, over the same steps."""
 
     number: int
     num_steps: int
@@ -266,17 +269,17 @@ class Turn:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast ours was."""
+        """Return the speedup of ours."""
         return self.stock_ms / self.fsmoe_ms
 
 
 def order_of(turn: int) -> tuple[bool, bool]:
-    """Return which runs of a turn are ours, in the order in which they run: stock first, then ours first, and so on."""
+    """Return which runs of a turn are ours, in their order: stock first, then ours first, alternating."""
     return (False, True) if turn % 2 == 0 else (True, False)
 
 
 def turn_of(number: int, stock: Run, ours: Run) -> Turn | None:
-    """Return what a turn found; ``None`` if its runs ended before plans were settled, or too soon after that."""
+    """Return the result of a turn, or None if a run ended before plans were settled, or too soon afterwards."""
     after = max(settled_after(stock), settled_after(ours))
     times = times_of(stock, after), times_of(ours, after)
     if times[0] is None or times[1] is None or min(each.step_ms for each in times if each) <= 0:
@@ -286,14 +289,14 @@ def turn_of(number: int, stock: Run, ours: Run) -> Turn | None:
 
 
 def read_turns(folder: Path, stock: str, ours: str) -> tuple[list[Turn], int] | None:
-    """Return the turns that count, and how many were run; ``None`` if there are none.
+    """Return the turns that count, and the number that ran; None if there are none.
 
     Args:
         folder: the folder with a folder for each turn.
         stock, ours: the names of the folders of the runs of a turn.
 
     Raises:
-        NoRunError: a run of a turn has recorded nothing.
+        NoRunError: a run of a turn has no record.
     """
     folders = sorted(folder.iterdir()) if folder.is_dir() else []
     if not folders:
@@ -311,7 +314,7 @@ def interval_of(turns: Sequence[Turn]) -> Interval | None:
     """Return the 95% interval of the ratio: Student's, of the logarithms of the turns' ratios.
 
     Returns:
-        ``None`` for fewer than ten turns.
+        The interval; ``None`` for fewer than ten turns.
     """
     if len(turns) < FEWEST_BLOCKS:
         return None

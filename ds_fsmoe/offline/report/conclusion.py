@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in plain words what runs have shown: what was gained and how that is known, what limits a step, what to try."""
+"""Writes the conclusion of a report in plain words: the gain and its evidence, what limits a step, and what to try."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _UNEVEN = 1.5
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times as fast ours is as what it is compared with, and how that is known."""
+    """Holds the speedup of ours over a baseline, with its evidence."""
 
     ratio: float
     interval: Interval | None
@@ -58,16 +58,16 @@ class SpeedUp:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether nobody is known to be faster."""
+        """Return True if the interval contains 1, so that neither is known to be faster."""
         return self.interval is not None and self.interval.low <= 1 <= self.interval.high
 
 
 def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> SpeedUp | None:
-    """Return what was gained, by the best evidence there is; ``None``: nothing was compared.
+    """Return the speedup by the best evidence there is, or None without a comparison.
 
     Args:
         runs: stock's and ours, or ours alone, whose autotuner may have compared schedules.
-        turns: short runs of both that took turns.
+        turns: short alternating runs of both.
     """
     both = pair(runs)
     if both is not None and turns:
@@ -105,7 +105,7 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> SpeedUp | None:
 
 
 def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Sequence[ShownStep]) -> None:
-    """Write the section that comes first."""
+    """Write the first section, with the conclusion."""
     page.heading(CONCLUSION)
     gain, after = gain_of(runs, turns), counted_after(runs)
     timed = [(run, times) for run in runs if (times := times_of(run, after)) is not None]
@@ -157,7 +157,7 @@ def conclusion(page: Page, runs: Sequence[Run], turns: Sequence[Turn], shown: Se
 
 
 def _describe_gain(gain: SpeedUp, is_pair: bool, is_disturbed: bool) -> tuple[list[tuple[str, str]], str]:
-    """Return the large figures about a gain, none that a sentence takes back, and the sentences."""
+    """Return (the large figures about a gain, sentences). Figures that a sentence qualifies are left out."""
     how, interval = f"That is {gain.how}.", gain.interval
     ends = "" if interval is None else f"{interval.low:.2f} to {interval.high:.2f}"
     faster = f"ds_fsmoe is {gain.ratio:.2f} times as fast as {gain.over} {gain.where or 'here'}"
@@ -189,7 +189,7 @@ def _sentence(words: str) -> str:
 
 
 def limits_of(run: Run, times: RunTimes | None, step: ShownStep | None) -> tuple[list[str], list[str]]:
-    """Return what limits a step of a run, and what may change that, a sentence each."""
+    """Return (what limits a step of a run, what may change that), one sentence each."""
     limits, tries = [], []
     if step is not None and step.path_ms > 0:
         of_path, of_tries = _by_path(run, step)
@@ -232,7 +232,7 @@ def limits_of(run: Run, times: RunTimes | None, step: ShownStep | None) -> tuple
 
 
 def _by_path(run: Run, step: ShownStep) -> tuple[list[str], list[str]]:
-    """Return what the critical path of a step says, and what follows from its largest part."""
+    """Return limits and remedies from the critical path of a step."""
     shares = {what: ms / step.path_ms for what, ms in step.shares_ms().items()}
     computed = sum(share for what, share in shares.items() if what in _COMPUTED)
     between = shares.get(BETWEEN, 0.0)
@@ -264,7 +264,7 @@ def _by_path(run: Run, step: ShownStep) -> tuple[list[str], list[str]]:
 
 
 def _fullest(run: Run) -> tuple[str, float] | None:
-    """Return the layer whose fullest expert lies highest above the mean in the last steps that were counted."""
+    """Return the layer whose fullest expert is highest above the mean in the last counted steps, with that ratio."""
     loads: Mapping[str, Any] = run.routers[-1]["layers"] if run.routers else {}
     found = {
         layer: max(load["tokens_E"]) * len(load["tokens_E"]) / sum(load["tokens_E"])

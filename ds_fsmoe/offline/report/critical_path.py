@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows where a traced phase's time went: the chain of tasks that determined its length, and why lanes were idle.
+"""Finds the critical path of a traced phase: the chain of tasks that determined its length, and why lanes were idle.
+The report's page and ``ds_fsmoe plan --from-trace`` call it.
 
-A task begins when its dependencies and the task before it on its lane have ended. Walking back from the task
-that ends last, always to the one that was waited for longest, gives the critical path. A collective really begins
-when the last of its ranks arrives, so there the path moves to that rank. The time between two tasks of the path is
-spent by the host, or by a processor that was busy elsewhere.
+A task begins when its dependencies and the task before it on its lane have ended. The path is found backwards from the
+task that ends last, always to the one that was waited for longest. A collective really begins when the last of its
+ranks arrives, so there the path moves to that rank. The time between two tasks of the path is spent by the host, or by
+a busy processor.
 
 Ranks' clocks are not corrected: across nodes, waiting times between ranks are as accurate as their clocks agree.
 
@@ -30,7 +31,7 @@ _SLACK_US = 1.0
 
 @dataclass(frozen=True)
 class Key:
-    """A phase of a layer in a step, on all ranks."""
+    """Names a phase of a layer in a step, on all ranks."""
 
     label: str
     """The label, such as "L03/bwd"."""
@@ -41,7 +42,7 @@ class Key:
 
 @dataclass(frozen=True)
 class MeasuredTask:
-    """One task of one run as a rank has traced it."""
+    """Holds one task of one run as traced by a rank."""
 
     layer: str
     phase: str
@@ -66,7 +67,7 @@ class MeasuredTask:
 
     @property
     def name(self) -> str:
-        """The name of the task within its phase."""
+        """Return the name of the task within its phase."""
         return f"{self.kind}/chunk{self.chunk}"
 
     @property
@@ -93,7 +94,7 @@ def _task(args: Mapping[str, Any], begin_us: float, took_us: float, rank: int) -
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the critical path."""
+    """Holds a part of the critical path."""
 
     rank: int
     what: str
@@ -110,7 +111,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class TracedPhase:
-    """One phase of a layer, over all ranks."""
+    """Holds one phase of a layer, over all ranks."""
 
     key: Key
     path: tuple[Segment, ...]
@@ -122,11 +123,11 @@ class TracedPhase:
 
     @property
     def ms(self) -> float:
-        """The time from the first begin to the last end on the critical path."""
+        """Return the ms from the first begin to the last end on the critical path."""
         return (self.path[-1].end_us - self.path[0].begin_us) / 1e3 if self.path else 0.0
 
     def shares_ms(self) -> dict[str, float]:
-        """Return what the critical path consists of, the largest share first."""
+        """Return the parts of the critical path by kind in ms, the largest first."""
         return added({each.what: each.ms} for each in self.path)
 
 
@@ -140,10 +141,10 @@ def added(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[TracedPhase]:
-    """Return every phase that some rank has traced to its end, in order of time.
+    """Return every phase that a rank has traced to its end, in order of time.
 
     Args:
-        traces: maps a rank -> its trace, as :func:`~ds_fsmoe.files.traces.read_trace` gives it.
+        traces: rank -> its trace from :func:`~ds_fsmoe.files.traces.read_trace`.
     """
     runs = _runs(traces)
     peers = {rank: trace["otherData"].get("peers", {}) for rank, trace in traces.items()}
@@ -153,7 +154,7 @@ def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[TracedPhase]:
 
 
 def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, MeasuredTask]]]:
-    """Map each phase -> rank -> index of a task -> the task."""
+    """Return phase -> rank -> index of a task -> the task."""
     found: dict[Key, dict[int, dict[int, MeasuredTask]]] = defaultdict(dict)
     for rank, trace in traces.items():
         of_run: dict[tuple[str, int, int], dict[int, MeasuredTask]] = defaultdict(dict)
@@ -222,7 +223,7 @@ def _by_lane(tasks: Mapping[int, MeasuredTask]) -> dict[str, list[MeasuredTask]]
 
 
 def idle_spans(tasks: Mapping[int, MeasuredTask], spans: Sequence[MeasuredTask]) -> list[tuple[str, float, float]]:
-    """Return (what was waited for, begin, end) of each time that a rank's lane was idle while its phase ran.
+    """Return (awaited task, begin, end) of each idle time of a rank's lane while its phase ran, in microseconds.
 
     Args:
         tasks: the tasks of the phase on this rank, by index.
@@ -244,7 +245,7 @@ def idle_spans(tasks: Mapping[int, MeasuredTask], spans: Sequence[MeasuredTask])
 
 
 def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, MeasuredTask]]]:
-    """Map each rank -> the tasks of each phase that it has traced to its end."""
+    """Return rank -> the tasks of each phase that it has traced to its end."""
     found: dict[int, list[Mapping[int, MeasuredTask]]] = defaultdict(list)
     for of_ranks in _runs(traces).values():
         for rank, tasks in of_ranks.items():
@@ -259,13 +260,13 @@ _IDLE_ROW = 500
 
 
 def merge_ranks(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[TracedPhase], list[str]]:
-    """Merge what ranks have left in a folder into ``trace.json`` there.
+    """Merge the traces of all ranks in a folder into ``trace.json`` there.
 
     Returns:
-        The file, the traces by rank, their phases, and what is missing from it, in words.
+        The file, the traces by rank, their phases, and sentences about missing parts.
 
     Raises:
-        FileNotFoundError: there is no file of a rank that can be read.
+        FileNotFoundError: no file of a rank can be read.
         OSError: the merged file cannot be written.
     """
     path = merge_traces(folder)

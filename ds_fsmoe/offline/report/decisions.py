@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what was measured, decided and came of it: plans, trials, predictions, the load and the places of experts.
+"""Writes the sections about decisions and their results: plans, trials, predictions, the loads and places of
+experts. The report's page calls it.
 
-A decision about placement is taken from the rows of the steps before it, so that the next one measures what it gained.
+A placement decision is made from the rows of the steps before it, so the next decision measures its gain.
 
 Letters: E experts, G ranks that share them.
 """
@@ -57,7 +58,7 @@ _WORDS_OF_BEFORE = {"pipeline_degree": "num_chunks", "esp_size": "expert_tensor_
 
 
 def keeps_stock(run: Run) -> bool:
-    """Return whether plans were tried and DeepSpeed's schedule was kept; earlier versions recorded the trials alone."""
+    """Return True if plans were tried and DeepSpeed's schedule was kept. Earlier versions recorded only the trials."""
     rounds = [each for each in run.plans.get("trials", ()) if each]
     was_kept = bool(rounds) and any(each["is_kept"] and each.get("is_baseline", False) for each in rounds[-1])
     return run.plans.get("is_stock", was_kept)
@@ -92,7 +93,7 @@ def _span(labels: Sequence[str]) -> str:
 
 
 def trials(page: Page, run: Run) -> None:
-    """Write the section about the plans that were tried, a point for each step."""
+    """Write the section about the tried plans, with a point for each step."""
     rounds = [each for each in run.plans.get("trials", ()) if each]
     if not rounds:
         return
@@ -126,7 +127,7 @@ def _round(title: str, tried: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def compared(page: Page, run: Run) -> None:
-    """Write the section about predictions beside what was measured."""
+    """Write the section about predicted and measured times."""
     if not run.compared:
         return
     page.heading("Predicted and measured")
@@ -159,7 +160,7 @@ def compared(page: Page, run: Run) -> None:
 
 
 def measured_operations(page: Page, run: Run) -> None:
-    """Write the section about the operations that were measured, and the lines fitted to them."""
+    """Write the section about the measured operations and their fitted lines."""
     found = run.plans.get("fits")
     if not found:
         return
@@ -213,7 +214,7 @@ def loads(page: Page, run: Run) -> None:
 
 
 def _most_uneven(page: Page, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the layers that are drawn: where there are many, those whose experts differ most in the last step."""
+    """Return the layers to draw; of many, those whose experts differ most in the last step."""
     layers = list(dict.fromkeys(name for row in rows for name in row["layers"]))
     if len(layers) <= _MOST_LAYERS:
         return layers
@@ -248,7 +249,7 @@ def _load_cells(load: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """What was decided about all layers after one step."""
+    """Holds the decisions about all layers after one step."""
 
     step: int
     rows: Mapping[str, Mapping[str, Any]]
@@ -258,23 +259,25 @@ class PlacementDecision:
 
     @property
     def changed(self) -> list[Mapping[str, Any]]:
-        """The rows of the layers whose placement changes."""
+        """Return the rows of the layers whose placement changes."""
         return [each for each in self.rows.values() if _changes(each)]
 
     @property
     def fullest(self) -> Mapping[str, Any]:
-        """The row of the layer whose fullest rank lies highest above the mean, of those that change if any do."""
+        """Return the row of the layer whose fullest rank is highest above the mean, among changing layers if there
+        are any.
+        """
         return max(self.changed or self.rows.values(), key=lambda each: each["balance"])
 
     @property
     def measured(self) -> float | None:
-        """The rows of the fullest rank of that layer over the mean at the next decision; ``None``: there is none."""
+        """Return the rows of that layer's fullest rank over the mean at the next decision, or None."""
         row = self.following.get(self.fullest["layer"])
         return None if row is None else row["balance"]
 
 
 def decisions_of(rows: Sequence[Mapping[str, Any]]) -> list[PlacementDecision]:
-    """Return the decisions of a run, by their steps.
+    """Return the decisions of a run, in the order of their steps.
 
     Args:
         rows: the lines of ``placement.jsonl``.
@@ -294,7 +297,7 @@ def _changes(row: Mapping[str, Any]) -> bool:
 
 
 def placement(page: Page, run: Run) -> None:
-    """Write a section about where experts are, if that was decided during the run."""
+    """Write a section about expert placement, if it was decided during the run."""
     if not run.placement:
         return
     decisions = decisions_of(run.placement)
@@ -356,7 +359,7 @@ def _times(count: int) -> str:
 
 
 def _balance_lines(decisions: Sequence[PlacementDecision]) -> dict[str, list[tuple[float, float]]]:
-    """Return what is measured at each decision, and what the one before it had expected for then."""
+    """Return the measured balance at each decision, and the one that the decision before expected."""
     lines: dict[str, list[tuple[float, float]]] = {"layer with the fullest rank": [], "mean of layers": []}
     expected: list[tuple[float, float]] = []
     for before, decision in zip([None, *decisions], decisions, strict=False):
@@ -369,7 +372,7 @@ def _balance_lines(decisions: Sequence[PlacementDecision]) -> dict[str, list[tup
 
 
 def _before_and_after(row: Mapping[str, Any]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
-    """Return pictures of the ranks of a layer, without the replicas that version 0.2.0 had."""
+    """Return (title, ranks) before and after a decision about a layer, without replicas of version 0.2.0."""
     places, rows_E = row["places"], np.array(row["rows_E"], dtype=float)
     sizes = {"num_experts": len(rows_E), "num_ranks": len(places["node_of_rank"])}
     before, after = (ExpertPlacement.from_dict(sizes | {"expert_of_place": places[at]}) for at in ("before", "after"))
@@ -380,10 +383,10 @@ def _before_and_after(row: Mapping[str, Any]) -> list[tuple[str, list[list[tuple
 
 
 def rows_of_ranks(placed: ExpertPlacement, rows_E: np.ndarray) -> list[list[tuple[int, float]]]:
-    """Return for each rank the experts that it holds, as (expert, rows that come to it there).
+    """Return for each rank its experts, as (expert, rows).
 
     Args:
-        placed: where experts are.
-        rows_E: the rows of each expert, of all ranks.
+        placed: the placement of the experts.
+        rows_E: the rows of each expert over all ranks, [E].
     """
     return [[(expert, float(rows_E[expert])) for expert in of_rank] for of_rank in placed.by_rank.tolist()]

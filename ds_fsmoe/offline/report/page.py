@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds one self-contained HTML page: text, tables and interactive charts, with the program that draws them in it.
+"""Builds one self-contained HTML page of text, tables and interactive charts, with the program that draws them. The
+report commands call it.
 
-What is shown comes from files that anybody may have written. It gets into the page as escaped text or as JSON, and the
-page allows no program but its own, and no address at all.
+The shown data comes from untrusted files. It enters the page as escaped text or as JSON. The page allows only its own
+program, and no address.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _CANNOT_BE_SHOWN = (LookupError, TypeError, ValueError, ArithmeticError, Attribu
 
 @dataclass
 class Section:
-    """A part of the page under a heading, with what it holds from top to bottom."""
+    """Holds a part of the page under a heading, from top to bottom."""
 
     title: str
     parts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def anchor(self) -> str:
-        """The name by which the table of contents leads here."""
+        """Return the anchor of the section for the table of contents."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
 class Page:
-    """A page of sections with a table of contents.
+    """Holds a page of sections with a table of contents.
 
     Args:
         title: the title of the page.
@@ -55,14 +56,15 @@ class Page:
         self._open: Section | None = None
 
     def section(self, write: Callable[..., _T | None], *about: Any) -> _T | None:
-        """Let a function write a section of the page; if its numbers contradict each other, the page says only that.
+        """Call a function that writes a section of the page. If its data are contradictory, the page has a warning
+        instead.
 
         Args:
-            write: a function of this page and of what it is about; its name says what could not be shown.
-            about: runs, or what was made of them.
+            write: a function of this page and ``about``; its name appears in the warning.
+            about: runs, or data from them.
 
         Returns:
-            What the function returns, or ``None`` if it could not be shown.
+            The function's result; ``None`` after a warning.
         """
         before = [(each, len(each.parts)) for each in self._sections]
         was_open = self._open
@@ -78,15 +80,15 @@ class Page:
             return None
 
     def heading(self, words: str) -> None:
-        """Begin a section, or go on with the one of that title."""
+        """Begin a section, or continue the one with that title."""
         self._open = self._titled(words)
 
     def warn(self, words: str) -> None:
-        """Write a sentence about what is missing or wrong, near the top."""
+        """Write a sentence about a missing or wrong part, near the top."""
         self._titled(MISSING).parts.append({"kind": "paragraph", "words": words, "is_warning": True})
 
     def paragraph(self, words: str, is_warning: bool = False) -> None:
-        """Write a sentence or two; a warning stands out."""
+        """Write a short paragraph; a warning stands out."""
         self._add("paragraph", words=words, is_warning=is_warning)
 
     def subheading(self, words: str) -> None:
@@ -99,16 +101,17 @@ class Page:
             self._add("points", sentences=found)
 
     def code(self, words: str) -> None:
-        """Write a command line or the like, letter by letter."""
+        """Write verbatim text, such as a command line."""
         self._add("code", words=words)
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[Any]], is_text: bool = False) -> None:
-        """Write a table: of words with all columns left-aligned, whose long cells are broken, or else with the first
-        column left-aligned, the others right-aligned, which scrolls on narrow screens."""
+        """Write a table. One of words has left-aligned columns with wrapped cells. Any other has only the first
+        column left-aligned, and scrolls on narrow screens.
+        """
         self._add("table", heads=heads, rows=[[_text(cell) for cell in row] for row in rows], is_text=is_text)
 
     def tiles(self, values: Iterable[tuple[str, str]]) -> None:
-        """Write pairs of (value, what it is) in large type."""
+        """Write pairs of (value, description) in large type."""
         self._add("tiles", values=list(values))
 
     def chart(self, chart: Chart) -> None:
@@ -116,7 +119,7 @@ class Page:
         self._add("charts", charts=[chart], is_grid=False)
 
     def charts(self, charts: Sequence[Chart]) -> None:
-        """Write small charts beside each other, as many as there is room for."""
+        """Write small charts side by side, as many as fit."""
         if charts:
             self._add("charts", charts=list(charts), is_grid=True)
 
@@ -124,7 +127,7 @@ class Page:
         """Return the page as HTML.
 
         Raises:
-            ModuleNotFoundError: what makes pages is missing; the message says how to get it.
+            ModuleNotFoundError: a package is missing; the message says how to install it.
         """
         # What is missing is found in any part, and said ahead of all that could be misread without.
         places = {CONCLUSION: 0, MISSING: 1}
@@ -164,10 +167,10 @@ CONCLUSION, MISSING = "Conclusion", "What is missing"
 
 @cache
 def environment() -> Environment:
-    """Return what renders the templates, which escapes all it is given.
+    """Return the jinja2 environment that renders the templates, with escaping.
 
     Raises:
-        ModuleNotFoundError: jinja2 is missing; the message says how to get it.
+        ModuleNotFoundError: jinja2 is missing; the message says how to install it.
     """
     with needs("jinja2"):
         import jinja2
@@ -191,12 +194,12 @@ def _chart_program() -> str:
 
 
 def _hash(script: str) -> str:
-    """Return how the page's policy names a program that may run."""
+    """Return the hash of a script for the page's content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def finite(value: Any) -> Any:
-    """Return a value for JSON, with null for the numbers that JSON does not have."""
+    """Return a value for JSON, with null for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

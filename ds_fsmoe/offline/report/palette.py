@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module says how every picture looks: the colours and names of tasks, the order of lanes, the colours of runs.
+"""Defines the look of all pictures: the colours and names of tasks, the order of lanes, the colours of runs. Pages,
+charts and printed texts use it.
 
-It is data and imports nothing that draws, so texts and pages follow it too. Colours that meet in one lane differ for
-colour-blind readers as well; ``tests/planning/test_palette.py`` measures how much.
+It is data and imports no drawing package. Colours of one lane differ for colour-blind readers as well;
+``tests/planning/test_palette.py`` measures how much.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ RUN_COLOURS: tuple[str, ...] = ("#767b84", "#2a7fd4", "#d1631c", "#1f9a72", "#8f
 
 @dataclass(frozen=True)
 class Paper:
-    """What is behind a picture and what is written on it."""
+    """Holds the colours of background and text of a picture."""
 
     ground: str
     ink: str
@@ -106,17 +107,17 @@ DARK = Paper("#14171c", "#e9ecf0", "#a3abb6", "#31363e")
 
 
 def colour_of(kind: str) -> str:
-    """Return the colour of a kind of task, whether or not it is known here."""
+    """Return the colour of a kind of task; unknown kinds share one."""
     return PALETTE.get(kind, OTHER)
 
 
 def task_name(kind: str) -> str:
-    """Return the plain words for a kind of task; of one that is not known here, its own name in lower case."""
+    """Return the plain words for a kind of task, or its own name in lower case if it is unknown."""
     return TASK_NAMES.get(kind, kind.lower().replace("_", " "))
 
 
 def text_on(colour: str) -> str:
-    """Return the colour of text that stands on ``colour``: the darker or the lighter ink, whichever is read better."""
+    """Return the colour of text on ``colour``: the darker or the lighter ink, whichever has more contrast."""
     brightness = luminance(colour)
     on_light = (brightness + 0.05) / (luminance(LIGHT.ink) + 0.05)
     return LIGHT.ink if on_light >= (luminance(LIGHT.ground) + 0.05) / (brightness + 0.05) else LIGHT.ground
@@ -129,7 +130,7 @@ def luminance(colour: str) -> float:
 
 
 def linear(colour: str) -> tuple[float, float, float]:
-    """Return how much red, green and blue light ``#rrggbb`` sends, each from 0 to 1."""
+    """Return the linear red, green and blue of ``#rrggbb``, each from 0 to 1."""
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return _light(red), _light(green), _light(blue)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what recorded routing does to experts and ranks: load, skew and drift, as numbers, a table and charts.
+"""Reports the effect of recorded routing on experts and ranks: load, skew and drift, as numbers, a table and charts.
+``ds_fsmoe report`` calls it.
 
 Letters: N steps, E experts, R ranks.
 """
@@ -25,7 +26,7 @@ MOST_LOADS_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class RoutedLoad:
-    """What the experts of one layer got, over all ranks and micro-batches."""
+    """Holds the loads of the experts of one layer, over all ranks and micro-batches."""
 
     layer: RoutedLayer
     num_choices: int
@@ -38,43 +39,44 @@ class RoutedLoad:
 
     @property
     def skew_N(self) -> np.ndarray:
-        """[N]: the fullest expert over the mean; nan in a step without choices."""
+        """Return the fullest expert's load over the mean, [N]; nan in a step without choices."""
         return _over_mean(self.load_NE)
 
     @property
     @np.errstate(invalid="ignore", divide="ignore")
     def variation_N(self) -> np.ndarray:
-        """[N]: the standard deviation of experts' loads over their mean."""
+        """Return the standard deviation of the experts' loads over their mean, [N]."""
         return self.load_NE.std(axis=1) / self.load_NE.mean(axis=1)
 
     @property
     def drift_N(self) -> np.ndarray:
-        """[N]: the share of choices that fall on other experts than in the step before, ``sum |p - q| / 2`` of their
-        shares; nan in the first."""
+        """Return the share of choices on other experts than in the step before, [N]: ``sum |p - q| / 2`` of their
+        shares. It is nan in the first step.
+        """
         return np.concatenate([[np.nan], _distances(self.load_NE)])[: len(self.load_NE)]
 
     @property
     def drift_over_all(self) -> float:
-        """The same between the first quarter of the steps and the last."""
+        """Return the same share between the first quarter of the steps and the last."""
         quarter = max(1, len(self.load_NE) // 4)
         ends = self.load_NE[:quarter].sum(axis=0), self.load_NE[-quarter:].sum(axis=0)
         return float(_distances(np.stack(ends))[0])
 
     @property
     def num_idle(self) -> int:
-        """The experts that got nothing in any step."""
+        """Return the number of experts without tokens in all steps."""
         return int((self.load_NE.sum(axis=0) == 0).sum())
 
 
 def loads_of(recording: Recording, report: Callable[[int, int], None] = lambda done, of: None) -> list[RoutedLoad]:
-    """Return the loads of all layers, each file read once and never held whole.
+    """Return the loads of all layers. Each file is read once, without keeping it in memory.
 
     Args:
         recording: the recording.
-        tell: told of (choices read, choices in all) from time to time.
+        report: called with (choices read, all choices) from time to time.
 
     Raises:
-        RoutingFileError: the loads would take far more memory than the recording has bytes, as no real one's do.
+        RoutingFileError: the loads need far more memory than the recording has bytes, as only forged files do.
     """
     size_bytes = 8 * len(recording.steps) * sum(each.num_experts for each in recording.layers)
     if size_bytes > max(MOST_LOADS_BYTES, recording.num_bytes):
@@ -108,7 +110,7 @@ def loads_of(recording: Recording, report: Callable[[int, int], None] = lambda d
 
 
 def mean_of(values_N: np.ndarray) -> float:
-    """Return the mean over steps, of those that have a value; nan where none has."""
+    """Return the mean over the steps with a value; nan if there are none."""
     return float(np.nanmean(values_N)) if np.isfinite(values_N).any() else float("nan")
 
 
@@ -119,7 +121,7 @@ def _over_mean(load_NX: np.ndarray) -> np.ndarray:
 
 @np.errstate(invalid="ignore", divide="ignore")
 def _distances(load_NE: np.ndarray) -> np.ndarray:
-    """Return [N - 1]: how far the shares of experts in a step are from those in the step before."""
+    """Return the distance of the experts' shares in each step from those in the step before, [N - 1]."""
     shares_NE = load_NE / load_NE.sum(axis=1, keepdims=True)
     return np.abs(shares_NE[1:] - shares_NE[:-1]).sum(axis=1) / 2
 
@@ -142,19 +144,19 @@ _MOST_PICTURES = 6
 
 
 def has_routing(path: Path) -> bool:
-    """Return whether a path is a folder of recorded routing, or a packed file."""
+    """Return True if a path is a folder of recorded routing, or a packed file."""
     return (path.suffix == ".npz" and path.is_file()) or bool(parts_of(path))
 
 
 def add_routing(page: Page, path: Path) -> list[str | Table]:
-    """Write a section about recorded routing, and return it to be printed.
+    """Write a section about recorded routing, and return its text for printing.
 
     Args:
         page: the page.
-        path: the folder, or packed file.
+        path: the folder or the packed file.
 
     Raises:
-        RoutingFileError: it cannot be read.
+        RoutingFileError: the routing cannot be read.
     """
     recording = read_routing(path)
     with Progress(f"reading {path.name}", len(recording), "choices") as progress:

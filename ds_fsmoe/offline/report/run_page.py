@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts together the page of recorded runs: the conclusion first; last what ran, and how configs differ."""
+"""Assembles the page of recorded runs: the conclusion first, and last what ran and how configs differ. ``ds_fsmoe
+report`` calls it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from ds_fsmoe.offline.report.page import CONCLUSION, Page
 
 
 def make_page(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> Page:
-    """Return a page with everything that runs have recorded.
+    """Return a page with all records of the runs.
 
     Args:
         runs: one run, or stock's and ours.
-        turns: what short runs of both that took turns have found.
+        turns: the results of short alternating runs of both.
     """
     page = Page(" and ".join(run.name for run in runs))
     page.heading(CONCLUSION)
@@ -66,11 +68,11 @@ def what_ran(page: Page, runs: Sequence[Run]) -> None:
 
 
 def portable(value: Any, cwd: str | None) -> Any:
-    """Return a recorded value with paths as they are from the folder that the run began in: pages are sent around.
+    """Return a recorded value with paths relative to the folder of the run, as pages are shared.
 
     Args:
         value: a text, or lists and objects of texts.
-        cwd: the folder; ``None``: not recorded. Of a path outside of it, only the name is left.
+        cwd: the folder; ``None``: not recorded. A path outside of it is reduced to its name.
     """
     if isinstance(value, Mapping):
         return {key: portable(each, cwd) for key, each in value.items()}
@@ -144,7 +146,7 @@ def _has_config(run: Run) -> bool:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return (path, value, value) of every field in which two configs differ; what is not set is ``None``."""
+    """Return (path, value, value) of every field in which two configs differ; unset values are None."""
     if isinstance(one, Mapping) and other is None:
         other = {}  # field by field all the same
     elif isinstance(other, Mapping) and one is None:

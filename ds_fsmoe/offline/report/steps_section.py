@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what steps were: loss, time, tokens per second and memory of each, and one of each run task by task."""
+"""Writes the sections about steps: loss, time, tokens per second and memory of each, and one step of each run task
+by task. The report's page calls it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _GROWN = 0.03
 
 
 def counted_after(runs: Sequence[Run]) -> int:
-    """Return the last step that does not count, the same for all runs."""
+    """Return the last step that is not counted, the same for all runs."""
     return max((settled_after(run) for run in runs if run.steps), default=0)
 
 
@@ -36,8 +38,8 @@ def lines_of(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], Any], ski
 
     Args:
         runs: the runs.
-        value: a function that returns what is drawn of a step, or something that cannot be drawn.
-        skip: the steps at the beginning that are left out.
+        value: a function that returns the value of a step; values that cannot be drawn are skipped.
+        skip: the number of steps to leave out at the beginning.
     """
     found = {
         run.name: [(row["step"], each) for row in run.steps[skip:] if is_drawable(each := value(row))] for run in runs
@@ -55,7 +57,7 @@ def losses(page: Page, runs: Sequence[Run]) -> None:
 
 
 def step_times(page: Page, runs: Sequence[Run]) -> None:
-    """Write the section about what steps took, without the first, in which everything is slow."""
+    """Write the section about the times of steps, without the first step, which is slow."""
     lines = lines_of(runs, lambda row: row.get("step_ms"), skip=1)
     if not lines:
         return
@@ -86,7 +88,7 @@ def step_times(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _axis_end(lines: Points, after: int) -> float | None:
-    """Return where the axis of times ends, so that few slow steps do not squash the others; ``None``: nowhere."""
+    """Return the end of the axis of times, so that a few slow steps do not dominate; None for no limit."""
     counted = sorted(ms for points in lines.values() for step, ms in points if step > after)
     if not counted:
         return None
@@ -95,7 +97,9 @@ def _axis_end(lines: Points, after: int) -> float | None:
 
 
 def tuning_of(run: Run) -> list[tuple[int, int, str]]:
-    """Return the stretches of steps in which something was measured or tried: (first, last, words).
+    """Return the ranges of steps with measurements or trials: (first, last, words).
+
+    Runs of earlier versions do not record these steps, only when plans were settled.
 
     Runs of earlier versions do not say which steps these are, only when plans were settled.
     """
@@ -158,7 +162,7 @@ def _samples_per_s(run: Run) -> list[tuple[float, float]]:
 
 
 def memory(page: Page, runs: Sequence[Run]) -> None:
-    """Write the section about memory of rank 0."""
+    """Write the section about the memory of rank 0."""
     lines = lines_of(runs, lambda row: row["memory_bytes"] / _GIB if "memory_bytes" in row else None)
     if not lines:
         return
@@ -172,7 +176,7 @@ def memory(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _grown_while_tuning(run: Run) -> str:
-    """Return by how much memory has grown in the steps in which the autotuner measured or tried plans, if it has."""
+    """Return a sentence about the growth of memory in steps with measurements or trials, or an empty text."""
     held = {row["step"]: row["memory_bytes"] for row in run.steps if "memory_bytes" in row}
     grown, stretches = 0, tuning_of(run)
     for first, last, _ in stretches:
@@ -191,7 +195,7 @@ _UNUSUAL = 1.25
 
 @dataclass(frozen=True)
 class ShownStep:
-    """One step of a run, as its first rank has traced it, and the phases of its layers over all ranks."""
+    """Holds one step of a run as traced by its first rank, with the phases of its layers over all ranks."""
 
     run: Run
     step: int
@@ -204,17 +208,18 @@ class ShownStep:
 
     @property
     def path_ms(self) -> float:
-        """The time of the critical paths of all phases."""
+        """Return the ms of the critical paths of all phases."""
         return sum(each.ms for each in self.phases)
 
     def shares_ms(self) -> dict[str, float]:
-        """Return what the critical path consists of, by kinds of tasks, the largest first."""
+        """Return the parts of the critical path by kinds of tasks in ms, the largest first."""
         return added(each.shares_ms() for each in self.phases)
 
 
 def trace(page: Page, run: Run) -> ShownStep | None:
-    """Return, of the traced steps of a run that have tasks, the one whose time is nearest to the median step, or the
-    last if times are not known; ``None``: there is none. Say on the page what is missing."""
+    """Return the traced step whose time is nearest to the median step, or None; without times, the last traced one.
+    Write warnings about missing parts.
+    """
     if not has_trace(run.folder):
         return None
     try:
@@ -249,7 +254,7 @@ def _over_median(run: Run) -> dict[int, float]:
 
 
 def _incomplete(traces: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each way in which ranks' traces have ended early."""
+    """Return a sentence for each way in which ranks' traces ended early."""
     ranks_of: dict[str, list[int]] = {}
     for rank, trace in traces.items():
         about = trace["otherData"]
@@ -282,7 +287,7 @@ def timelines(page: Page, steps: Sequence[ShownStep]) -> None:
 
 
 def _explain(page: Page, steps: Sequence[ShownStep]) -> None:
-    """Write what the critical paths are made of, and what lanes did, a column for each run."""
+    """Write tables of the critical paths and of the lanes, with a column for each run."""
     found = [each for each in steps if each.path_ms]
     if not found:
         return
@@ -308,7 +313,7 @@ def _explain(page: Page, steps: Sequence[ShownStep]) -> None:
 
 
 def _of_lanes(phases: Sequence[TracedPhase]) -> dict[tuple[str, str], float]:
-    """Return (lane, what) -> the milliseconds in which a lane was busy, or idle and why."""
+    """Return (lane, state) -> the ms in which a lane was busy, or idle for a reason."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for phase in phases:
         for lane, ms in phase.busy_ms.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module computes how long a layer takes in one phase, for many ways of running it at once.
+"""Computes the time of a layer in one phase, for many orders at once. The search over plans uses it.
 
-It uses the closed form where that holds (independent links, the orders it covers), and otherwise simulates all
-schedules together. Both give the result of ``timeline.simulate``.
+It uses the closed form where that is exact (independent links, the orders it covers). Otherwise it simulates all
+schedules together (:mod:`~ds_fsmoe.planning.batch`). Both give the result of ``timeline.simulate``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_fsmoe.planning.workload import BlockWork, MoEWork, Stage, Work
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A way to run a layer: the number of chunks and the order of the tasks."""
+    """Describes how a layer is run: the number of chunks and the order of the tasks."""
 
     degree: int
     links: Links = "paper"
@@ -34,7 +34,7 @@ class Order:
     """Where rows are converted for narrow wires."""
 
     def plan(self, moe_slices: tuple[Slice, ...] = (), dense_slices: tuple[Slice, ...] = ()) -> BlockPlan:
-        """Return the same plan with the gradient slices that are sent during it."""
+        """Return this order as a plan with the gradient slices that are sent during it."""
         return BlockPlan(self.degree, self.links, moe_slices, dense_slices, self.conversions)
 
 
@@ -46,13 +46,13 @@ _ORDERS: Mapping[Links, str] = {
 
 
 def order_words(degree: int, links: Links, conversions: Conversions = "links") -> str:
-    """Say in which order the tasks of a layer run: the same words in the log and on the page of a run."""
+    """Return the words for the order of a layer's tasks, the same in the log and on a run's page."""
     words = "one after another" if degree == 1 else _ORDERS.get(links, links)
     return words if conversions == "links" else f"{words}, conversions beside experts"
 
 
 class BlockTimes:
-    """The times of one layer in one phase on one cluster."""
+    """Computes the times of one layer in one phase on one cluster."""
 
     def __init__(
         self,
@@ -63,13 +63,14 @@ class BlockTimes:
         grad_lanes: tuple[Lane, ...] = (Lane.INTER,),
         is_serial: bool = False,
     ) -> None:
-        """
+        """Initialize with the layer and its costs.
+
         Args:
-            work: what the layer does.
+            work: the operations of the layer.
             costs: kind of task -> cost.
             contention: how lanes slow each other down.
             host_ms: the host time of a launch, or kind -> the host time of a launch of that kind.
-            grad_lanes: the links that gradients cross.
+            grad_lanes: the links that gradients use.
             is_serial: whether all tasks run one after another, on any lane.
         """
         self.work, self.costs, self.grad_lanes, self.is_serial = work, costs, grad_lanes, is_serial
@@ -97,17 +98,17 @@ class BlockTimes:
 
     @property
     def after_ms(self) -> float:
-        """The time of everything after the MoE part when it runs alone: the length of the window beside it."""
+        """Return the time in ms of everything after the MoE part when it runs alone: the length of the dense window."""
         return self._after_ms
 
     def has_closed_form(self, order: Order) -> bool:
-        """Return whether the closed form covers this order, so that no simulation is needed."""
+        """Return True if the closed form covers this order, so that no simulation is needed."""
         capacity = self.work.moe.capacity
         is_even = not capacity or capacity % order.degree == 0
         return self._ideal and is_even and (order.links != "reduce_first" or order.degree < 2)
 
     def phase(self, links: Links = "paper", grad_ms: float = 0.0) -> Phase:
-        """The MoE part in the terms of the closed form, of a layer that :attr:`is_papers`."""
+        """Return the MoE part in the terms of the closed form; the layer must be one with :attr:`is_papers`."""
         assert self._papers is not None
         load = {
             name: NOTHING if each is None else Load(self.costs[each.kind], each.size, each.launches)
@@ -116,7 +117,10 @@ class BlockTimes:
         return Phase(grad_ms=grad_ms, links="shared" if links == "shared" else "paper", **load)
 
     def with_ms(self, orders: Sequence[Order], moe_grad_ms: float) -> np.ndarray:
-        """Return the times of the layer with gradients of one time in the window of the MoE part, [orders], in ms.
+        """Return the times of the layer with ``moe_grad_ms`` of gradients in the window of the MoE part, [orders],
+        in ms.
+
+        Results are cached, because many plans of one layer choose among the same orders.
 
         They are computed once: of one layer many plans are made, each with other choices out of the same ways.
         """
@@ -133,9 +137,9 @@ class BlockTimes:
         """Return the times of the layer.
 
         Args:
-            orders: the ways to run it.
-            moe_grad_ms: [slices], the time of the gradients in the window of the MoE part; 0: none.
-            dense_grad_ms: [slices], the time of the gradients in the window beside the rest of the layer.
+            orders: the orders to compare.
+            moe_grad_ms: [slices], the ms of the gradients in the window of the MoE part; 0: none.
+            dense_grad_ms: [slices], the ms of the gradients in the window of the rest of the layer.
 
         Returns:
             [orders, slices], in ms.
@@ -173,14 +177,14 @@ class BlockTimes:
                 result_ms[row, columns] = times_ms
 
     def _job(self, order: Order, chunk_ms: np.ndarray, moe_grad_ms: np.ndarray, dense_grad_ms: np.ndarray) -> Job:
-        """Return candidates of one order: gradients are there in each of them or in none, in both windows."""
+        """Return the candidates of one order. In each window, either all candidates have gradients or none has."""
         there = bool(moe_grad_ms[0] > 0), bool(dense_grad_ms[0] > 0)
         template, slots = _template(self._form, order, self.grad_lanes, *there, self.is_serial)
         slot_ms = np.concatenate([chunk_ms, np.stack([np.zeros_like(moe_grad_ms), moe_grad_ms, dense_grad_ms])])
         return template, slot_ms[slots], self._issue_ms(slots, len(chunk_ms), template.launched)
 
     def _chunk_ms(self, degree: int) -> np.ndarray:
-        """Return all operation times, chunk by chunk for those that are cut, in the order of :func:`_places`."""
+        """Return the ms of all operations in the order of :func:`_works`, chunk by chunk where they are chunked."""
         if degree not in self._chunks_ms:
             shares = chunk_shares(self.work.moe.capacity, degree)
             times_ms: list[float] = []
@@ -191,7 +195,7 @@ class BlockTimes:
         return self._chunks_ms[degree]
 
     def _issue_ms(self, slots: np.ndarray, count: int, launched: np.ndarray) -> np.ndarray:
-        """Return when the host has issued each task of a template."""
+        """Return the ms at which the host has issued each task of a template."""
         if not isinstance(self.host_ms, Mapping):
             return self.host_ms * launched
         degree = (count - len(self.work.before) - len(self.work.after)) // len(self.work.moe.stages)
@@ -206,7 +210,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """The times of one layer's MoE part in one phase."""
+    """Computes the mean times of one layer's MoE part in one phase, over micro-batches."""
 
     same: BlockTimes
     """The times if the backward has the chunks of the forward."""
@@ -221,19 +225,19 @@ class PhaseTimes:
 
     @property
     def grads_ms(self) -> tuple[float, ...]:
-        """The times of gradients with which :meth:`mean_ms` looks at a layer."""
+        """Return the ms of gradients for which :meth:`mean_ms` needs times."""
         return (self.grad_ms,) if self.num_micro_batches == 1 else (self.grad_ms, 0.0)
 
     def of(self, same_chunks: bool) -> BlockTimes:
-        """Return the times that hold for such chunks."""
+        """Return the times for a backward with the same chunks as the forward, or with others."""
         return self.same if same_chunks or self.other is None else self.other
 
     def mean_ms(self, orders: Sequence[Order], same_chunks: bool = True) -> np.ndarray:
-        """Return the mean time of a micro-batch for each way to run it, [orders]."""
+        """Return the mean time of a micro-batch for each order, [orders], in ms."""
         return self.mean_of(self.of(same_chunks), orders)
 
     def mean_of(self, times: BlockTimes, orders: Sequence[Order]) -> np.ndarray:
-        """Return the same by given times."""
+        """Return the mean time of a micro-batch for each order by the given times, [orders], in ms."""
         last_ms = times.with_ms(orders, self.grad_ms)
         if self.num_micro_batches == 1 or not self.grad_ms:
             return last_ms
@@ -242,12 +246,14 @@ class PhaseTimes:
 
 
 def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]]]) -> None:
-    """Compute what :meth:`BlockTimes.with_ms` is going to be asked for, of many layers together.
+    """Compute the times that :meth:`BlockTimes.with_ms` will need, for many layers together.
+
+    A simulation of many candidates takes hardly longer than one of few.
 
     A simulation of many candidates takes hardly longer than one of few.
 
     Args:
-        wanted: the times of a layer -> the ways to run it, and the times of gradients in the window of its MoE part.
+        wanted: the times of a layer -> the orders, and the ms of gradients in the window of its MoE part.
     """
     forms: dict[tuple, int] = {}
     # Layers of one form are candidates for one order, which is compiled once.
@@ -275,7 +281,7 @@ def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]
 
 
 def _works(block: BlockWork) -> list[tuple[Work, bool]]:
-    """Return every operation and whether it is cut."""
+    """Return every operation and whether it is chunked."""
     return [
         *((each, False) for each in block.before),
         *((each, True) for each in block.moe.stages),
@@ -284,8 +290,10 @@ def _works(block: BlockWork) -> list[tuple[Work, bool]]:
 
 
 def _papers_stages(moe: MoEWork) -> tuple[Stage, Stage | None, Work, Stage | None] | None:
-    """Return the dispatch, gather, experts and reduce of a layer that has the stages of the paper's figure 2 and no
-    others, on the paper's links, with as much to combine as to dispatch; ``None`` of another one."""
+    """Return the (dispatch, gather, experts, reduce) of a layer with the stages of the paper's figure 2, or None.
+
+    The layer must have no other stages, the paper's links, and equal all-to-alls.
+    """
     gather, reduce = moe.ahead[1:], moe.behind[:-1]
     between = (*moe.ahead[:1], *moe.behind[-1:])
     links = [[(each.lanes, each.is_inner) for each in stages] for stages in (between, gather, reduce)]
@@ -312,8 +320,11 @@ def _form(block: BlockWork) -> _Form:
 def _template(
     form: _Form, order: Order, grad_lanes: tuple[Lane, ...], has_moe: bool, has_dense: bool, is_serial: bool
 ) -> tuple[Template, np.ndarray]:
-    """Return the order of a block of this form and, per task, the index of its time: operations as ``_works`` lists
-    them, those that are cut chunk by chunk, then zero, the MoE window's slice and the other window's slice."""
+    """Return the order of a block of this form and, per task, the index of its time.
+
+    Times are in the order of :func:`_works`, chunk by chunk where operations are chunked. Then come a zero, the slice
+    of the MoE window and the slice of the dense window.
+    """
     names = itertools.count()
     parts = [tuple(replace(each, kind=str(next(names))) for each in part) for part in form]
     before, ahead, (expert,), behind, after = parts

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower bounds that no plan can beat. They are printed beside every plan to show how much could still be gained."""
+"""Computes lower bounds that no plan can beat. ``ds_fsmoe plan`` prints them with every plan to show the largest
+possible gain.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Work
 
 
 def lower_bound_ms(work: BlockWork, costs: Mapping[str, Cost], max_degree: int = 16, grad_ms: float = 0.0) -> float:
-    """Return a lower bound for the time of one layer in one phase, over all orders that this package can express and
-    all degrees up to ``max_degree``.
+    """Return a lower bound for the time of one layer in one phase, in ms.
+
+    It covers all orders of this package and all degrees up to ``max_degree``. It is the larger of two bounds. The first
+    is the sum of the part before the MoE part, the MoE part's own bound, and the part after it. The second is all work
+    of the inter-node link, with gradients. Inside the MoE part a chunk has to pass every stage. Each lane has to do its
+    work between the shortest path to it and the shortest path from it.
 
     It is the larger of two bounds. The first is the sum of the part before the MoE part, the MoE part's own bound and
     the part after it. The second is all work of the inter-node link, gradients included. Inside the MoE part a chunk
@@ -31,7 +37,7 @@ def lower_bound_ms(work: BlockWork, costs: Mapping[str, Cost], max_degree: int =
 
 
 def _whole_ms(work: Work, costs: Mapping[str, Cost]) -> float:
-    """Return the least time that an operation can take, with the cut that is best for it."""
+    """Return the least time of an operation in ms, with the best split."""
     cost = costs[work.kind]
     return cost.ms(work.size, work.launches) if isinstance(cost, LinearCost) else least_ms(cost, work.size)
 
@@ -56,7 +62,7 @@ def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
 
 
 def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
-    """Return the time of the work that only the inter-node link can do, uncut."""
+    """Return the time of the work that only the inter-node link can do, unchunked, in ms."""
     works = (*work.before, *work.moe.collectives, *work.after)
     return sum(_whole_ms(each, costs) for each in works if each.lanes[0] is Lane.INTER)
 
@@ -64,7 +70,7 @@ def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
 def step_bounds_ms(
     layers: Sequence[Layer], costs: Mapping[str, Cost], max_degree: int = 16, carried: Sequence[Gradient] = ()
 ) -> tuple[float, float]:
-    """Return the lower bound for a whole forward and a whole backward.
+    """Return the lower bounds of a whole forward and a whole backward, in ms.
 
     Args:
         layers: the layers of the model.
@@ -97,7 +103,7 @@ def step_bounds_ms(
 def _shared_ms(
     works: Sequence[tuple[BlockWork, Mapping[str, Cost]]], sent: Sequence[Sequence[Work]], costs: Mapping[str, Cost]
 ) -> float:
-    """Return the time of the link between nodes, with what ZeRO sends there; 0: it sends nothing."""
+    """Return the time of the inter-node link with ZeRO's collectives, in ms; 0 if ZeRO sends nothing there."""
     between_ms = sum(_whole_ms(each, costs) for of_layer in sent for each in of_layer if each.lanes[0] is Lane.INTER)
     return between_ms + sum(_inter_ms(*each) for each in works) if between_ms else 0.0
 
@@ -105,8 +111,10 @@ def _shared_ms(
 def busiest_ms(
     layers: Sequence[Layer], costs: Mapping[str, Cost], carried: Sequence[Gradient] = ()
 ) -> tuple[float, float]:
-    """Return the time of the busiest lane in a whole forward and a whole backward, which no plan can beat, not even one
-    in halves: these run on while :func:`step_bounds_ms` has every layer end before the next begins.
+    """Return the time of the busiest lane in a whole forward and a whole backward, in ms.
+
+    No plan can beat it. It also bounds two-batch overlap, while :func:`step_bounds_ms` assumes that layers do not
+    overlap.
 
     Args:
         layers, costs, carried: see :func:`step_bounds_ms`.
@@ -134,7 +142,7 @@ _Costs = Mapping[str, Cost]
 def _phases(
     layers: Sequence[Layer], costs: _Costs
 ) -> tuple[list[tuple[BlockWork, _Costs]], list[tuple[BlockWork, _Costs]]]:
-    """Return what layers do in a forward, and in a backward with what it runs again, each with its costs."""
+    """Return the work of all layers in a forward and in a backward (with recomputation), each with its costs."""
     forwards, backwards = [], []
     for layer in layers:
         forward, backward = (layer.costs.forward, layer.costs.backward) if layer.costs else (costs, costs)
@@ -144,6 +152,6 @@ def _phases(
 
 
 def _gradients(layers: Sequence[Layer], costs: _Costs, carried: Sequence[Gradient]) -> tuple[_Costs, list[Gradient]]:
-    """Return the costs of gradients, and all that are sent."""
+    """Return the costs of gradients, and all gradients that are sent."""
     of_layers = costs if not layers or layers[-1].costs is None else layers[-1].costs.backward
     return of_layers, [*carried, *(each for layer in layers for each in layer.gradients)]

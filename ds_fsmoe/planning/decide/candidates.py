@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that are worth trying: the one with the shortest predicted time and similar ones.
+"""Selects the plans to try: the one with the shortest predicted time, and similar ones. The engine's tuner measures
+them.
 
-How long experts wait for tokens depends on which rank is late, which no prediction knows, so measured steps may make
-the final choice.
+How long experts wait for tokens depends on which rank is late. No prediction knows that, so measured steps may make the
+final choice.
 """
 
 from __future__ import annotations
@@ -17,46 +18,52 @@ from ds_fsmoe.planning.decide.plan_two_batch import plan_two_batch
 
 @dataclass(frozen=True)
 class Search:
-    """Plans the ways to run a step, and says which are worth trying."""
+    """Plans the requested step in several forms, and selects the plans to try."""
 
     planner: Planner
     request: PlanRequest
 
     def fastest(self) -> ModelPlan:
-        """Return the plan with the shortest predicted time; one in halves where it gains more than
-        :data:`~ds_fsmoe.planning.decide.plan_requests.MIN_GAIN`."""
+        """Return the plan with the shortest predicted time. Two-batch overlap has to gain more than
+        :data:`~ds_fsmoe.planning.decide.plan_requests.MIN_GAIN`.
+        """
         return self._fastest(self._plans("whole", "halves"))
 
     def _fastest(self, plans: Sequence[ModelPlan]) -> ModelPlan:
-        """Return the first plan, which has whole micro-batches, or the first one in halves."""
+        """Return the first plan, which has whole micro-batches, or the first one with two-batch overlap if that
+        gains enough.
+        """
         whole, halves = plans[0], next((each for each in plans if each.is_two_batch), None)
         if halves is None or self.planner.step_ms(halves) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
             return whole
         return halves
 
     def whole(self) -> ModelPlan:
-        """Return the fastest plan of those that run a micro-batch as a whole."""
+        """Return the fastest plan without two-batch overlap."""
         return self._plans("whole")[0]
 
     def best_two_batch(self) -> ModelPlan | None:
-        """Return the fastest plan in halves, or ``None`` where there can be none."""
+        """Return the fastest plan with two-batch overlap, or None if it cannot be used."""
         return next(iter(self._plans("halves")), None)
 
     def candidates(self) -> list[ModelPlan]:
-        """Return plans to try: first the one with the shortest prediction; then the best one that runs micro-batches as
-        a whole, and if lanes did not slow each other down; the best with each other all-to-all; both phases uncut and
-        in two, three and four chunks, in each allowed order; and where micro-batches may be run in halves, the best of
-        these, and halves in one and two chunks."""
+        """Return the plans to try, without duplicates.
+
+        The first has the shortest prediction. Then come the best plan without two-batch overlap, the best if lanes did
+        not slow each other down, and the best with each other all-to-all. Then come both phases unchunked and in two,
+        three and four chunks, in each allowed order. Where two-batch overlap is allowed, its best plan follows, with
+        one and two chunks.
+        """
         plans = self._plans("whole", "isolated", "alltoall", "given", "halves")
         return _distinct([self._fastest(plans), *plans])
 
     def to_try(self, stage: int | None = None) -> list[ModelPlan]:
-        """Return plans to try, DeepSpeed's schedule last; of a stage without layers there is one way, twice.
+        """Return the plans to try, DeepSpeed's schedule last. A stage without layers has one plan, twice.
 
         Args:
-            stage: of a pipeline, from the front. Behind the first, gradients after the backward travel beside the
-                backwards of the stages before: there the second plan sends all of them so, where that may be. The first
-                stage meets it with its best.
+            stage: the index of a pipeline stage; ``None``: no pipeline. Behind the first stage, gradients sent after
+                the backward are concurrent with the backwards of earlier stages. There the second plan sends all of
+                them so, where that is allowed. The first stage combines it with its best.
         """
         stock = self.stock()
         if not self.request.options:
@@ -75,7 +82,7 @@ class Search:
         return self._plans("stock")[0]
 
     def refinements(self, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
-        """Return neighbours of the fastest plan tried, which comes first.
+        """Return the neighbours of the fastest plan tried, which comes first.
 
         Args:
             kept: the fastest plan.
@@ -84,7 +91,7 @@ class Search:
         return _distinct(self._plans("near", near=(kept, forward, backward)))
 
     def _plans(self, *kinds: Kind, near: Near | None = None) -> list[ModelPlan]:
-        """Return the plans of the ways of these kinds, but for those that cannot be."""
+        """Return the plans of the requests of these kinds that are possible."""
         found: list[ModelPlan] = []
         for way in requests_to_plan(self.request, *kinds, near=near):
             if way.kind == "late":
@@ -101,7 +108,7 @@ class Search:
 
 
 def _distinct(plans: Sequence[ModelPlan]) -> list[ModelPlan]:
-    """Return each distinct way to run the layers once; where gradients are placed follows from it."""
+    """Return each distinct plan once. The placement of gradients follows from what is compared."""
     found: dict[tuple, ModelPlan] = {}
     for plan in plans:
         found.setdefault((plan.is_two_batch, plan.alltoalls, plan.orders, plan.sending), plan)

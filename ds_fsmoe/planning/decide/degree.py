@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of chunks for a layer: the exact answer, and beside it the paper's (section 4.2, algorithm 1).
+"""Chooses the number of chunks of a layer: the exact answer, and the paper's for comparison (section 4.2, algorithm
+1).
 
-Both assume the paper's order of tasks on three independent lanes: the inter-node link runs IN1..INr, the gradient
-slice, OUT1..OUTr; the intra-node link G1..Gr, R1..Rr; compute E1..Er. For that order the makespan has a closed form,
-so the exact search is a minimum over a few numbers. The order with one stream of traffic has one, too (IN1 G1 .. INr
-Gr, the gradient slice, R1 OUT1 .. Rr OUTr). The paper's four cases equal the first form if gather and reduce take
-equally long, and mispredict about a fifth of other layers.
+Both assume the paper's order of tasks on three independent lanes. The inter-node link runs IN1..INr, the gradient
+slice, OUT1..OUTr; the intra-node link G1..Gr, R1..Rr; compute E1..Er. For that order the makespan has a closed form, so
+the exact search is a minimum over a few numbers. The order with one stream of traffic has a closed form, too (IN1 G1 ..
+INr Gr, the gradient slice, R1 OUT1 .. Rr OUTr). The paper's four cases equal the first form if gather and reduce take
+equally long. They mispredict about a fifth of other layers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TIE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One kind of work of a layer, before it is cut."""
+    """Describes one kind of work of a layer, unchunked."""
 
     cost: LinearCost
     size: float
@@ -33,7 +34,7 @@ class Load:
     """The number of launches per chunk."""
 
     def chunk_ms(self, degree: float) -> float:
-        """Return the time of one of ``degree`` equal chunks."""
+        """Return the milliseconds of one of ``degree`` equal chunks."""
         return self.cost.ms(self.size / degree, self.launches)
 
 
@@ -42,7 +43,7 @@ NOTHING = Load(LinearCost(0.0, 0.0), 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One MoE layer in one phase (forward or backward). Its two all-to-alls are equal."""
+    """Describes one MoE layer in one phase (forward or backward). Its two all-to-alls are equal."""
 
     a2a: Load
     gather: Load
@@ -54,7 +55,7 @@ class Phase:
     """The traffic: two links side by side, or one stream."""
 
     def chunk_times_ms(self, degree: float) -> tuple[float, float, float, float]:
-        """Return a, g, e, s of the paper: the times of all-to-all, gather, expert and reduce-scatter of one chunk."""
+        """Return a, g, e, s of the paper: the ms of all-to-all, gather, expert and reduce-scatter of one chunk."""
         return (
             self.a2a.chunk_ms(degree),
             self.gather.chunk_ms(degree),
@@ -68,10 +69,11 @@ STREAM = "one stream of traffic"
 
 
 def bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
-    """Return the chains of tasks, one of which is the longest. Only the first grows with the gradient slice.
+    """Return the ms of three chains of tasks; the longest is the makespan. Only the first grows with the gradient
+    slice.
 
-    Through the inter-node link alone (or the one stream), through one lane's chunks with one chunk of everything else
-    around them, and through all gathers and then all reduces.
+    The first runs through the inter-node link alone (or the one stream). The second runs through one lane's chunks with
+    one chunk of everything else around them. The third runs through all gathers and then all reduces.
     """
     a, g, e, s = phase.chunk_times_ms(degree)
     if phase.links == "shared":
@@ -86,19 +88,19 @@ def bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
 
 
 def makespan_ms(phase: Phase, degree: int) -> float:
-    """Return the exact time of the layer at this degree."""
+    """Return the exact milliseconds of the layer at this degree."""
     return max(bounds_ms(phase, degree))
 
 
 def smallest_of_best(times_ms: Sequence[float]) -> int:
-    """Return the index of the first time that equals the best."""
+    """Return the index of the first time that ties with the best."""
     enough_ms = min(times_ms) * (1 + TIE)
     return next(index for index, time_ms in enumerate(times_ms) if time_ms <= enough_ms)
 
 
 @dataclass(frozen=True)
 class DegreeChoice:
-    """The chosen degree and the reasons for it."""
+    """Holds the chosen degree and the reasons for it."""
 
     degree: int
     makespan_ms: float
@@ -119,10 +121,10 @@ class DegreeChoice:
 
 
 def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
-    """Return the best integer degree, by the closed form at every one. Ties take the smaller: fewer, larger tasks.
+    """Return the best integer degree, by the closed form at each. A tie goes to the smaller: fewer, larger tasks.
 
     Raises:
-        ValueError: ``max_degree`` below 1.
+        ValueError: ``max_degree`` is below 1.
     """
     _check(max_degree)
     times_ms = [makespan_ms(phase, degree) for degree in range(1, max_degree + 1)]
@@ -130,12 +132,13 @@ def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
 
 
 def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
-    """Run the paper's algorithm 1: minimise each case's formula over real r >= 1 under its predicates, round the best.
+    """Run the paper's algorithm 1: minimise each case's formula over real r >= 1 under its predicates, round the
+    best.
 
-    It serves as a comparison. Its makespan is the true one at the degree it chooses, not its own formula's.
+    It serves as a comparison. Its makespan is the true one at the chosen degree, not that of its own formula.
 
     Raises:
-        ValueError: ``max_degree`` below 1, or a layer with one stream of traffic.
+        ValueError: ``max_degree`` is below 1, or the layer has one stream of traffic.
     """
     _check(max_degree)
     if phase.links == "shared":
@@ -208,7 +211,7 @@ def paper_case(phase: Phase, degree: float) -> int:
 
 
 def paper_case_ms(phase: Phase, case: int, degree: float) -> float:
-    """Return the paper's formula for one case (equations 2 and following), whether or not it applies."""
+    """Return the paper's formula for one case (equations 2 and following), even where the case does not apply."""
     a, g, e, s = phase.chunk_times_ms(degree)
     return {
         1: 2 * degree * a + phase.grad_ms,
@@ -219,7 +222,7 @@ def paper_case_ms(phase: Phase, case: int, degree: float) -> float:
 
 
 def _minimise(phase: Phase, case: int, clause: _Clause, max_degree: int) -> tuple[float, float] | None:
-    """Return (time, r) of the best real r that SLSQP finds for one clause, or ``None`` if it finds none that fits."""
+    """Return (time, r) of the best real r that SLSQP finds for one clause, or None if it finds none that fits."""
     from scipy.optimize import minimize  # only the paper's method needs it, and loading it takes a second
 
     def margin(r: np.ndarray, predicate: str, holds: bool) -> float:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The assignment of gradient slices to windows of the backward, as data that is the same on every rank.
+"""Assigns gradient slices to windows of the backward, as data that is the same on every rank. The engine's gradient
+buffers carry it out; :mod:`~ds_fsmoe.planning.decide.gradients` makes plans from predicted times.
 
-A window opens with the backward of each MoE layer and has two parts: inside the layer's schedule (``moe``), and beside
-what comes between it and the next MoE layer (``dense``). Gradients in no window are sent after the backward.
+A window opens with the backward of each MoE layer and has two parts. One is inside the layer's schedule (``moe``). The
+other is concurrent with the operations up to the next MoE layer (``dense``). Gradients in no window are sent after the
+backward.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _SMALL_ELEMENTS = 64 * ALIGNED_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class GradientSlice:
-    """A range of one of the buffers, sent as one message.
+    """Describes a range of one of the buffers, sent as one message.
+
+    A plan for the whole model knows bytes only (:class:`~ds_fsmoe.planning.block.Slice`), because it is made before
+    buffers exist. This slice says where in a buffer those bytes are.
 
     A plan for the whole model knows bytes only (:class:`~ds_fsmoe.planning.block.Slice`), because it is made before
     buffers exist; this is the place in a buffer where those bytes are found.
@@ -39,7 +44,7 @@ class GradientSlice:
 
 @dataclass(frozen=True)
 class BufferReadiness:
-    """The properties of a buffer on which a plan depends."""
+    """Holds the properties of a buffer on which a plan depends."""
 
     kind: str
     element_bytes: int
@@ -51,15 +56,15 @@ class BufferReadiness:
 
     @property
     def step(self) -> int:
-        """The granularity: slices end at a multiple of it, or at the end of the buffer."""
+        """Return the granularity in elements: slices end at a multiple of it, or at the end of the buffer."""
         return 1 if self.numel < _SMALL_ELEMENTS else ALIGNED_ELEMENTS
 
     def end(self, stop: int) -> int:
-        """Return where a slice ends that should end here at the latest. The remainder goes with the next slice."""
+        """Return the last allowed end of a slice at or before ``stop``. The remainder goes with the next slice."""
         return stop if stop >= self.numel else stop // self.step * self.step
 
     def micro_ops(self, chunk_bytes: int) -> list[int]:
-        """Return where slices of single tensors end, ascending: those of a tensor are as equal as steps allow.
+        """Return the ends of slices of single tensors, ascending. Those of a tensor are as equal as steps allow.
 
         Args:
             chunk_bytes: the bytes of a slice, to within a step.
@@ -76,10 +81,10 @@ class BufferReadiness:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """The gradient slices of every window.
+    """Holds the gradient slices of every window.
 
     Raises:
-        ValueError: a buffer that is not sent exactly once, whole and from start to end.
+        ValueError: a buffer is not sent exactly once, from start to end.
     """
 
     moe: tuple[tuple[GradientSlice, ...], ...]
@@ -99,39 +104,38 @@ class GradientPlan:
 
     @property
     def parts(self) -> tuple[tuple[GradientSlice, ...], ...]:
-        """The slices in sending order: inside the first layer, beside what follows it, inside the second, ..."""
+        """Return the slices in sending order: inside the first layer, after it, inside the second, ..."""
         return tuple(grad_slices for window in zip(self.moe, self.dense, strict=True) for grad_slices in window)
 
     def is_in_levels(self, flat: int) -> bool:
-        """Return whether a buffer is added up inside nodes first, and then between them."""
+        """Return True if a buffer is reduced inside nodes first, and then between them."""
         return flat < len(self.two_levels) and self.two_levels[flat]
 
     @property
     def num_windows(self) -> int:
-        """The number of MoE layers whose backward the plan expects."""
+        """Return the number of MoE layers whose backward the plan expects."""
         return len(self.moe)
 
     def hidden(self) -> int:
-        """The number of elements that are sent in windows."""
+        """Return the number of elements that are sent in windows."""
         return sum(each.stop - each.first for grad_slices in self.parts for each in grad_slices)
 
 
 def plan_by_rule(readiness: Sequence[BufferReadiness], mode: Mode, chunk_bytes: int) -> GradientPlan:
-    """Return a plan for the case that no measurement says how much a window can hold.
+    """Return a plan by a fixed rule, for the case that window lengths were not measured.
 
-    ``adaptive`` gives each remaining window the same share of what exists; ``fixed_chunk`` one slice of
-    ``chunk_bytes`` (of :attr:`BufferReadiness.step` elements at the least) from each buffer to each window;
-    ``dense_only`` all that exists to the parts beside the layers; ``micro_ops`` the oldest slice of a tensor to each of
-    these parts, as one that has just begun is all that the next all-to-all may have to wait for. Each does so as nearly
-    as whole steps allow.
+    ``adaptive`` gives each remaining window the same share of the existing gradients. ``fixed_chunk`` gives each window
+    one slice of ``chunk_bytes`` from each buffer (at least :attr:`BufferReadiness.step` elements). ``dense_only`` gives
+    all existing gradients to the dense windows. ``micro_ops`` gives each dense window the oldest slice of a tensor, so
+    that the next all-to-all waits for one slice at most. Slices end at whole steps.
 
     Args:
-        supplies: the supplies of the buffers.
+        readiness: the readiness of the buffers.
         mode: any mode but "off".
         chunk_bytes: the slice size for ``fixed_chunk`` and ``micro_ops``.
 
     Raises:
-        ValueError: another mode.
+        ValueError: the mode is unknown.
     """
     num_windows = max((len(each.ready) for each in readiness), default=0)
     if mode == "micro_ops":
@@ -163,17 +167,17 @@ def plan_by_rule(readiness: Sequence[BufferReadiness], mode: Mode, chunk_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class WindowBytes:
-    """The slices that a planner wants to send in one window: kind of gradient -> bytes of each slice."""
+    """Holds the slices that a planner wants to send in one window: (kind of gradient, bytes) of each."""
 
     moe: tuple[tuple[str, float], ...] = ()
     dense: tuple[tuple[str, float], ...] = ()
 
 
 def plan_by_bytes(readiness: Sequence[BufferReadiness], windows: Sequence[WindowBytes]) -> GradientPlan:
-    """Return a plan with the sizes that a planner has chosen, as far as enough gradients exist by then.
+    """Return a plan with the slice sizes of a planner, limited to the gradients that exist by then.
 
     Args:
-        supplies: the supplies of the buffers.
+        readiness: the readiness of the buffers.
         windows: the windows in the order of the backward; missing ones send nothing.
     """
     num_windows = max((len(each.ready) for each in readiness), default=0)
@@ -203,13 +207,15 @@ def plan_by_bytes(readiness: Sequence[BufferReadiness], windows: Sequence[Window
 
 
 def never_above(plan: GradientPlan, readiness: Sequence[BufferReadiness], most: int) -> GradientPlan:
-    """Return a plan that sends, beside what follows each layer, all that exists of a buffer where more than ``most``
-    elements of it would wait: a rank need not hold what others update for longer.
+    """Return a plan that keeps at most ``most`` elements of a buffer waiting.
+
+    Where more would wait, all existing elements of the buffer are sent in the dense window. So a rank need not hold
+    gradients for longer that other ranks update.
 
     Args:
-        plan: what is sent in any case, and when at the latest.
-        supplies: the supplies of the buffers.
-        most: the elements of a buffer.
+        plan: the slices with their latest windows.
+        readiness: the readiness of the buffers.
+        most: the largest number of waiting elements of a buffer.
     """
     sent = [0] * len(readiness)
 
@@ -239,13 +245,13 @@ def plan_micro_ops(
     cost_of: Callable[[GradientSlice], float],
     chunk_bytes: int,
 ) -> GradientPlan:
-    """Return a plan of slices that have a part of one tensor each, the oldest first (Lina, sections 4.2 and 6.1).
+    """Return a plan whose slices each hold a part of one tensor, the oldest first (Lina, sections 4.2 and 6.1).
 
     Args:
-        supplies: the supplies of the buffers.
-        room: for each window in the order of the backward, how much there is room for inside the layer and beside what
-            follows it: a slice is sent where those before it have not used that up. Missing windows have none.
-        cost_of: what a slice takes of it.
+        readiness: the readiness of the buffers.
+        window_bytes: for each window in the order of the backward, its capacity (inside the layer, after it), in the
+            unit of ``cost_of``. A slice is sent where those before it left capacity. Missing windows have none.
+        cost_of: the capacity that a slice uses.
         chunk_bytes: the bytes of a slice.
     """
     num_windows = max((len(each.ready) for each in readiness), default=0)

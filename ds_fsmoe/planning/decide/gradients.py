@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module decides which gradients are sent in which layer's backward (paper, section 5), in bytes.
+"""Decides which gradients are sent in which layer's backward (paper, section 5), in bytes. The planner calls it with
+predicted times; :mod:`~ds_fsmoe.planning.decide.gradient_plan` maps bytes to buffers.
 
-Gradients are produced layer by layer and wait in a queue, first in, first out. On its way the backward passes
-windows, two per layer, in which they can be sent beside the layer's own work: for free up to a point, and beyond it at
-the price of a longer layer. The rest is sent alone at the end. A window is only offered what the queue holds by
-then, so nothing is ever sent before it exists.
+Gradients are produced layer by layer and wait in a first-in, first-out queue. The backward passes two windows per
+layer, in which gradients can be sent concurrently with the layer's own work. That is free up to a point; beyond it the
+layer takes longer. The rest is sent alone at the end. A window only sends what the queue holds by then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_SLICES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class QueuedGradient:
-    """The gradients of one layer and one kind, which wait in a queue until they are sent."""
+    """Describes the gradients of one layer and one kind, which wait in the queue."""
 
     kind: str
     lanes: tuple[Lane, ...]
@@ -49,7 +49,7 @@ class QueuedGradient:
 
 @dataclass(frozen=True, slots=True)
 class SendWindow:
-    """A part of the backward during which gradients can be sent."""
+    """Describes a part of the backward during which gradients can be sent."""
 
     layer: int
     kind: Literal["moe", "dense"]
@@ -63,7 +63,7 @@ class SendWindow:
 
 @dataclass(frozen=True)
 class Partition:
-    """The gradients that each window sends."""
+    """Holds the gradient slices that each window sends."""
 
     slices: tuple[tuple[Slice, ...], ...]
     """The slices of each window, one entry per window."""
@@ -74,7 +74,7 @@ class Partition:
 
 
 class _Queue:
-    """The pieces end to end, measured by the time to send them and cut into equal steps."""
+    """Holds the gradients end to end, measured by their time to send and divided into equal steps."""
 
     def __init__(self, pieces: Sequence[QueuedGradient], num_steps: int) -> None:
         self.parts = [each for each in pieces if each.size_bytes > 0]
@@ -99,21 +99,22 @@ class _Queue:
         self.has = [False in is_expert, True in is_expert]
 
     def exists(self, num_slices: int) -> int:
-        """Return how many steps of the queue exist when this many pieces do."""
+        """Return the number of queue steps that exist once ``num_slices`` gradients do."""
         if not self.num_steps:
             return 0
         return int(self.ends[self._counts[num_slices]] / self.step_ms * (1 + 1e-12) + 1e-9)
 
     def start_up_ms(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return the time to launch the slices between two steps: one launch per kind of gradient in that range."""
+        """Return the ms to launch the slices between two steps: one launch per kind of gradient in that range."""
         expert_ms = self.expert_ms[last] - self.expert_ms[first]
         tiny = 1e-9 * max(self.step_ms, 1e-300)
         dense_ms = (last - first) * self.step_ms - expert_ms
         return self.alphas_ms[0] * (dense_ms > tiny) + self.alphas_ms[1] * (expert_ms > tiny)
 
     def kinds_between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return which kinds are between two steps: 0 for dense gradients only, or if there is one kind; 1 for experts'
-        gradients only; 2 for both."""
+        """Return the kinds between two steps: 0 for dense gradients only, or if the queue has one kind; 1 for
+        experts' gradients only; 2 for both.
+        """
         if not all(self.has):
             return np.zeros_like(first)
         tiny = 1e-9 * self.step_ms
@@ -122,7 +123,7 @@ class _Queue:
         return np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
 
     def slices(self, first: int, last: int) -> tuple[Slice, ...]:
-        """Return the slices between two steps, one per kind; slices of adjacent ranges sum exactly."""
+        """Return the slices between two steps, one per kind. Slices of adjacent ranges sum exactly."""
         if first == last:
             return ()
         found: dict[str, Slice] = {}
@@ -148,7 +149,7 @@ class _Queue:
         return Partition(slices, self.slices(bounds[-1], self.num_steps), extra_ms)
 
     def tail_ms(self, first: int) -> float:
-        """Return the time of sending the rest alone."""
+        """Return the ms to send the rest alone."""
         rest = np.array([first]), np.array([self.num_steps])
         return float(self.start_up_ms(*rest)[0]) + (self.num_steps - first) * self.step_ms
 
@@ -163,22 +164,22 @@ def partition(
     num_steps: int | None = None,
     seed: int = 0,
 ) -> Partition:
-    """Assign slices to every window.
+    """Assign gradient slices to every window.
 
     Args:
         pieces: the queue, in the order in which the gradients are produced.
         windows: the windows, in the order of the backward.
-        mode: send all at the end; all that exists beside each layer's dense part; slices of one size wherever the
-            link would be idle; slices of single tensors where no all-to-all waits (Lina); or slices where they cost
-            least.
+        mode: where to send. "off": all at the end. "dense_only": all that exists in each dense window.
+            "fixed_chunk": slices of one size where the link would be idle. "micro_ops": slices of single tensors
+            where no all-to-all waits (Lina). "adaptive": slices where they cost least.
         solver: the solver for ``adaptive``: "dp", exact up to the queue's steps, or "de", the paper's two steps with
             differential evolution.
-        chunk_bytes: the slice size for ``fixed_chunk`` and ``micro_ops``; ``None``: each one's own.
+        chunk_bytes: the slice size for ``fixed_chunk`` and ``micro_ops``; ``None``: the mode's default.
         num_steps: the number of steps in the queue; ``None``: 16 to 256 per layer, so that large models stay fast.
         seed: the random seed for "de".
 
     Raises:
-        ValueError: an unknown mode or solver, or a chunk below one byte.
+        ValueError: the mode or solver is unknown, or a chunk is below one byte.
     """
     if mode not in MODES:
         raise ValueError(f"gradient_partition.mode = {mode!r}: the choices are {', '.join(MODES)}")
@@ -205,16 +206,16 @@ def partition(
 
 
 def slice_bytes(mode: Mode, asked: int | None) -> int:
-    """Return the slice size of a mode: as asked for, or the mode's own where that is ``None``."""
+    """Return the requested slice size in bytes, or the mode's default if ``asked`` is None."""
     own = MICRO_OP_BYTES if mode == "micro_ops" else CHUNK_BYTES
     return own if asked is None else asked
 
 
 def check_solver(solver: str, chunk_bytes: int | None) -> None:
-    """Check that gradients can be placed with these settings.
+    """Check the settings for placing gradients.
 
     Raises:
-        ValueError: an unknown solver, or a chunk below one byte.
+        ValueError: the solver is unknown, or a chunk is below one byte.
     """
     if solver not in SOLVERS:
         raise ValueError(f"gradient_partition.solver = {solver!r}: the choices are {', '.join(SOLVERS)}")
@@ -237,7 +238,7 @@ def _dense_only(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
 
 
 def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
-    """Return the cheapest way to empty the queue, by dynamic programming over windows and the steps sent so far."""
+    """Return the cheapest cuts of the queue, by dynamic programming over windows and the steps sent so far."""
     steps = queue.num_steps
     best_ms = np.full(steps + 1, np.inf)
     best_ms[0] = 0.0
@@ -307,14 +308,14 @@ def _prices(window: SendWindow, queue: _Queue, size: np.ndarray, alpha_ms: float
 
 
 def _worth_sending(extra_ms: np.ndarray, step_ms: float) -> int:
-    """Return how many steps are worth sending; each further one costs as much as sending it at the very end."""
+    """Return the number of steps worth sending. Each further one costs as much as at the very end."""
     rises = np.diff(extra_ms, axis=1) < step_ms * (1 - 1e-9)
     useful = np.flatnonzero(rises.any(axis=0))
     return int(useful[-1]) + 1 if len(useful) else 1
 
 
 def _free_steps(queue: _Queue, window: SendWindow, first: int, exists: int) -> int:
-    """Return how many steps from ``first`` on can be sent for free."""
+    """Return the number of steps from ``first`` on that can be sent for free."""
     last = np.arange(first, exists + 1)
     time_ms = queue.start_up_ms(np.full(len(last), first), last) + (last - first) * queue.step_ms
     free = window.extra_ms(time_ms) <= 1e-9 * max(1.0, queue.step_ms)
@@ -362,11 +363,11 @@ def _evaluated_ms(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[i
 
 
 def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
-    """Send, while a window's link would be idle, one more slice of one size; the last may overrun.
+    """Send slices of one size while a window's link would be idle; the last slice may overrun.
 
     Args:
         pieces, windows: see :func:`partition`.
-        chunk_bytes: the size of a slice; the last one of a piece has the rest.
+        chunk_bytes: the size of a slice; the last one of a gradient has the rest.
     """
     moment_ms = 1e-6 * max((each.cost.ms(each.size_bytes) for each in pieces), default=0.0) or 1e-9
 
@@ -382,12 +383,13 @@ def _of_one_size(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow]
 
 
 def _by_priority(pieces: Sequence[QueuedGradient], windows: Sequence[SendWindow], chunk_bytes: int) -> Partition:
-    """Send slices of single tensors as Lina's priority would (its sections 4.2 and 6.1), as a static list: one more
-    while no all-to-all waits or is about to, so that one that comes waits for what is under way by then, at most.
+    """Send slices of single tensors in the order of Lina's priority (sections 4.2 and 6.1), as a static list.
+
+    A slice is sent while no all-to-all waits or is about to. So an all-to-all waits for one slice at most.
 
     Args:
         pieces, windows: see :func:`partition`.
-        chunk_bytes: the most bytes of a slice; those of one tensor are equal.
+        chunk_bytes: the largest bytes of a slice; those of one tensor are equal.
     """
 
     def cut(piece: QueuedGradient) -> list[int]:
@@ -418,8 +420,8 @@ def _one_by_one(
 
     Args:
         pieces, windows: see :func:`partition`.
-        cut: a piece -> the bytes of its slices.
-        may_begin: a window, and the time of the slices before in it -> whether one more may begin there.
+        cut: a gradient -> the bytes of its slices.
+        may_begin: (a window, the ms of earlier slices in it) -> whether one more may begin.
     """
     waiting: deque[Slice] = deque()
     costs = {each.kind: each.cost for each in pieces}
@@ -459,15 +461,15 @@ Price = Callable[[np.ndarray], np.ndarray]
 def window_prices(
     orders: Sequence[Order], alone: Order, moe: BlockTimes, whole: BlockTimes, num_micro_batches: int = 1
 ) -> tuple[Price, Price]:
-    """Return the prices of the windows inside a layer's experts' part and beside the rest of it.
+    """Return the prices of a layer's windows: inside its experts' part, and in the rest of it.
 
     Args:
-        orders: the ways to run the layer, of which the best one is taken for every time of gradients.
-        alone: the one that is taken without gradients.
+        orders: the orders of the layer; the best one is chosen for each time of gradients.
+        alone: the order without gradients.
         moe: the times of the experts' part.
         whole: the times of the whole layer.
-        num_micro_batches: of which the last one sends gradients. All run in the same way, so that the others pay for
-            one that is not the best without gradients.
+        num_micro_batches: the number of micro-batches. All have the same order and only the last sends gradients,
+            so the others bear the cost of an order that is worse without gradients.
     """
     alone_ms = moe.with_ms(orders, 0.0)
     base_ms = float(alone_ms.min())
@@ -493,8 +495,9 @@ def window_prices(
 
 
 def _promising(orders: Sequence[Order], *times_ms: np.ndarray) -> list[int]:
-    """Return the places of those of many orders that matter for a curve: with few gradients, more, and many, the best
-    of each degree, and of these the best eight."""
+    """Return the indices of the orders that matter for a curve. For few, more and many gradients, these are the best
+    eight of the best orders of each degree.
+    """
     kept: set[int] = set()
     for column_ms in np.column_stack([each.reshape(len(orders), -1) for each in times_ms]).T:
         of_degree: dict[int, int] = {}
@@ -506,7 +509,7 @@ def _promising(orders: Sequence[Order], *times_ms: np.ndarray) -> list[int]:
 
 @dataclass(frozen=True)
 class _Curve:
-    """A function by its points: straight between them, and one to one behind the last."""
+    """Interpolates a function linearly between its points, with slope 1 behind the last."""
 
     at_ms: np.ndarray
     extra_ms: np.ndarray

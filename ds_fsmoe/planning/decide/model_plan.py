@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All decisions about a training step, as data that is printed, simulated and run."""
+"""Holds all decisions about a training step as data that is printed, simulated and run. The planner makes it;
+training, ``ds_fsmoe plan`` and the reports read it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Sending = Literal["placed", "at_once", "at_the_end"]
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All decisions about a training step."""
+    """Holds all decisions about a training step."""
 
     layers: tuple[Layer, ...]
     """The layers in the order of the forward; the tuples below are in the order of their phase."""
@@ -46,12 +48,12 @@ class ModelPlan:
 
     @property
     def orders(self) -> tuple[tuple[Order, Order], ...]:
-        """The ways to run each layer's forward and backward, by the order of the forward."""
+        """Return the (forward, backward) orders of each layer, in the sequence of the forward."""
         pairs = zip(self.forward_choices, reversed(self.backward_choices), strict=True)
         return tuple((forward.order, backward.order) for forward, backward in pairs)
 
     def choices(self, index: int) -> tuple[Choice, Choice]:
-        """Return how a layer, counted from the front, is run in forward and backward."""
+        """Return the forward and backward choices of a layer, counted from the front."""
         return self.forward_choices[index], self.backward_choices[-1 - index]
 
     def blocks(self, index: int) -> tuple[BlockPlan, BlockPlan]:
@@ -59,8 +61,9 @@ class ModelPlan:
         return self.forward[index], self.backward[-1 - index]
 
     def sending_in_next(self, in_moe: float = 1.0) -> ModelPlan:
-        """Return the same plan with each layer's gradients sent beside the layer that comes next in a backward: a share
-        of them in its MoE part, the rest behind it."""
+        """Return the plan with each layer's gradients sent during the next layer of the backward: a share ``in_moe``
+        in its MoE part, the rest behind it.
+        """
 
         def slices(index: int, share: float) -> tuple[Slice, ...]:
             gradients = self.layers[-1 - index].gradients if share else ()
@@ -78,11 +81,11 @@ class ModelPlan:
         return replace(self, backward=tuple(backward), tail=last)
 
     def sending_at_once(self) -> ModelPlan:
-        """Return the same plan with all gradients that there are sent as soon as a layer's backward begins."""
+        """Return the plan with all existing gradients sent as soon as a layer's backward begins."""
         return replace(self.sending_in_next(), sending="at_once")
 
     def sending_at_the_end(self) -> ModelPlan:
-        """Return the same plan with all gradients sent after the backward."""
+        """Return the plan with all gradients sent after the backward."""
         whole: dict[str, Slice] = {}
         for each in (gradient for layer in self.layers for gradient in layer.gradients):
             before = whole.get(each.kind, Slice(each.kind, each.lanes, 0))
@@ -91,16 +94,16 @@ class ModelPlan:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients are summed over ranks in a step with this plan."""
+        """Return True if gradients are reduced over ranks in a step with this plan."""
         return any(layer.gradients for layer in self.layers)
 
     def without_gradients(self) -> ModelPlan:
-        """Return the same plan for layers whose gradients are not summed over ranks."""
+        """Return the plan for layers whose gradients are not reduced over ranks."""
         backward = tuple(replace(each, moe_slices=(), dense_slices=()) for each in self.backward)
         return replace(self, backward=backward, tail=())
 
     def earlier(self) -> ModelPlan:
-        """Return the same plan for a micro-batch that does not end a step."""
+        """Return the plan for a micro-batch that does not end a step."""
         found = self if self.sums_each else self.without_gradients()
         tail = tuple(each for each in found.tail if each.kind not in (PARAMETERS, EXPERT_PARAMETERS))
         once = [each.sharing is not None and not each.sharing.in_all for each in self.layers]
@@ -113,7 +116,7 @@ class ModelPlan:
 
     @property
     def tail_bytes(self) -> float:
-        """The bytes of the gradients that are sent after the backward."""
+        """Return the bytes of the gradients that are sent after the backward."""
         return sum(each.size_bytes for each in self.tail if each.kind in GRADIENT_TASKS)
 
     def schedules(self) -> tuple[Schedule, Schedule]:
@@ -136,12 +139,12 @@ class ModelPlan:
         host_ms: float = 0.0,
         is_serial: bool = False,
     ) -> tuple[Timeline, Timeline]:
-        """Simulate both phases.
+        """Simulate both phases, and return their timelines.
 
         Args:
             costs: kind of task -> cost, for layers without costs of their own.
             contention: how lanes slow each other down.
-            host_ms: the host time of a launch, for the same layers.
+            host_ms: the host time of a launch in ms, for the same layers.
             is_serial: whether all tasks run one after another.
         """
         written = LayerCosts.written(costs, host_ms)
@@ -177,7 +180,7 @@ class ModelPlan:
         host_ms: float = 0.0,
         is_serial: bool = False,
     ) -> float:
-        """Predict the time of a step's forward and backward."""
+        """Predict the ms of a step's forward and backward."""
         return sum(each.makespan_ms for each in self.timelines(costs, contention, host_ms, is_serial))
 
 

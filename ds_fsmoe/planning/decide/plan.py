@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner chooses a degree and an order for every layer and phase, an all-to-all, and a window for every gradient.
+"""Chooses a degree and an order for every layer and phase, an all-to-all, and a window for every gradient.
 
-A cluster's file and measurements come here alike, as :class:`~ds_fsmoe.planning.cost.LayerCosts`; ``ds_fsmoe
-plan`` prints what comes out, and training runs it.
+Costs from a cluster's file and from measurements have the same form, :class:`~ds_fsmoe.planning.cost.LayerCosts`.
+``ds_fsmoe plan`` prints the plans, and training runs them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ SHARED_LINK = 0.8
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the planner.
+    """Holds the settings of the planner.
 
     Raises:
-        ValueError: a degree out of range, a cost of the host that is none, a chunk of nothing, an unknown solver.
+        ValueError: a degree, host cost, chunk size or solver is invalid.
     """
 
     contention: Contention = IDEAL
@@ -83,10 +83,10 @@ class Settings:
             raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
 
     def space(self, schedule: str) -> SearchSpace:
-        """Return what a schedule by name leaves open here.
+        """Return the choices that a schedule by name leaves open.
 
         Raises:
-            ValueError: an unknown schedule.
+            ValueError: the schedule is unknown.
         """
         shared = self.shared_link or self.contention.links >= SHARED_LINK
         found = SearchSpace.of(
@@ -100,13 +100,13 @@ class Settings:
 
     @property
     def micro_op_bytes(self) -> int:
-        """The bytes of a micro-op of an all-to-all."""
+        """Return the bytes of a micro-op of an all-to-all."""
         return MICRO_OP_BYTES if self.chunk_bytes is None else self.chunk_bytes
 
 
 @dataclass
 class Planner:
-    """This class plans layers on one cluster. Equal layers are planned once."""
+    """Plans layers on one cluster. Equal layers are planned once."""
 
     costs: Mapping[str, Cost]
     """Kind of task -> cost, for layers without costs of their own."""
@@ -119,7 +119,7 @@ class Planner:
         self.written = LayerCosts.written(self.costs, self.settings.host_ms)
 
     def plan(self, request: PlanRequest) -> ModelPlan:
-        """Plan a step of whole micro-batches, and choose what its way leaves open."""
+        """Plan a step of whole micro-batches, and choose what the request leaves open."""
         if request.kind == "isolated":
             ideal = Planner(self.costs, replace(self.settings, contention=IDEAL)).plan(replace(request, kind="whole"))
             return self.plan(replace(request, kind="given", alltoalls=ideal.alltoalls, orders=ideal.orders))
@@ -167,27 +167,27 @@ class Planner:
         )
 
     def step_ms(self, plan: ModelPlan) -> float:
-        """Predict the time of a step with a plan, forward and backward."""
+        """Predict the ms of a step with a plan, forward and backward."""
         return sum(self.phases_ms(plan))
 
     def batch_ms(self, plan: ModelPlan) -> float:
-        """Predict the time of all micro-batches of a batch with a plan, one after the other."""
+        """Predict the ms of all micro-batches of a batch with a plan, one after the other."""
         earlier = self.settings.num_micro_batches - 1
         return self.step_ms(plan) + (earlier * self.step_ms(plan.earlier()) if earlier else 0.0)
 
     def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
-        """Predict the times of forward and backward with a plan."""
+        """Predict the ms of (forward, backward) with a plan."""
         how = self.settings.contention, self.settings.host_ms, self.settings.is_serial
         forward, backward = plan.timelines(self.costs, *how)
         return forward.makespan_ms, backward.makespan_ms
 
     def choose(self, layer: Layer, space: SearchSpace, moe: tuple[Slice, ...] = ()) -> tuple[Choice, Choice]:
-        """Choose how the MoE part of a layer is run, forward and backward.
+        """Choose how the MoE part of a layer runs in forward and backward.
 
         Args:
             layer: the layer.
-            space: what may be chosen from.
-            moe: slices of gradients that travel in its backward.
+            space: the allowed choices.
+            moe: the slices of gradients that are sent in its backward.
         """
         costs, key = layer.costs or self.written, self._key(layer, space, moe)
         if key not in self._choices:
@@ -207,7 +207,7 @@ class Planner:
         return sum(costs[each.kind].ms(each.size_bytes) for each in moe)
 
     def _learn(self, wanted: Iterable[tuple[Layer, SearchSpace, tuple[Slice, ...]]]) -> None:
-        """Compute the times by which ways to run layers are chosen, see :meth:`choose`, for all layers together."""
+        """Compute the times that :meth:`choose` needs, for all layers together."""
         of_times: dict[BlockTimes, tuple[dict[Order, None], dict[float, None]]] = {}
         for layer, space, moe in {self._key(*each): each for each in wanted}.values():
             for backward, phase in enumerate(self._both_phases(layer, moe)):
@@ -251,9 +251,9 @@ class Planner:
             work: the block.
             costs: the costs of its tasks; ``None``: the cluster's.
             backward: whether the phase is the backward.
-            lanes: the links that gradients cross.
+            lanes: the links that gradients use.
             same_chunks: whether the backward has the chunks of the forward.
-            contention: how lanes slow each other down; ``None``: as the settings say.
+            contention: how lanes slow each other down; ``None``: as in the settings.
         """
         costs = costs or self.written
         contention = self.settings.contention if contention is None else contention
@@ -308,8 +308,9 @@ class Planner:
         )
 
     def _idle_link_ms(self, layer: Layer, alone: tuple[Choice, Choice], lanes: tuple[Lane, ...]) -> tuple[float, float]:
-        """Return how long gradients may begin inside a layer and beside what follows it, with no all-to-all that waits
-        for their link: inside it only where tokens stay on their rank."""
+        """Return the ms during which gradients may begin (inside a layer, after it) while no all-to-all waits for
+        their link. Inside a layer that is above 0 only if it has no all-to-all.
+        """
         if self.settings.is_serial:
             return 0.0, 0.0
         # What is under way meanwhile may make all of them take longer, by so much at the most.
@@ -319,7 +320,7 @@ class Planner:
         return 0.0 if moe.exchange else alone[1].time_ms / slower, after_ms / slower
 
     def _windows(self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]) -> tuple[Price, Price]:
-        """Price both windows of a layer, the degree re-chosen for every time of gradients."""
+        """Return the prices of both windows of a layer, with the best degree for each time of gradients."""
         costs, moe = layer.costs or self.written, layer.backward.moe
         orders = [alone.order]
         if space.asked[1] is None and not costs.uses_rng:
@@ -344,10 +345,10 @@ def _lanes(gradients: Sequence[Slice | Gradient]) -> tuple[Lane, ...]:
 
 
 def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: Sequence[Gradient] = ()) -> ModelPlan:
-    """Plan a step the way a named system would.
+    """Plan a step as a named system would.
 
     Raises:
-        ValueError: no such name, with those there are.
+        ValueError: the name is unknown; the message lists the names.
     """
     options, space = [{"": each} for each in layers], planner.settings.space(name)
     request = PlanRequest(options, space, mode_of(name), carried=carried)
@@ -358,7 +359,7 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
 
 
 def mode_of(schedule: str, asked: Mode | Literal["auto"] = "auto") -> Mode:
-    """Return when gradients are sent: as asked for, or else as a schedule by name has it."""
+    """Return the requested mode of sending gradients, or that of a schedule by name."""
     if asked != "auto":
         return asked
     return "adaptive" if schedule == BEST else preset(schedule).gradients

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one list of the ways to run a step, as data: what training, trials, what-if and ``ds_fsmoe plan`` choose from.
+"""Lists the possible plans of a step as data. Training, trials, what-if and ``ds_fsmoe plan`` all choose from this
+list.
 
-A :class:`PlanRequest` says what may be chosen and what was asked for, and :func:`requests_to_plan` lists the ways that
-follow from it. A way gives some of a step (all-to-alls, chunks, halves, when gradients travel), and what it leaves open
-is chosen layer by layer from a :class:`SearchSpace`, which is where the rules are asked.
+A :class:`PlanRequest` holds what was given and what may be chosen; :func:`requests_to_plan` lists the requests that
+follow from it. A request fixes some decisions of a step (all-to-alls, chunks, two-batch overlap, when gradients are
+sent). The rest is chosen layer by layer from a :class:`SearchSpace`, which applies the rules.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Orders = tuple[Order | None, Order | None]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Lists the ways to run a layer that may be chosen, and those that were asked for."""
+    """Lists the orders of a layer that may be chosen, and those that were given."""
 
     orders: tuple[Order, ...]
     """The ways of both phases, smaller degrees first; of the same degree, the first wins where others are not faster.
@@ -71,17 +72,17 @@ class SearchSpace:
         min_gain: float = MIN_GAIN,
         micro_op_bytes: int = MICRO_OP_BYTES,
     ) -> SearchSpace:
-        """Return the choices that a system allows.
+        """Return the choices of a system.
 
         Args:
             schedule: its name as in ``fsmoe.schedule``, or its switches.
-            max_degree: the largest degree to be considered.
-            shared_link: whether both links are one wire, so that ``best`` takes them for one lane.
-            min_gain: what ``best`` has to gain by cutting.
-            micro_op_bytes: of an all-to-all's micro-op, where degrees follow from it.
+            max_degree: the largest degree to consider.
+            shared_link: whether both links share one cable, so that ``best`` treats them as one lane.
+            min_gain: the share of time that ``best`` has to gain by chunking.
+            micro_op_bytes: the bytes of an all-to-all's micro-op, where degrees follow from it.
 
         Raises:
-            ValueError: an unknown schedule.
+            ValueError: the schedule is unknown.
         """
         if schedule == BEST:
             return cls(_orders(("shared",) if shared_link else ORDERS, max_degree), min_gain=min_gain)
@@ -94,18 +95,19 @@ class SearchSpace:
 
     @classmethod
     def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
-        """Return a space with only the given way to run a layer."""
+        """Return a space with only the given orders of a layer."""
         return cls((), asked=(forward, backward))
 
     def orders_of(
         self, moe: MoEWork, backward: bool, is_two_batch: bool = False, costs: Mapping[str, Cost] | None = None
     ) -> Sequence[Order]:
-        """Return the ways to run a layer in a phase that the rules, and its bytes where they count, leave open.
+        """Return the orders of a layer in a phase that the rules allow, limited by bytes where these set the degree.
 
         Args:
-            moe: the stages of the layer, or of its half.
+            moe: the stages of the layer, or of its sub-batch.
             backward: whether the phase is the backward.
-            in_halves: whether it is run in halves: as asked for, if anything is, and nothing may be left.
+            is_two_batch: whether the layer runs with two-batch overlap. Given orders then apply, and the result may be
+                empty.
             costs: kind of task -> its cost in this phase, where it is known.
         """
         asked, orders = self.asked[backward], self.orders
@@ -133,15 +135,15 @@ class SearchSpace:
         return self.with_orders(*asked)
 
     def with_orders(self, forward: Order | None, backward: Order | None) -> SearchSpace:
-        """Return the same space with these ways to run a layer given."""
+        """Return the same space with these orders given."""
         is_open = forward is None and backward is None
         return replace(self, asked=(forward, backward), named=self.named if is_open else None)
 
     def unchunked(self, links: Links) -> SearchSpace:
-        """Return the same space for layers that may not be cut.
+        """Return the same space for layers that must not be chunked.
 
         Args:
-            links: their order, where none of these ways leaves a layer uncut.
+            links: the order to use if the space has no unchunked order.
         """
         whole = tuple(each for each in self.orders if each.degree == 1) or (Order(1, links),)
         return replace(self, orders=whole, asked=(None, None), micro_op_bytes=None, named=None)
@@ -156,8 +158,9 @@ def _orders(links: tuple[Links, ...], max_degree: int) -> tuple[Order, ...]:
 
 
 def _with_conversions(orders: tuple[Order, ...], moe: MoEWork) -> tuple[Order, ...]:
-    """Return the same ways, each in chunks also with conversions beside the experts, where the layer may have them
-    there. In halves the other half computes meanwhile."""
+    """Return the orders, and for several chunks also those with conversions concurrent with the experts, where the
+    layer allows it. With two-batch overlap the other sub-batch computes meanwhile.
+    """
     if not moe.may_convert_beside:
         return orders
     return tuple(
@@ -168,8 +171,9 @@ def _with_conversions(orders: tuple[Order, ...], moe: MoEWork) -> tuple[Order, .
 
 
 def _two_batch_orders(order: Order, moe: MoEWork) -> tuple[Order, ...]:
-    """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
-    half's gathers, they need not."""
+    """Return the orders of a sub-batch with the traffic of an order. Where one sub-batch's reduces may precede the
+    other's gathers, both orders are returned.
+    """
     behind = replace(order, links="paper")
     if order.links != "reduce_first":
         return (order,)
@@ -177,14 +181,14 @@ def _two_batch_orders(order: Order, moe: MoEWork) -> tuple[Order, ...]:
 
 
 Kind = Literal["whole", "windows", "isolated", "alltoall", "given", "halves", "near", "late", "stock"]
-"""What a way is listed for: the whole micro-batch with all open; layers as they are best without gradients, which go in
-other windows; the best if lanes did not slow each other down; an all-to-all or chunks that are given; halves;
-neighbours of the fastest tried; the fastest with all gradients at the end, for a stage of a pipeline; DeepSpeed's."""
+"""The purpose of a request: the whole micro-batch with all choices open; layers planned without gradients, which go into
+other windows; the best if lanes did not slow each other down; a given all-to-all or number of chunks; two-batch overlap;
+neighbours of the fastest tried; the fastest with all gradients at the end, for a pipeline stage; DeepSpeed's own."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Says which choices a step leaves open, and which are given. A way to run it is a request that gives more."""
+    """States which choices of a step are given, and which are open."""
 
     options: Sequence[Mapping[str, Layer]]
     """Layer by layer, in the order of the forward: name of an all-to-all -> the layer with it, the one in use first."""
@@ -216,18 +220,18 @@ class PlanRequest:
 
     @property
     def spaces(self) -> list[SearchSpace]:
-        """The choices of each layer."""
+        """Return the choices of each layer."""
         uncut = self.unchunked or [False] * len(self.options)
         return [self.space.unchunked(self.links) if each else self.space for each in uncut]
 
     def check_named(self, costs: LayerCosts | None = None) -> None:
-        """Refuse a system that a user has named and rules leave no chunks, as it would run as another one.
+        """Refuse a schedule by name for which the rules allow no chunks, as it would run as another one.
 
         Args:
-            costs: those of layers that have none of their own.
+            costs: the costs of layers that have none of their own.
 
         Raises:
-            RuleError: with the names of the rules.
+            RuleError: the rules allow no chunks; the message names them.
         """
         for layers, space in zip(self.options, self.spaces, strict=True):
             layer = next(iter(layers.values()))
@@ -242,17 +246,17 @@ Near = tuple["ModelPlan", "ModelPlan", "ModelPlan"]
 
 
 def requests_to_plan(request: PlanRequest, *kinds: Kind, near: Near | None = None) -> list[PlanRequest]:
-    """Return the ways to run a step that are predicted, tried and chosen from, DeepSpeed's own last.
+    """Return the requests that are predicted, tried and chosen from, DeepSpeed's own last.
 
     Args:
-        request: what may be chosen, and what was asked for.
-        kinds: the kinds of ways that are wanted.
-        near: the plans of which ``near`` are neighbours, and the first of which ``late`` sends otherwise.
+        request: the given and the open choices.
+        kinds: the kinds of requests to return.
+        near: the plans whose neighbours to return, for kind "near"; kind "late" varies the first.
     """
     found = [request, replace(request, kind="isolated")]
     if request.mode == "adaptive":
-        # Placing gradients foresees layer by layer what they cost. As layers are best run without any, other windows
-        # are sometimes a little faster.
+        # The windows are chosen layer by layer. With layers planned without gradients, other windows are sometimes a
+        # little faster.
         found += [replace(request, kind="windows", mode=each) for each in OTHER_MODES]
     if len(each_alltoall(request.options)) > 1:
         found += [replace(request, kind="alltoall", alltoalls=each) for each in each_alltoall(request.options)]
@@ -267,14 +271,17 @@ def requests_to_plan(request: PlanRequest, *kinds: Kind, near: Near | None = Non
 
 
 def stock_request(options: Sequence[Mapping[str, Layer]]) -> PlanRequest:
-    """Return DeepSpeed's own way: no layer is cut, tokens are exchanged as they are now, and gradients follow the
-    backward."""
+    """Return DeepSpeed's own schedule as a request: unchunked layers, their current all-to-alls, and gradients after
+    the backward.
+    """
     return PlanRequest(options, SearchSpace.of("deepspeed", 1), "off", kind="stock", alltoalls=used_alltoalls(options))
 
 
 def sendings_in_two_batch(mode: Mode) -> tuple[tuple[Mode, ...], tuple[float, ...]]:
-    """Return when gradients of a step in halves may be sent, of which the fastest is taken: as in one that is not, or
-    in the next layer, such a share of them inside its MoE part.
+    """Return (modes, shares) of sending gradients with two-batch overlap, of which the fastest is chosen. A mode is
+    as without two-batch overlap; a share of the gradients is sent inside the MoE part of the next layer.
+
+    A sub-batch's traffic is hidden already, so the slices for a window of a whole micro-batch may be too large.
 
     Where a half's traffic is hidden already, what fits into a window of a whole micro-batch may be too much at once.
     """
@@ -282,19 +289,19 @@ def sendings_in_two_batch(mode: Mode) -> tuple[tuple[Mode, ...], tuple[float, ..
 
 
 def used_alltoalls(options: Sequence[Mapping[str, Layer]]) -> tuple[str, ...]:
-    """Return the all-to-alls that layers have now."""
+    """Return the current all-to-all of each layer."""
     return tuple(next(iter(each)) for each in options)
 
 
 def each_alltoall(options: Sequence[Mapping[str, Layer]]) -> list[tuple[str, ...]]:
-    """Return each all-to-all for all layers: those that lack it keep their own."""
+    """Return each all-to-all for all layers; layers that lack it keep their own."""
     names = dict.fromkeys(name for each in options for name in each)
     used = list(zip(options, used_alltoalls(options), strict=True))
     return [tuple(name if name in each else own for each, own in used) for name in names]
 
 
 def _given_orders(request: PlanRequest) -> list[list[Orders]]:
-    """Return the ways to try in both phases of all layers that may be cut, where chunks are open."""
+    """Return the (forward, backward) orders to try in all layers that may be chunked, where chunks are open."""
     space = request.space
     if space.asked != (None, None) or space.micro_op_bytes is not None:
         return []
@@ -313,9 +320,11 @@ def _given_orders(request: PlanRequest) -> list[list[Orders]]:
 
 
 def _neighbours(request: PlanRequest, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[PlanRequest]:
-    """Return the neighbours of the fastest plan, which comes first: the one that combines the fastest forward with the
-    fastest backward, and where that may be, the fastest with all gradients at once and with all at the end: what they
-    cost a layer beside them is predicted from two operations at a time, and not what they fill between others."""
+    """Return the neighbours of the fastest plan, which comes first.
+
+    One combines the fastest forward with the fastest backward. Two more send all gradients at once and at the end,
+    where that is allowed. Contention is predicted from pairs of operations, so these are worth a measurement.
+    """
     joined = []
     for index, (name, space) in enumerate(zip(kept.alltoalls, request.spaces, strict=True)):
         pair = forward.orders[index][0], backward.orders[index][1]

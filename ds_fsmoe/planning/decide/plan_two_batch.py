@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a step whose micro-batch is run in two halves that take turns.
+"""Plans a step with two-batch overlap: a micro-batch is split in two, and one part is computed while the other's
+tokens are sent. The search over candidates calls it; :mod:`~ds_fsmoe.planning.decide.plan` plans whole
+micro-batches.
 
-While one half's tokens travel the other computes, so that fewer chunks are needed than in a whole micro-batch, and all
-layers have the same: whole steps are simulated with each of a few ways to run a half, and the fastest is taken.
+Fewer chunks are needed than for a whole micro-batch, and all layers have the same. Whole steps are simulated with each
+of a few orders, and the fastest is chosen.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from ds_fsmoe.planning.workload import Layer
 
 
 def plan_two_batch(planner: Planner, request: PlanRequest) -> ModelPlan | None:
-    """Plan a step in halves, with one all-to-all for all layers that have it, and choose what its way leaves open.
+    """Plan a step with two-batch overlap, with one all-to-all for all layers that have it.
 
     Args:
-        planner: with the costs and settings.
-        way: how; another all-to-all than the one in use is taken where the step gains more than
+        planner: the planner with the costs and settings.
+        request: the given and the open choices. An all-to-all other than the current one has to gain more than
             :data:`~ds_fsmoe.planning.decide.plan_requests.MIN_GAIN`.
 
     Returns:
-        The plan; ``None`` where there are no layers or only one lane, or rules allow none.
+        The plan; ``None`` without layers, with only one lane, or where the rules allow no plan.
     """
     # With one lane there is nothing that a half could hide behind.
     if not request.options or planner.settings.is_serial:
@@ -54,8 +56,9 @@ def plan_two_batch(planner: Planner, request: PlanRequest) -> ModelPlan | None:
 
 
 def _with_alltoalls(planner: Planner, request: PlanRequest) -> ModelPlan | None:
-    """Plan a step in halves whose all-to-alls are given: when gradients are sent is chosen first, then degrees, then
-    once more when gradients are sent."""
+    """Plan a step with two-batch overlap and given all-to-alls. First it chooses when gradients are sent, then the
+    degrees, then again when gradients are sent.
+    """
     modes, shares = sendings_in_two_batch(request.mode)
     unsplit = [planner.plan(replace(request, mode=each, orders=None)) for each in modes]
     # They differ in when gradients are sent.
@@ -82,7 +85,7 @@ def _with_alltoalls(planner: Planner, request: PlanRequest) -> ModelPlan | None:
         return assembled(planner, base, orders)
 
     def pick(pairs: Sequence[tuple[Order, Order]], phases: slice = slice(None)) -> tuple[Order, Order]:
-        """Return the ways with which these phases are the fastest: the first unless another gains enough."""
+        """Return the orders with which these phases are the fastest: the first unless another gains enough."""
         times_ms = [sum(planner.phases_ms(plan(base, each))[phases]) for each in pairs]
         best = smallest_of_best(times_ms)
         return pairs[best] if times_ms[best] < (1 - request.space.min_gain) * times_ms[0] else pairs[0]
@@ -100,7 +103,7 @@ def _with_alltoalls(planner: Planner, request: PlanRequest) -> ModelPlan | None:
 
 
 def _nearest(wanted: Order, requests: Sequence[Order]) -> Order:
-    """Return the order that is wanted, or of those that a layer allows the one with the most chunks up to as many."""
+    """Return the wanted order, or the allowed one with the most chunks up to the wanted number."""
     if wanted in requests:
         return wanted
     fewer = [each for each in requests if each.degree <= wanted.degree]
@@ -108,12 +111,12 @@ def _nearest(wanted: Order, requests: Sequence[Order]) -> Order:
 
 
 def assembled(planner: Planner, base: ModelPlan, orders: Sequence[tuple[Order, Order]]) -> ModelPlan:
-    """Return the plan in halves with the all-to-alls and the gradients of a plan that is not.
+    """Return a plan with two-batch overlap that has the all-to-alls and gradients of a plan without it.
 
     Args:
-        planner: with the costs.
-        base: the other plan.
-        orders: the ways to run a half of each layer, forward and backward.
+        planner: the planner with the costs.
+        base: the plan without two-batch overlap.
+        orders: the orders of a sub-batch of each layer, forward and backward.
     """
     requests = zip(base.layers, orders, strict=True)
     pairs = [planner.choose(sub_batch_layer(layer), SearchSpace.fixed(*order)) for layer, order in requests]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named systems, as points among three switches that go together in any way.
+"""Defines the named systems as combinations of three independent switches. Schedules by name look them up here.
 
-The sources are the paper's figure 3 and its section 6.1 (the systems compared), and for ``lina`` its own paper;
-``reduce_first`` goes beyond them. ``best`` is no point: it takes whichever is the fastest.
+The sources are the paper's figure 3 and section 6.1 (the systems compared), and for ``lina`` its own paper.
+``reduce_first`` goes beyond them. ``best`` is not listed: it selects the fastest plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """What a system does. Every field is usable alone; a named preset is one combination."""
+    """Holds the switches of a system. Every field is usable alone; a named preset is one combination."""
 
     pipeline: Literal["off", "common", "per_phase", "by_bytes"] = "off"
     """Chunks: none, one degree for both phases, a degree per phase, or one for both phases that follows from the bytes
@@ -33,37 +33,41 @@ class Switches:
 
 
 def deepspeed() -> Switches:
-    """One task after the other (figure 3a)."""
+    """Return the switches of DeepSpeed: one task after the other (figure 3a)."""
     return Switches()
 
 
 def tutel() -> Switches:
-    """Tutel with PipeMoE: experts beside one stream of traffic, one degree for both phases."""
+    """Return the switches of Tutel with PipeMoE: experts overlap one stream of traffic, with one degree for both
+    phases.
+    """
     return Switches(pipeline="common")
 
 
 def tutel_improved() -> Switches:
-    """The improved Tutel: Tutel with gradients beside the dense parts (figure 3b)."""
+    """Return the switches of the improved Tutel: gradients are concurrent with the dense parts (figure 3b)."""
     return Switches(pipeline="common", gradients="dense_only")
 
 
 def pipemoe_lina() -> Switches:
-    """PipeMoE with Lina's slices of fixed size, beside experts and dense parts."""
+    """Return the switches of PipeMoE with Lina's slices of fixed size, concurrent with experts and dense parts."""
     return Switches(pipeline="common", gradients="fixed_chunk")
 
 
 def lina() -> Switches:
-    """Lina's training (ATC'23, section 4.2): all-to-alls and gradients in micro-ops of one size, all-to-alls first."""
+    """Return the switches of Lina's training (ATC'23, section 4.2): all-to-alls and gradients in micro-ops of one
+    size, all-to-alls first.
+    """
     return Switches(pipeline="by_bytes", gradients="micro_ops")
 
 
 def fsmoe_no_iio() -> Switches:
-    """The paper's system without its overlap of traffic inside and between nodes."""
+    """Return the switches of the paper's system without overlap of intra-node and inter-node traffic."""
     return Switches(pipeline="per_phase", gradients="adaptive")
 
 
 def fsmoe() -> Switches:
-    """The paper's system (figure 3d)."""
+    """Return the switches of the paper's system (figure 3d)."""
     return Switches(pipeline="per_phase", links="paper", gradients="adaptive")
 
 
@@ -77,7 +81,7 @@ def preset(name: str) -> Switches:
     """Return the switches of a named system.
 
     Raises:
-        ValueError: an unknown name; the message lists the known ones.
+        ValueError: the name is unknown; the message lists the names.
     """
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}: choose from {', '.join(NAMES)}")

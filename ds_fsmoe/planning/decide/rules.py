@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of what the planner may choose, in one place: whatever lists ways to run a layer asks here which are left.
+"""Defines the rules of what the planner may choose. All code that lists orders of a layer applies them.
 
-A rule restricts what is chosen, predicted and tried, the chunks of a schedule by name too: one that is left none is
-refused with the rule's name. ``num_chunks`` runs as written, and DeepSpeed's own way passes every rule.
+A rule restricts what is chosen, predicted and tried, including the chunks of a schedule by name. A schedule that is
+left without chunks is refused with the rule's name. ``num_chunks`` runs as written, and DeepSpeed's own schedule passes
+every rule.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_IN_TWO_BATCH = 4
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One way to run a layer in one phase."""
+    """Describes one order of a layer in one phase."""
 
     order: Order
     moe: MoEWork
@@ -33,7 +34,7 @@ class Proposal:
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is DeepSpeed's: the whole micro-batch, in one chunk."""
+        """Return True if the order is DeepSpeed's: the whole micro-batch in one chunk."""
         return self.order.degree == 1 and not self.is_two_batch
 
 
@@ -42,12 +43,12 @@ Rule = Callable[[Proposal], bool]
 
 
 def has_slots(proposal: Proposal) -> bool:
-    """Allow as many chunks as there are slots: more gain nothing."""
+    """Return True if there are at most as many chunks as slots; more gain nothing."""
     return proposal.moe.capacity is None or proposal.order.degree <= max(1, proposal.moe.capacity)
 
 
 def has_few_chunks_in_two_batch(proposal: Proposal) -> bool:
-    """Allow few chunks where the other half computes meanwhile: there is little left for more to hide."""
+    """Return True if a sub-batch has few chunks. The other one computes meanwhile, so more chunks hide little."""
     return not proposal.is_two_batch or proposal.order.degree <= MOST_IN_TWO_BATCH
 
 
@@ -56,7 +57,7 @@ RULES: list[Rule] = [has_slots, has_few_chunks_in_two_batch]
 
 
 def may_be_chosen(proposal: Proposal) -> bool:
-    """Return whether a way passes every rule."""
+    """Return True if a proposal passes every rule."""
     return proposal.is_stock or all(rule(proposal) for rule in RULES)
 
 
@@ -67,13 +68,13 @@ def allowed(
     is_two_batch: bool = False,
     costs: Mapping[str, Cost] | None = None,
 ) -> list[Order]:
-    """Return which of these orders may be chosen for a layer in a phase.
+    """Return the orders that may be chosen for a layer in a phase.
 
     Args:
-        orders: what a system could do.
-        moe: the stages of the layer, or of its half.
+        orders: the orders of a system.
+        moe: the stages of the layer, or of its sub-batch.
         backward: whether the phase is the backward.
-        in_halves: whether it is run in halves.
+        is_two_batch: whether the layer runs with two-batch overlap.
         costs: kind of task -> its cost in the phase.
     """
     proposals = [Proposal(each, moe, backward, is_two_batch, costs or {}) for each in dict.fromkeys(orders)]
@@ -81,7 +82,7 @@ def allowed(
 
 
 class RuleError(ValueError):
-    """Rules leave a schedule by name no chunks; the message has their names."""
+    """Raised when rules leave a schedule by name no chunks; the message names the rules."""
 
 
 def check_named(
@@ -91,15 +92,16 @@ def check_named(
     backward: bool,
     costs: Mapping[str, Cost] | None = None,
 ) -> None:
-    """Refuse a schedule by name none of whose chunks may be chosen, so that it does not run as another one.
+    """Refuse a schedule by name if the rules allow none of its numbers of chunks, so that it does not run as another
+    one.
 
     Args:
         schedule: its name, as in ``fsmoe.schedule``.
-        orders: its ways to run a layer.
+        orders: the orders of the schedule.
         moe, backward, costs: see :func:`allowed`.
 
     Raises:
-        RuleError: there are slots for chunks, and the rules leave none.
+        RuleError: the slots suffice for chunks, but the rules allow none.
     """
     proposals = [Proposal(each, moe, backward, costs=costs or {}) for each in orders if each.degree > 1]
     proposals = [each for each in proposals if has_slots(each)]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of how the MoE part of a layer is run, forward and backward, and the reasons for it.
+"""Chooses how the MoE part of a layer runs in forward and backward, with the reasons. The planner calls it once per
+kind of layer; :mod:`~ds_fsmoe.planning.decide.block_times` computes the times.
 
-Every degree and order that a system leaves open is priced, in both phases. A plan that cuts has to gain more than
-measurements are off by; phases whose experts draw random numbers, and systems that have one degree, are cut alike.
+Every degree and order that a system leaves open is priced in both phases. A chunked plan has to gain more than the
+error of measurements. Phases whose experts draw random numbers, and systems with one degree, have the same chunks in
+both.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _TIMED = "a gradient of so many ms"
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way to run a layer's MoE part in one phase, and the reasons for it."""
+    """Holds the chosen order of a layer's MoE part in one phase, and the reasons for it."""
 
     order: Order
     time_ms: float
@@ -52,7 +54,7 @@ class Choice:
     """The case (1 to 4) of the paper's figure 4; ``None`` where its figure does not speak of such a layer."""
 
     def explain(self) -> str:
-        """Say in one sentence what was chosen and why."""
+        """Return the choice and its reasons in one sentence."""
         case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
         runner = "no other number was allowed"
         if self.runner_up is not None and self.runner_up_ms is not None:
@@ -65,12 +67,12 @@ class Choice:
 
 
 def chunks_text(number: int) -> str:
-    """Say a number of chunks."""
+    """Return a number of chunks in words."""
     return f"{number} chunk{'s' * (number > 1)}"
 
 
 class _Phase:
-    """The best way of every degree in one phase."""
+    """Holds the best order of every degree in one phase."""
 
     def __init__(self, times: PhaseTimes, orders: Sequence[Order], min_gain: float) -> None:
         self._differs = times.other is not None
@@ -105,13 +107,13 @@ def choose(
     uses_rng: bool = False,
     relative_residual: float = 0.0,
 ) -> tuple[Choice, Choice]:
-    """Choose how the MoE part of a layer is run forward and backward.
+    """Choose how the MoE part of a layer runs in forward and backward.
 
     Args:
         forward, backward: the times of the phases.
         space: the allowed choices.
-        uses_rng: whether both phases have to be cut alike.
-        relative_residual: how far measurements lie off what the times follow from.
+        uses_rng: whether both phases need the same chunks.
+        relative_residual: the deviation of measurements from the fitted costs, as a share.
     """
     times = forward, backward
     # A gain that is smaller than what the costs are off by is none.
@@ -157,13 +159,14 @@ def choose(
 
 
 def _open_phase(times: PhaseTimes, backward: bool, space: SearchSpace, min_gain: float) -> _Phase:
-    """Return all ways that a space allows in one phase."""
+    """Return all orders that a space allows in one phase."""
     return _Phase(times, list(space.orders_of(times.same.work.moe, backward, costs=times.same.costs)), min_gain)
 
 
 def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:
-    """The degree that the paper's algorithm 1 finds, where it applies: two links side by side, each with its own
-    collectives, and any degree."""
+    """Return the degree of the paper's algorithm 1 where it applies, otherwise ``exact``. It needs two parallel
+    links, each with its own collectives, and any degree.
+    """
     degrees = phase.degrees
     is_papers = all(phase.order(each, True) == Order(each) for each in degrees)
     if not times.same.is_papers or len(degrees) < 2 or not is_papers:
@@ -174,14 +177,14 @@ def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:
 def _others(
     number: int, chosen: tuple[int, int], phases: Sequence[_Phase], open_phases: Sequence[_Phase], must_match: bool
 ) -> dict[int, tuple[float, float]]:
-    """Every other degree of a phase -> what it takes, and what the other phase takes then.
+    """Return every other degree of a phase -> (the ms of this phase, the ms of the other phase).
 
     Args:
-        number: of the phase.
-        chosen: degrees of both.
-        phases: what is asked for of both.
-        open_phases: all that could be.
-        must_match: whether the other phase has to have the same degree, unless other degrees are asked for.
+        number: the index of the phase.
+        chosen: the degrees of both phases.
+        phases: the given orders of both phases.
+        open_phases: all allowed orders of both phases.
+        must_match: whether the other phase has to have the same degree, unless other degrees are given.
     """
     other = 1 - number
     moves = must_match and (phases[other] is open_phases[other] or chosen[0] == chosen[1])

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of a step, and of a stage's: with the chosen schedule, with stock's, and with other expert sharding."""
+"""Predicts the time of a step or of a stage's step: with the chosen schedule, with stock's, and with other expert
+sharding. Training's tuner, what-if and the reports call it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ds_fsmoe.planning.workload import Layer, kind_costs
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The time of all micro-batches of a step, without the optimizer, in milliseconds."""
+    """Holds the times of all micro-batches of a step, without the optimizer, in ms."""
 
     chosen_ms: float
     isolated_ms: float
@@ -37,19 +39,19 @@ class StepTimes:
 
     @property
     def speedup(self) -> float:
-        """Return how many times as fast as stock's schedule the chosen one is."""
+        """Return the speedup of the chosen schedule over stock's."""
         return self.deepspeed_ms / self.chosen_ms if self.chosen_ms else 1.0
 
     def repeated(self, count: int) -> StepTimes:
-        """Return the times of so many of these, one after the other."""
+        """Return the times of ``count`` such steps, one after the other."""
         return StepTimes(*(each if each is None else count * each for each in astuple(self)))
 
     def with_rest(self, rest_ms: float) -> StepTimes:
-        """Return the times with what is beside the layers as it was seen in whole steps.
+        """Return the times with the rest of the step as measured in whole steps.
 
         Args:
-            rest_ms: of a step with DeepSpeed's schedule, whose gradients are summed when the backward is over, and are
-                among it.
+            rest_ms: the ms outside the layers in a step with DeepSpeed's schedule; these include its reduction of
+                gradients after the backward.
         """
         if self.dense_ms is None:
             return self
@@ -57,7 +59,7 @@ class StepTimes:
         return replace(found, dense_ms=max(0.0, rest_ms - self.gradients_ms))
 
     def longer(self, dense_ms: float) -> StepTimes:
-        """Return the times with so much more that no schedule changes."""
+        """Return the times with ``dense_ms`` more, which no schedule changes."""
         return replace(
             self,
             chosen_ms=self.chosen_ms + dense_ms,
@@ -76,15 +78,15 @@ def predict_step(
     gradients_ms: float,
     num_micro_batches: int = 1,
 ) -> StepTimes:
-    """Predict the step of a plan.
+    """Predict the times of a step with a plan.
 
     Args:
-        planner: that has made it.
-        plan: of a model whose layers have costs of their own.
+        planner: the planner that made the plan.
+        plan: the plan of a model whose layers have costs of their own.
         options: layer by layer, name of an all-to-all -> the layer with it, stock's first.
-        dense_ms: what no schedule changes, in both phases, which is part of the layers; ``None``: not seen.
-        gradients_ms: of reducing all gradients at once, when the backward is over.
-        num_micro_batches: one after the other, of which the last one sends the gradients.
+        dense_ms: the part of the layers that no schedule changes, in both phases; ``None``: not measured.
+        gradients_ms: the ms to reduce all gradients at once, after the backward.
+        num_micro_batches: the number of micro-batches; the last one sends the gradients.
     """
     earlier = num_micro_batches - 1
     if dense_ms is not None:
@@ -122,7 +124,7 @@ def predict_step(
 
 
 def _at_its_fastest(layer: Layer) -> Layer:
-    """Return the layer with what its tasks cost at their fastest: no measured step shall be below a bound."""
+    """Return the layer with the least costs of its tasks, so that no measured step is below a bound."""
     return layer if layer.costs is None or layer.costs.least is None else replace(layer, costs=layer.costs.least)
 
 
@@ -140,14 +142,14 @@ def other_esp_sizes(
     kinds: Sequence[tuple[int, Groups, CallShape, LayerCosts]],
     ranks_per_node: int,
 ) -> dict[int, float]:
-    """Return, for every ESP size, the predicted time of all layers' experts' parts; of each by the cluster's numbers,
-    so that they can be compared with one another.
+    """Return, for every ESP size, the predicted ms of all layers' experts' parts. All use the cluster's numbers, so
+    they are comparable.
 
     Args:
-        planner, space: with which it is planned.
-        cluster: what collectives cost among other ranks.
-        kinds: of layers: how many, groups, shape of a call, and what was measured.
-        ranks_per_node: the most that experts are sharded over.
+        planner, space: the planner and its choices.
+        cluster: the costs of collectives among other ranks.
+        kinds: (number of layers, groups, shape of a call, measured costs) of each kind of layer.
+        ranks_per_node: the largest ESP size.
     """
     of_sizes: dict[int, float] = {}
     if not kinds:
@@ -171,16 +173,17 @@ def sharded_ms(
     measured: LayerCosts,
     esp_size: int,
 ) -> float | None:
-    """Return what both phases of a layer's experts' part take with experts sharded over so many ranks, the tokens of a
-    rank staying what they are; ``None`` where that cannot be, or the cluster has no number for it.
+    """Return the ms of both phases of a layer's experts' part with experts sharded over ``esp_size`` ranks.
+
+    Each rank keeps its tokens. The result is None if the size is impossible or the cluster lacks a number.
 
     Args:
-        planner, space: with which it is planned.
-        cluster: what collectives cost among other ranks.
-        groups: of the layer as it is.
-        shape: of a call as it is.
-        measured: what its experts cost. Their products stay as large: fewer weights, of more ranks' tokens.
-        esp_size: the other one.
+        planner, space: the planner and its choices.
+        cluster: the costs of collectives among other ranks.
+        groups: the current groups of the layer.
+        shape: the current shape of a call.
+        measured: the costs of its experts. Their products keep their size: fewer weights, more ranks' tokens.
+        esp_size: the ESP size to predict.
     """
     try:
         others = replace(groups, esp=esp_size)
@@ -197,7 +200,7 @@ def sharded_ms(
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The times of one stage's own work: those of one micro-batch, predicted or measured."""
+    """Holds the times of one stage's own work on one micro-batch, predicted or measured, in ms."""
 
     forward_ms: float
     backward_ms: float
@@ -208,14 +211,14 @@ class StageTimes:
     """The time of the gradients that are left after it."""
 
     def busy_ms(self, num_micro_batches: int) -> float:
-        """Return the time of a whole batch of this stage alone, without sends."""
+        """Return the ms of a whole batch of this stage alone, without sends."""
         m = num_micro_batches
         return m * self.forward_ms + (m - 1) * self.backward_ms + self.last_backward_ms + self.gradients_ms
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of one stage, and what it takes."""
+    """Holds the plan of one stage and its times."""
 
     times: StageTimes
     hidden_bytes: float
@@ -227,7 +230,7 @@ class StagePlan:
 
 
 def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
-    """Return what a plan of a stage's layers takes there."""
+    """Return the plan and times of a stage from a plan of its layers."""
     last_forward_ms, to_the_end_ms = planner.phases_ms(plan)
     forward_ms, bare_ms = planner.phases_ms(plan.earlier())
     # What is left over counts as a part of its own, as it does where it is measured.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package plans what a measured job would take otherwise: from recorded costs, on other ranks."""
+"""Predicts a measured job under other conditions: from recorded costs, on other ranks."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements as data: operations, the inputs of a layer's task costs, and how lanes slow each other down."""
+"""Holds measurements as data: operations, the inputs of a layer's task costs, and the contention of lanes. The
+profiler makes them, and recorded jobs keep them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ GATE, ORDER = "gate", "order and back"
 
 @dataclass(frozen=True)
 class Timing:
-    """The measurements of one operation."""
+    """Holds the measurements of one operation."""
 
     unit: str
     """The unit of the sizes."""
@@ -64,7 +66,7 @@ class Timing:
 
     @property
     def issue_ms(self) -> float:
-        """Return the host time to issue a task of any size: it hardly depends on the number of rows."""
+        """Return the host ms to issue a task of any size: it hardly depends on the number of rows."""
         return statistics.median(self.issued_ms) if self.issued_ms else 0.0
 
     @cached_property
@@ -74,21 +76,21 @@ class Timing:
 
     @cached_property
     def best_fit(self) -> Fit:
-        """Return the best description: two lines for messages if one line is not good enough."""
+        """Return the best fit: two lines for messages if one line is not good enough."""
         return fit_switched(self.sizes, self.times_ms) if self.unit == "byte" else self.fit
 
     @property
     def cost(self) -> Cost:
-        """The cost with the best fit."""
+        """Return the cost with the best fit."""
         return self.best_fit.cost.times(self.share)
 
     @property
     def line(self) -> Cost:
-        """The cost as one line."""
+        """Return the cost as one line."""
         return self.fit.cost.times(self.share)
 
     def at_its_fastest(self) -> Timing:
-        """Return the operation as if it always took what it took at its fastest, at no size more: for bounds."""
+        """Return the operation with its fastest times, never above those at any size: for bounds."""
         if not self.least_ms:
             return self
         share = 1.0
@@ -100,7 +102,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """The measured operations of one kind of layer."""
+    """Holds the measured operations of one kind of layer."""
 
     operations: Mapping[str, Timing]
     """The operations by the names above. Collectives cost per byte that an all-to-all sends, an all-gather ends with, a
@@ -113,18 +115,19 @@ class LayerProfile:
     @property
     def relative_residual(self) -> float:
         """Return the typical deviation of the planned operations from their fitted lines, as a share of their total
-        time at the whole capacity: each is off by its own chance."""
+        time at the whole capacity. The deviations count as independent.
+        """
         planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
         total_ms = sum(each.times_ms[-1] for each in planned)
         off_ms = math.hypot(*(each.best_fit.typical_share * each.times_ms[-1] for each in planned))
         return off_ms / total_ms if total_ms else 0.0
 
     def costs(self, issues_ahead: bool = False) -> LayerCosts:
-        """Return the costs that a plan needs.
+        """Return the costs of the layer's tasks, for the planner.
 
         Args:
-            issues_ahead: whether one thread issues the tasks of all lanes ahead of them, as for a GPU: then issue
-                times add up over lanes. Otherwise each lane runs its own tasks and bears their issue costs itself.
+            issues_ahead: whether one thread issues the tasks of all lanes ahead, as for a GPU. Then issue
+                times add up over lanes; otherwise each lane runs and issues its own tasks.
         """
         least = None
         if any(each.least_ms for each in self.operations.values()):
@@ -154,14 +157,14 @@ class LayerProfile:
         return {**nothing, REST: LinearCost(0.0, 1.0)} | {kind: cost.plus(task_ms) for kind, cost in found.items()}
 
     def _issue_ms(self, backward: bool, same_chunks: bool) -> dict[str, float]:
-        """Return kind of task -> the time for the issuing thread, including handing the task to its lane."""
+        """Return kind of task -> the ms of the issuing thread, with sending the task to its lane."""
         at = self.operations
         names = {kind: name for kind, name in self._names(backward, same_chunks).items() if name in at}
         found = {kind: at[name].issue_ms for kind, name in names.items()}
         return {kind: self.task_ms + each_ms for kind, each_ms in found.items()}
 
     def _names(self, backward: bool, same_chunks: bool) -> dict[str, str]:
-        """Return kind of task -> the operation that is measured for it."""
+        """Return kind of task -> the name of the measured operation for it."""
         at = self.operations
         anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_chunks else BACKWARD
         between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
@@ -180,13 +183,13 @@ _PHASES = ((False, True), (True, True), (True, False))
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """The measured slowdown of lanes by each other."""
+    """Holds the measured slowdown of lanes by each other."""
 
     factors: Mapping[tuple[Lane, Lane], float]
     """(slowed, by) -> the factor on a task's time while the other lane is busy; at least 1."""
 
     def contention(self) -> Contention:
-        """Return the planner's form: one number for each kind of pair, the mean if there are several."""
+        """Return the contention for the planner: one number for each kind of pair, the mean over its pairs."""
 
         def more(pairs: Sequence[tuple[Lane, Lane]]) -> float:
             found = [self.factors[pair] - 1.0 for pair in pairs if pair in self.factors]
@@ -200,6 +203,6 @@ class Slowdowns:
         )
 
     def overlap_gains(self) -> dict[tuple[Lane, Lane], float]:
-        """Return pair of lanes -> how much work both do at once, in units of one lane alone: 2 is ideal, 1 no gain."""
+        """Return pair of lanes -> the work of both at once, in units of one lane alone: 2 is ideal, 1 no gain."""
         pairs = itertools.combinations(Lane, 2)
         return {(a, b): 1 / self.factors[a, b] + 1 / self.factors[b, a] for a, b in pairs if (a, b) in self.factors}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded job on other ranks: more nodes, experts spread or sharded otherwise, an all-to-all that was not timed.
+"""Predicts a recorded job on other ranks: more nodes, another EP or ESP size, an all-to-all that was not timed. The
+what-if commands call it.
 
-Each rank keeps the tokens that it had, and experts cost what they were measured to cost. A collective costs what it did
-in the job, times what the cluster's numbers say of the other group over the group that it had; one that the job did not
-have costs what the cluster says. None of this was measured in the job: it is extrapolated.
+Each rank keeps its tokens, and experts keep their measured costs. The cost of a collective is the measured one times a
+ratio of the cluster's numbers: those of the other group over those of the job's group. A collective that the job did
+not have costs what the cluster's file states. These costs are extrapolated, not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GRADIENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OtherRanks:
-    """Says what is different; what is ``None`` stays as it was."""
+    """Lists what differs from the recorded job; ``None`` means unchanged."""
 
     nodes: int | None = None
     per_node: int | None = None
@@ -40,11 +41,11 @@ class OtherRanks:
         """Return the process groups of a layer.
 
         Args:
-            was: its groups in the job.
+            was: the groups of the layer in the job.
             num_experts: the number of experts, E.
 
         Raises:
-            ValueError: sizes that do not fit each other.
+            ValueError: the sizes do not match each other.
         """
         per_node = was.gpus_per_node if self.per_node is None else self.per_node
         nodes = max(1, was.world // was.gpus_per_node) if self.nodes is None else self.nodes
@@ -62,15 +63,15 @@ class OtherRanks:
 
 
 def on_other_ranks(job: RecordedJob, cluster: Cluster, other: OtherRanks) -> RecordedJob:
-    """Return a job as it would be on other ranks.
+    """Return the job as it is predicted on other ranks.
 
     Args:
         job: the job, with costs.
-        cluster: what collectives cost there.
-        other: what is different.
+        cluster: the costs of collectives there.
+        other: the differences.
 
     Raises:
-        ValueError: sizes that do not fit each other, or a cluster that lacks a number.
+        ValueError: the sizes do not match each other, or the cluster lacks a number.
     """
     kinds = tuple(_kind(job, kind, cluster, other) for kind in job.kinds)
     gradients_bytes = dict(job.gradients_bytes)
@@ -109,7 +110,7 @@ def _kind(job: RecordedJob, kind: RecordedKind, cluster: Cluster, other: OtherRa
 
 
 def _fanout(kind: RecordedKind, groups: Groups) -> Fanout:
-    """Return how often a token crosses, for each of its choices: as counted in the job where the places are its own."""
+    """Return the fan-out for each of a token's choices: the counted one of the job if the places are the same."""
     at, counted = groups.placements["ep"], kind.shape.crossings
     if counted is not None and at == kind.groups.placements["ep"]:
         return counted

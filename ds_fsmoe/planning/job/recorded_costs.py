@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as its run's folder records it: what its layers are, and what their tasks were measured to cost.
+"""Holds a job as its run's folder records it: its layers, and the measured costs of their tasks.
 
-From it everything is planned again as it was planned there, without the machine: see
-:class:`~ds_fsmoe.planning.job.what_if.WhatIf`. A run that was not tuned records what its layers are, and no costs:
-those are fitted to its trace (:mod:`~ds_fsmoe.offline.plan.traced_costs`).
+:class:`~ds_fsmoe.planning.job.what_if.WhatIf` plans it again without the machine. A run that was not tuned records its
+layers without costs; :mod:`~ds_fsmoe.offline.plan.traced_costs` fits these to its trace.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS
 
 @dataclass(frozen=True)
 class RecordedAllToAll:
-    """One all-to-all of a kind of layers, and what its tasks cost with it."""
+    """Holds one all-to-all of a kind of layer, with the costs of its tasks."""
 
     planned: AllToAll
     """The planner's name for it."""
@@ -40,7 +39,7 @@ class RecordedAllToAll:
 
 @dataclass(frozen=True)
 class RecordedKind:
-    """Layers that are equal and were called alike."""
+    """Describes layers that are equal and were called alike."""
 
     labels: tuple[str, ...]
     groups: Groups
@@ -56,7 +55,7 @@ class RecordedKind:
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """A job: its layers, and what its planner knew of the machine and the options."""
+    """Describes a job: its layers, and what its planner knew of the machine and the options."""
 
     kinds: tuple[RecordedKind, ...]
     labels: tuple[str, ...]
@@ -89,14 +88,14 @@ class RecordedJob:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the costs of tasks were measured, and not only what the layers are."""
+        """Return True if the costs of tasks were measured, and False if only the layers are known."""
         return bool(self.kinds) and all(
             way.profile is not None for kind in self.kinds for way in kind.alltoalls.values()
         )
 
     @property
     def contention(self) -> Contention:
-        """Return how lanes slow each other down."""
+        """Return the contention of lanes."""
         return self.slowed.contention()
 
     @property
@@ -113,7 +112,7 @@ class RecordedJob:
 
     @property
     def unchunked(self) -> list[bool]:
-        """Return for each layer, in the order of the forward, whether it may not be cut."""
+        """Return for each layer, in the order of the forward, whether it must not be chunked."""
         return [self.kind_of(label).is_unchunked for label in self.labels]
 
     def kind_of(self, label: str) -> RecordedKind:
@@ -121,10 +120,10 @@ class RecordedJob:
         return next(kind for kind in self.kinds if label in kind.labels)
 
     def costs_of(self, kind: RecordedKind, name: str) -> LayerCosts:
-        """Return what tasks cost with an all-to-all; always the same object.
+        """Return the costs of tasks with an all-to-all; always the same object.
 
         Raises:
-            ValueError: neither measured nor fitted.
+            ValueError: the costs were neither measured nor fitted.
         """
         key = self.kinds.index(kind), name
         if key not in self._costs:
@@ -136,11 +135,11 @@ class RecordedJob:
         return self._costs[key]
 
     def options(self, mode: Mode, rest_ms: tuple[float, float]) -> list[dict[str, Layer]]:
-        """Return the model as the planner sees it: layer by layer, name of an all-to-all -> the layer with it.
+        """Return the model for the planner: for each layer, name of an all-to-all -> the layer with it.
 
         Args:
-            mode: when gradients are sent: micro-ops keep to tensors.
-            rest_ms: the time of all but the experts' parts, forward and backward: each layer is followed by its share.
+            mode: when gradients are sent; micro-ops do not span tensors.
+            rest_ms: the ms outside the experts' parts, (forward, backward); each layer is followed by its share.
         """
         count = max(1, len(self.labels))
         shares_ms = rest_ms[0] / count, rest_ms[1] / count
@@ -156,7 +155,7 @@ class RecordedJob:
         return [found[self.kinds.index(self.kind_of(label))] for label in self.labels]
 
     def _sending(self, kind: RecordedKind, name: str, mode: Mode) -> LayerCosts:
-        """Return what tasks cost where gradients are sent so."""
+        """Return the costs of tasks for a mode of sending gradients."""
         costs = self.costs_of(kind, name)
         # DeepSpeed has one way; ours is the faster one of two.
         factor = max(1.0, self.gradient_factor) if mode == "off" else self.gradient_factor
@@ -171,7 +170,7 @@ class RecordedJob:
         return replace(costs, backward=slower(costs.backward), rechunked=rechunked)
 
     def _gradients(self, groups: Groups, count: int, keeps_tensors: bool) -> tuple[Gradient, ...]:
-        """Return the gradients that each of so many layers leaves: its share of all."""
+        """Return the gradients of each of ``count`` layers: an equal share of all."""
         return tuple(
             Gradient(
                 kind,
@@ -184,7 +183,7 @@ class RecordedJob:
         )
 
     def with_fitted(self, fitted: Mapping[str, LayerCosts], contention: Contention = IDEAL) -> RecordedJob:
-        """Return the same job with costs that were fitted to a trace.
+        """Return the job with costs that were fitted to a trace.
 
         Args:
             fitted: label of a layer -> the costs of its tasks.
@@ -205,7 +204,7 @@ class RecordedJob:
 
 
 def _middle_share(tensors_bytes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the bytes of the tensors in the middle one of so many equal parts."""
+    """Return the bytes of the tensors in the middle one of ``count`` equal parts."""
     share = sum(tensors_bytes) // count
     first, last, start, found = count // 2 * share, (count // 2 + 1) * share, 0, []
     for size in tensors_bytes:
@@ -223,7 +222,7 @@ FORMAT = 1
 
 
 def job_as_data(job: RecordedJob) -> dict[str, Any]:
-    """Return a job in JSON's types, so that :func:`job_from_data` reads an equal one back."""
+    """Return a job as JSON data, from which :func:`job_from_data` reads an equal one."""
     return {
         "format": FORMAT,
         "layers": list(job.labels),
@@ -282,10 +281,10 @@ def _profile_as_data(profile: LayerProfile) -> dict[str, Any]:
 
 
 def job_from_data(data: Any) -> RecordedJob:
-    """Return the job that a run has recorded.
+    """Return the job in the data of a run.
 
     Raises:
-        ValueError: it is of another version, or not what a run writes.
+        ValueError: the data has another version, or was not written by a run.
     """
     try:
         if data["format"] != FORMAT:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts what another plan would have given in a recorded job: another schedule, degree or all-to-all.
+"""Predicts a recorded job with another plan: another schedule, degree or all-to-all. The tuner and ``ds_fsmoe plan
+--from-trace`` call it.
 
-A step is the forwards and backwards of its micro batches, without the optimizer. Schedules, degrees and the all-to-alls
-that were timed are planned from the costs of that very job, and for all else
-:func:`~ds_fsmoe.planning.job.other_ranks.on_other_ranks` makes another job of it first.
+A step is the forwards and backwards of its micro-batches, without the optimizer. Schedules, degrees and timed
+all-to-alls are planned from the job's own costs. For other changes,
+:func:`~ds_fsmoe.planning.job.other_ranks.on_other_ranks` makes another job first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_TIMES = 4.0
 
 @dataclass(frozen=True)
 class Ran:
-    """Says how the layers of a run were run, each by the order of the forward."""
+    """Records how the layers of a run were run, in the sequence of the forward."""
 
     orders: tuple[tuple[Order, Order], ...]
     """For each layer the way to run its forward and its backward."""
@@ -43,14 +44,14 @@ class Ran:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """The most chunks of any layer, forward and backward."""
+        """Return the largest number of chunks of any layer, (forward, backward)."""
         forward, backward = (max((each[phase].degree for each in self.orders), default=1) for phase in (0, 1))
         return forward, backward
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan, and the time of a step with it."""
+    """Holds a plan and the predicted times of a step with it."""
 
     plan: ModelPlan
     forward_ms: float
@@ -62,17 +63,17 @@ class Prediction:
 
     @property
     def step_ms(self) -> float:
-        """The time of both phases."""
+        """Return the ms of both phases."""
         return self.forward_ms + self.backward_ms
 
     @property
     def phases_ms(self) -> tuple[float, float]:
-        """The times of forward and backward."""
+        """Return the ms of (forward, backward)."""
         return self.forward_ms, self.backward_ms
 
     @property
     def ran(self) -> Ran:
-        """How the plan runs its layers."""
+        """Return how the plan runs its layers."""
         return Ran(self.plan.orders, self.plan.alltoalls)
 
 
@@ -106,8 +107,8 @@ class WhatIf:
 
     Args:
         job: the job, with costs.
-        rest_ms: the time of all but the experts' parts of one micro batch, forward and backward; what the job has
-            recorded if left out.
+        rest_ms: the ms of one micro-batch outside the experts' parts, (forward, backward); by default what the
+            job recorded.
     """
 
     def __init__(self, job: RecordedJob, rest_ms: tuple[float, float] | None = None) -> None:
@@ -119,23 +120,25 @@ class WhatIf:
 
     @property
     def must_match(self) -> bool:
-        """Whether both phases must have the same degree, by the job's schedule or because experts draw numbers."""
+        """Return True if both phases need the same degree, by the job's schedule or because experts draw random
+        numbers.
+        """
         uses_rng = any(self.job.costs_of(kind, next(iter(kind.alltoalls))).uses_rng for kind in self.job.kinds)
         return uses_rng or self._request.space.common_degree
 
     def by_schedule(self, schedule: str) -> Prediction:
-        """Return what a schedule by name would take, with the degrees that it chooses itself.
+        """Predict a schedule by name, with the degrees that it chooses itself.
 
         Raises:
-            ValueError: an unknown schedule.
+            ValueError: the schedule is unknown.
         """
         return self.of_schedule(schedule).with_degrees(None, None)
 
     def of_schedule(self, schedule: str) -> WhatIf:
-        """Return predictions for the same job with another schedule, its gradients included.
+        """Return predictions for the same job with another schedule, including its mode of sending gradients.
 
         Raises:
-            ValueError: an unknown schedule.
+            ValueError: the schedule is unknown.
         """
         if schedule == self.job.schedule:
             return self
@@ -144,23 +147,23 @@ class WhatIf:
         return WhatIf(changed, self.rest_ms)
 
     def with_degrees(self, forward: Degree, backward: Degree) -> Prediction:
-        """Return what the job's own schedule would take with these degrees; ``None``: the one that it chooses."""
+        """Predict the job's own schedule with these degrees; ``None``: the one that it chooses."""
         space = self._request.space.with_degrees(forward, backward, self.job.links)
         return self._predict(Search(self._planner, replace(self._request, space=space)).fastest())
 
     def as_ran(self, ran: Ran) -> Prediction:
-        """Return what the job should have taken, as it was run."""
+        """Predict the job as it was run."""
         way = replace(self._request, space=SearchSpace(()), alltoalls=ran.alltoalls, orders=ran.orders)
         return self._predict(self._planner.plan(way))
 
     def with_rest_of(self, measured_ms: tuple[float, float], ran: Ran) -> WhatIf:
-        """Return the same with the rest that explains what the run took, as it was run.
+        """Return predictions whose rest explains the measured times of the run.
 
-        What the plan of the run does not explain is taken to be in what no plan changes. The rest is never below 0.
+        The difference between measurement and prediction counts as rest, which no plan changes. The rest is at least 0.
 
         Args:
-            measured_ms: the time of all forwards, and of all backwards, of a step.
-            ran: how it was run.
+            measured_ms: the ms of all forwards, and of all backwards, of a step.
+            ran: how the job was run.
         """
         rest_ms = [0.0, 0.0]
         for phase in (0, 1):
@@ -173,11 +176,11 @@ class WhatIf:
         return WhatIf(self.job, (rest_ms[0], rest_ms[1]))
 
     def with_gradients_of(self, backward_ms: float, ran: Ran) -> WhatIf:
-        """Return the same with a cost of gradients that explains what all backwards of a step took, as it was run.
+        """Return predictions whose cost of gradients explains the measured backwards of the run.
 
         Args:
-            backward_ms: that time.
-            ran: how it was run.
+            backward_ms: the ms of all backwards of a step.
+            ran: how the job was run.
         """
 
         def predicted_ms(factor: float) -> float:
@@ -199,7 +202,7 @@ class WhatIf:
 
 
 def _least_that_takes(predicted_ms: Callable[[float], float], wanted_ms: float, most: float) -> float:
-    """Return the least number from 0 up with which it is predicted to take as long, or the most."""
+    """Return the least number from 0 to ``most`` whose prediction reaches ``wanted_ms``, or ``most``."""
     low, high = 0.0, most
     for _ in range(_TURNS):
         middle = (low + high) / 2
@@ -214,10 +217,10 @@ def _least_that_takes(predicted_ms: Callable[[float], float], wanted_ms: float, 
 
 
 def sizes_from(groups: Groups, num_experts: Sequence[int]) -> list[int]:
-    """Return over how many ranks experts can be spread, from the number as it is upwards.
+    """Return the possible EP sizes, ascending from the current one.
 
     Args:
-        groups: the groups of the layers as they are.
+        groups: the current groups of the layers.
         num_experts: the numbers of experts of the layers.
     """
     return [
@@ -228,15 +231,15 @@ def sizes_from(groups: Groups, num_experts: Sequence[int]) -> list[int]:
 
 
 def larger_ep_sizes(job: RecordedJob, cluster: Cluster) -> dict[int, float]:
-    """Predict a step of a job with experts over as many ranks as they are, and over more.
+    """Predict a step of a job with its EP size, and with larger ones.
 
     Args:
         job: the job, with costs.
-        cluster: what collectives cost among other ranks.
+        cluster: the costs of collectives among other ranks.
 
     Returns:
-        EP size -> the time of a step in milliseconds, the size as it is first; of the all-to-alls that rows can take,
-        the fastest. Sizes of which the cluster says nothing are left out; empty if no other is left.
+        EP size -> the ms of a step with the fastest possible all-to-all, the current size first.
+        Sizes that the cluster has no numbers for are left out; empty if no other size is left.
     """
     layouts = {(kind.groups.ep, kind.groups.esp) for kind in job.kinds}
     sizes = sizes_from(job.kinds[0].groups, [kind.shape.num_experts for kind in job.kinds]) if len(layouts) == 1 else []

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package decides for Lina (ATC'23): packed experts in training, and the ranks of experts in inference."""
+"""Decides for Lina (ATC'23): packed experts in training, and the ranks of experts in inference."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives popular experts more ranks and packs unpopular ones on few, as Lina does in inference (ATC'23, section 5.2).
+Inference calls it with estimates of :mod:`~ds_fsmoe.planning.lina.popularity`.
 
 Letters: E experts of a layer, G ranks that share them.
 """
@@ -23,25 +24,27 @@ def ranks_of_experts(
     most_per_rank: int = 4,
     now: Sequence[Sequence[int]] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of each of G ranks, ascending: popular ones on several, unpopular ones packed on few.
+    """Return the experts of each of G ranks, ascending: popular ones on several ranks, unpopular ones packed on few.
 
-    Rows of an expert are dealt out evenly over its ranks. The paper gives an expert as many ranks of its own as its
-    share of all tokens times G, rounded, and packs those with less than one rank's share by first fit, the most popular
-    first. Here an expert has its share over the highest load of a rank, in multiples of the mean, rounded up; and all
-    parts are packed by first fit, so that a rank with a part of a popular expert may have others beside it. The highest
-    load is the lowest, of a ladder that begins at 1.02, at which all find room: by first fit, else on the least loaded
-    rank in turn, else in parts half as large.
+    Rows of an expert are split evenly over its ranks. The paper gives an expert as many ranks of its own as its share
+    of all tokens times G, rounded. It packs experts with less than one rank's share by first fit, the most popular
+    first.
+
+    Here the copies of an expert are its share over the highest load of a rank, in multiples of the mean, rounded up.
+    All parts are packed by first fit, so a rank with a part of a popular expert may have others too. The highest load
+    is the lowest step of a ladder from 1.02 at which all parts fit. Packing tries first fit, then the least loaded rank
+    in turn, then parts of half the size.
 
     Args:
         popularity_E: [E] at least 0, in any unit; only proportions count.
         num_ranks: G.
-        most_per_rank: the most experts on a rank; the paper's 4 is for as many ranks as experts, so it is raised to
-            twice E / G where that is more: with fewer there would be no room for a second copy of any.
-        held: of each rank the experts that it has already; ranks that have the same load take those sets of experts of
-            which they have most. Unless given, E / G each in the order of their numbers.
+        most_per_rank: the largest number of experts on a rank. The paper's 4 is for as many ranks as experts, so it is
+            raised to twice E / G where that is more, to leave memory for second copies.
+        now: the experts that each rank already has. Among ranks of equal load, each takes the set of which it has most.
+            Default: E / G each, in the order of their numbers.
 
     Raises:
-        ValueError: there is no expert or rank, or a popularity is below 0 or no number.
+        ValueError: there is no expert or rank, or a popularity is negative or not a number.
     """
     popularity_E = np.asarray(popularity_E, dtype=np.float64)
     if popularity_E.ndim != 1 or not len(popularity_E) or num_ranks < 1 or most_per_rank < 1:
@@ -75,7 +78,7 @@ def ranks_of_experts(
 def _packed(
     loads: list[float], copies: list[int], num_ranks: int, most: int, highest: float, first_fits: bool
 ) -> list[list[int]] | None:
-    """Pack experts, the largest copies first; ``None``: they do not fit below this load."""
+    """Pack experts, the largest copies first; return None if they do not fit below this load."""
     parts = [load / n for load, n in zip(loads, copies, strict=True)]
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     load_of_rank = [0.0] * num_ranks
@@ -113,17 +116,17 @@ def _on_nearest_ranks(packed: list[list[int]], now: Sequence[Sequence[int]]) -> 
 
 
 def top_experts(popularity_E: np.ndarray, top: int) -> tuple[int, ...]:
-    """Return the most popular experts, the first one first; of equally popular ones that with the lower number.
+    """Return the most popular experts, the first one first; ties go to the lower number.
 
     Args:
         popularity_E: [E].
-        top: how many.
+        top: the number of experts to return.
     """
     return tuple(np.argsort(-np.asarray(popularity_E, dtype=np.float64), kind="stable")[:top].tolist())
 
 
 def num_top(k: int, num_experts: int) -> int:
-    """Return how many top experts are compared: 2 k, as in the paper, but not more than half of all experts.
+    """Return the number of top experts to compare: 2 k as in the paper, but at most half of all experts.
 
     Args:
         k: the number of choices of a token.
@@ -133,10 +136,10 @@ def num_top(k: int, num_experts: int) -> int:
 
 
 def differs(estimated_E: np.ndarray, actual_E: np.ndarray, top: int) -> bool:
-    """Return whether other experts are the most popular ones than was estimated; their order does not count.
+    """Return True if the most popular experts differ from the estimate; their order does not count.
 
     Args:
         estimated_E, actual_E: [E].
-        top: how many experts are compared, see :func:`num_top`.
+        top: the number of experts to compare, see :func:`num_top`.
     """
     return set(top_experts(estimated_E, top)) != set(top_experts(actual_E, top))

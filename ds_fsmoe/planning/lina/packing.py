@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert packing: more experts on each rank, spread over fewer ranks, for an all-to-all that is shorter.
+"""Packs experts: more experts on each rank, over fewer ranks, so that the all-to-all is shorter. The engine calls it
+with times from ``measuring/packing_times.py``.
 
-It is what Lina does for training (ATC'23, section 4.2, "Expert packing"): ideally the micro-ops of the experts and of
-the all-to-all take equally long, and neither lane waits for the other. As an all-to-all mostly takes longer, the number
-of experts on each rank is doubled until the experts' micro-op does.
+Lina does so in training (ATC'23, section 4.2, "Expert packing"). Ideally the micro-ops of the experts and of the
+all-to-all take equally long, and neither lane waits for the other. As an all-to-all mostly takes longer, the number of
+experts on each rank is doubled until the experts' micro-op does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ds_fsmoe.terminal.tables import Table
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What was compared for one number of experts per rank."""
+    """Holds the compared times of one number of experts per rank."""
 
     ep_size: int
     """The number of ranks over which the experts are spread."""
@@ -29,7 +30,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Packing:
-    """A choice of experts per rank and what it follows from."""
+    """Holds the chosen number of experts per rank, with what was compared."""
 
     num_experts: tuple[int, ...]
     """The numbers of experts of the layers, each once."""
@@ -38,15 +39,15 @@ class Packing:
 
     @property
     def ep_size(self) -> int:
-        """The chosen number of ranks over which the experts are spread."""
+        """Return the chosen EP size."""
         return self.rows[-1].ep_size
 
     def experts_per_rank(self, ep_size: int) -> tuple[int, ...]:
-        """Return how many experts of a layer a rank has, for each of :attr:`num_experts`."""
+        """Return the number of experts of a layer on a rank, for each of :attr:`num_experts`."""
         return tuple(each // ep_size for each in self.num_experts)
 
     def table(self) -> Table:
-        """Return what was compared, with a row for each number of experts per rank."""
+        """Return a table of what was compared, with a row for each number of experts per rank."""
         heads = ("experts per rank", "ep_size", "experts' micro-op [ms]", "all-to-all's micro-op [ms]")
         cells = []
         for row in self.rows:
@@ -56,11 +57,10 @@ class Packing:
 
 
 def packings(ep_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of ranks that packing goes through: the most first, then each half of the one before, as far
-    as experts and ranks divide.
+    """Return the EP sizes that packing tries: the largest, then its successive halves among ``ep_sizes``.
 
     Args:
-        ep_sizes: all numbers of ranks over which the experts can be spread; at least one.
+        ep_sizes: all possible EP sizes; at least one.
     """
     found = [max(ep_sizes)]
     while found[-1] % 2 == 0 and found[-1] // 2 in ep_sizes:
@@ -74,16 +74,16 @@ def pack(
     experts_ms: Callable[[int], float],
     alltoall_ms: Callable[[int], float],
 ) -> Packing:
-    """Choose how many experts each rank has: doubled until their micro-op takes as long as the all-to-all's.
+    """Choose the number of experts per rank: doubled until their micro-op takes as long as the all-to-all's.
 
     Args:
         num_experts: the numbers of experts of the layers.
-        ep_sizes: the numbers of ranks over which they can be spread.
-        experts_ms: number of ranks -> the time of the experts' micro-op on one of them.
-        alltoall_ms: number of ranks -> the time of an all-to-all's micro-op among them; not asked for one rank.
+        ep_sizes: the possible EP sizes.
+        experts_ms: EP size -> the ms of the experts' micro-op on one rank.
+        alltoall_ms: EP size -> the ms of an all-to-all's micro-op; not called for one rank.
 
     Raises:
-        ValueError: no number of ranks, one that does not divide the experts, or a time that is none.
+        ValueError: there is no EP size, one does not divide the experts, or a time is invalid.
     """
     kinds = tuple(sorted(set(num_experts)))
     if not ep_sizes or min(ep_sizes) < 1 or any(experts % size for experts in kinds for size in ep_sizes):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates which experts of a layer will be popular, before its gate has run, as Lina does in inference.
+"""Estimates which experts of a layer will be popular, before its gate has run, as Lina does in inference. Training
+counts and saves the profile; inference reads it.
 
-Tokens that went through the same experts tend to choose the same ones again (Lina, ATC'23, section 5.2). So one counts
-in training which experts the tokens of each *path* choose: those with the same first choices in the layers before. In
-a forward the paths of its tokens say how popular each expert of the next layer will be.
+Tokens with the same past experts tend to choose the same ones again (Lina, ATC'23, section 5.2). A *path* is the first
+choices of a token in the layers before. Training counts which experts the tokens of each path choose. In a forward, the
+paths of its tokens predict the popularity of each expert of the next layer.
 
 Letters: S tokens, K choices of a token, L layers of a path, E experts of a layer, U paths.
 """
@@ -22,15 +23,15 @@ _MERGED_FROM = 1 << 16
 
 
 class PathProfile:
-    """Counts, for one layer, which experts the tokens of each path choose.
+    """Counts, for one layer, the experts that the tokens of each path choose.
 
     Args:
-        num_experts: E; a path has experts of layers with as many at the most.
+        num_experts: E; the layers of a path have at most as many experts.
         path_length: L.
-        most_pairs: the most pairs of a path and an expert to keep.
+        most_pairs: the largest number of (path, expert) pairs to keep.
 
     Raises:
-        ValueError: an impossible size, or more paths than an int64 can number.
+        ValueError: a size is invalid, or an int64 cannot number all paths.
     """
 
     def __init__(self, num_experts: int, path_length: int = 3, most_pairs: int = MOST_PAIRS) -> None:
@@ -52,12 +53,12 @@ class PathProfile:
 
     @property
     def num_counted(self) -> int:
-        """The number of choices counted."""
+        """Return the number of choices counted."""
         return int(self._all_E.sum())
 
     @property
     def num_paths(self) -> int:
-        """The number of different paths."""
+        """Return the number of different paths."""
         self._merge()
         return len(np.unique(self._pairs_N // self.num_experts))
 
@@ -66,10 +67,10 @@ class PathProfile:
 
         Args:
             paths_SL: [S, up to L] integers: the first choices in the layers before, the latest last; E for none.
-            choices_SK: [S, K] integers: the choices in this layer; what is outside 0..E-1 is none.
+            choices_SK: [S, K] integers: the choices in this layer; values outside 0..E-1 mean no choice.
 
         Raises:
-            ValueError: shapes do not fit, or a path has other numbers.
+            ValueError: the shapes do not match, or a path has invalid numbers.
         """
         choices_SK = np.asarray(choices_SK)
         if choices_SK.ndim != 2 or len(choices_SK) != len(paths_SL):
@@ -86,14 +87,14 @@ class PathProfile:
             self._merge()
 
     def estimate(self, paths_SL: np.ndarray, k: int) -> np.ndarray:
-        """Return [E] float64, how popular each expert will be with tokens of these paths, relative to the others.
+        """Return the relative popularity of each expert among tokens of these paths, [E] float64.
 
-        Each token adds the probabilities of the k most likely experts of its path (Lina, section 5.2). For a path that
-        was never seen, that is without its first layers; for one without any layer left, of all experts of the layer.
-        Zeros: nothing was counted.
+        Each token adds the probabilities of the k most likely experts of its path (Lina, section 5.2). An unknown path
+        loses its first layers until it is known; without any layer left, all experts of the layer count. The result is
+        zero if no choice was counted.
 
         Args:
-            paths_SL: see :meth:`add`; tokens whose latest choice is none do not count.
+            paths_SL: see :meth:`add`; tokens without a latest choice do not count.
             k: the number of choices of a token.
 
         Raises:
@@ -117,13 +118,13 @@ class PathProfile:
 
     @classmethod
     def merged(cls, profiles: Iterable[PathProfile]) -> PathProfile:
-        """Return what several ranks have counted, as one.
+        """Return the counts of several ranks as one profile.
 
         Args:
-            profiles: of the same layer, at least one.
+            profiles: the profiles of one layer, at least one.
 
         Raises:
-            ValueError: there is none, or they are of other sizes.
+            ValueError: there is no profile, or their sizes differ.
         """
         each = list(profiles)
         sizes = {(one.num_experts, one.path_length) for one in each}
@@ -138,7 +139,7 @@ class PathProfile:
         return result
 
     def as_arrays(self) -> dict[str, Any]:
-        """Return it as two numbers and three arrays of int64, see :meth:`from_arrays`."""
+        """Return the profile as two numbers and three arrays of int64, see :meth:`from_arrays`."""
         self._merge()
         return {
             "num_experts": self.num_experts,
@@ -150,10 +151,10 @@ class PathProfile:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Any]) -> PathProfile:
-        """Return what :meth:`as_arrays` was called on.
+        """Return the profile from arrays of :meth:`as_arrays`.
 
         Raises:
-            ValueError: these are no such arrays.
+            ValueError: an array is missing or malformed.
         """
         names = ("num_experts", "path_length", "pairs", "counts", "experts")
         if missing := [name for name in names if name not in arrays]:
@@ -176,7 +177,9 @@ class PathProfile:
         return result
 
     def _keys(self, paths_SL: np.ndarray) -> np.ndarray:
-        """Return [S]: the number of each path; its latest layer is the lowest digit, and missing ones are none."""
+        """Return the number of each path, [S]: its latest layer is the lowest digit, and missing layers have digit
+        "none".
+        """
         paths_SL = np.asarray(paths_SL)
         if paths_SL.ndim != 2 or paths_SL.shape[1] > self.path_length:
             raise ValueError(f"paths of shape {paths_SL.shape}: must be [tokens, up to {self.path_length} layers]")
@@ -202,7 +205,7 @@ class PathProfile:
         self._pairs_N, self._counts_N, self._waiting, self._levels = pairs, counts, [], None
 
     def _levels_of(self, k: int) -> list[_Level]:
-        """Return the most likely experts by path, of whole paths first, then without their first layers."""
+        """Return the k most likely experts by path: of whole paths first, then without their first layers."""
         if self._levels is None or self._levels[0] != k:
             paths_N, experts_N = np.divmod(self._pairs_N, self.num_experts)
             levels = []
@@ -216,7 +219,7 @@ class PathProfile:
 
 @dataclass(frozen=True)
 class _Level:
-    """The most likely experts of paths of some length."""
+    """Holds the most likely experts of paths of one length."""
 
     modulus: int
     """What the number of a longer path is taken modulo of."""
@@ -228,7 +231,7 @@ class _Level:
 
     @classmethod
     def of(cls, modulus: int, paths_N: np.ndarray, experts_N: np.ndarray, counts_N: np.ndarray, k: int) -> _Level:
-        """Return the k most likely experts of each path, of pairs that lie path by path."""
+        """Return the k most likely experts of each path, from pairs sorted by path."""
         paths_U, first_U, path_N = np.unique(paths_N, return_index=True, return_inverse=True)
         totals_U = np.add.reduceat(counts_N, first_U) if len(first_U) else counts_N
         order_N = np.lexsort((experts_N, -counts_N, paths_N))
@@ -242,7 +245,7 @@ class _Level:
         return cls(modulus, paths_U, experts_Uk, shares_Uk)
 
     def add_to(self, found_E: np.ndarray, keys_V: np.ndarray, tokens_V: np.ndarray) -> np.ndarray:
-        """Add what tokens of these paths will choose, and return which paths are not known."""
+        """Add the expected choices of tokens of these paths, and return which paths are unknown."""
         own_V = keys_V % self.modulus
         at_V = np.searchsorted(self.paths_U, own_V)
         at_V[at_V == len(self.paths_U)] = 0
@@ -254,7 +257,7 @@ class _Level:
 
 
 def _counted(pairs: np.ndarray, counts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return each pair once, ascending, and how often it was there."""
+    """Return each pair once, ascending, and its count."""
     if counts is None:
         return np.unique(pairs, return_counts=True)
     order = np.argsort(pairs, kind="stable")
