@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports measurements at the end of steps: to DeepSpeed's monitors, and to the run's record."""
+"""Reports measurements at the end of steps: to DeepSpeed's monitors, and to the record of the run.
+
+The engine calls it after each step. ``ds_fsmoe/telemetry`` counts and writes; here the values of one step are put
+together
+and sent. It also records stock engines, for comparison.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +64,11 @@ _claimed: list[Ownership] = []
 
 
 def claim_folders(block: FSMoEBlock) -> None:
-    """Take the folders of the record and of the trace, before anything is removed there. Collective.
+    """Claim the folders of the record and of the trace, before files are removed there. Collective.
 
     Raises:
-        ConfigError: one cannot be written to, another job writes there, or it has files that are no run's; raised on
+        ConfigError: a folder is not writable, another job writes there, or it has files that belong to no run;
+        raised on
             every rank.
     """
     while _claimed:  # by an engine that was never made
@@ -80,7 +86,7 @@ def claim_folders(block: FSMoEBlock) -> None:
 
 
 def _claim(folder: Path) -> str:
-    """Make a folder this job's own, and return why not."""
+    """Claim a folder for this job; return the reason why that failed, or an empty text."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_run_folder(folder)
@@ -110,10 +116,10 @@ def _is_recording() -> bool:
 
 
 def watch_fsmoe(engine: Any) -> None:
-    """Begin the record of an engine of ours, if its block asks for one, and let DeepSpeed's profiler count all of it.
+    """Begin the record of an engine of ours, if its block asks for one, and make DeepSpeed's profiler count its layers.
 
     Raises:
-        ConfigError: its folder cannot be written to; raised on every rank.
+        ConfigError: its folder is not writable; raised on every rank.
     """
     state = engine.fsmoe
     count_grouped_products(engine)
@@ -132,15 +138,15 @@ def watch_fsmoe(engine: Any) -> None:
 
 
 def _is_tuning(autotune: Autotune | None) -> bool:
-    """Return whether something is measured or tried in the step that comes next."""
+    """Return True if the next step measures or tries a plan."""
     return autotune is not None and (autotune.is_measuring or autotune.trials is not None)
 
 
 def watch_stock(engine: Any, block: FSMoEBlock) -> None:
-    """Begin the record and the trace of an engine of DeepSpeed's own, as far as the block asks for them. Collective.
+    """Begin the record and the trace of an engine of DeepSpeed's own, where the block asks for them. Collective.
 
     Raises:
-        ConfigError: the folder of either cannot be taken; raised on every rank.
+        ConfigError: the folder of either cannot be claimed; raised on every rank.
     """
     claim_folders(block)
     modules = engine.module.named_modules()
@@ -206,9 +212,9 @@ def _layer(path: str, layer: nn.Module) -> dict[str, Any]:
 
 
 class Telemetry:
-    """Reports for one engine. Nothing is counted where nobody listens: ``metrics`` off, or neither monitor nor record.
+    """Reports for one engine. It counts only with ``metrics`` on, and with a monitor or a record.
 
-    Collective to make where a model has stages, and at the end of every step that is counted.
+    Making it is collective where a model has stages; so is the end of every step that is counted.
 
     Args:
         engine: the complete engine.
@@ -284,7 +290,7 @@ class Telemetry:
             self._recorded = self._shapes
 
     def _watch_own_routers(self) -> None:
-        """Watch the model's own routers where they return logits; experts see their choices only."""
+        """Record the model's own routers where they return logits; experts receive their choices only."""
         experts = {label: each for label, each in self._layers.items() if isinstance(each, FSMoEExperts)}
         found = router_outputs(self._engine.module, experts) if experts else {}
         for label, output in found.items():
@@ -304,10 +310,10 @@ class Telemetry:
             self.routers.listen(self._gates())
 
     def step_is_over(self, step: int, num_samples: int, found: StepComparison | None) -> None:
-        """Report that step number ``step``, from 1 on, is over. Collective if it was counted.
+        """Report the end of a step. Collective if it was counted.
 
         Args:
-            step: its number.
+            step: the number of the step, from 1 on.
             num_samples: the samples trained with so far.
             found: the comparison of the step, if there was one.
         """
@@ -338,7 +344,7 @@ class Telemetry:
             self._engine.monitor.write_events(named(values, num_samples))
 
     def _with_places(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows of a decision, those of layers that change with where their experts are and will be."""
+        """Return the rows of a decision; a layer whose experts move has their old and new placement."""
         placement, watch = self._state.placement, self._state.placement_watch
         wanted, found = watch.wanted, []
         for row in rows:
@@ -387,7 +393,7 @@ class Telemetry:
 
 
 def _num_copies(layer: Any) -> int:
-    """Return the number of ranks that come to a layer with the same tokens."""
+    """Return the number of ranks that enter a layer with the same tokens."""
     state = layer.fsmoe
     is_copied = state.mp_group is not None and state.tensor_parallel.same_tokens
     return state.mp_group.size() if is_copied else 1
