@@ -3,8 +3,7 @@
 
 Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported at its first
 use. In
-a process that a launcher has started, it asks NCCL for the order in which collectives begin, since that has to
-precede the
+a process that a launcher has started, it asks NCCL for the order in which collectives begin. That has to precede the
 first process group (see ``distributed/launch_order.py``). It also observes DeepSpeed's engines once DeepSpeed is
 imported: an engine that does not read an enabled block logs a warning (see ``door.py``).
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers every part of a layer by kind and name: gates, orders, all-to-alls and experts.
 
-A part is one file in its kind's folder under ``ds_fsmoe/components`` with one decorator, or a class with the same
-decorator in a module that the user names in ``"fsmoe": {"plugins": [...]}``. No other file has to be edited.
+A part is a class with a decorator in its kind's folder under ``ds_fsmoe/components``, or in a module that the user
+names
+in ``"fsmoe": {"plugins": [...]}``. No other file has to be edited.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Checkpoints:
             folder: the folder of all tags.
             tag: the tag, or ``None`` for the one in ``latest``.
             read: DeepSpeed's own function that reads a tag of a folder.
-            asked: which parts of it to read, by the argument names of DeepSpeed's ``load_checkpoint``.
+            asked: the parts to read, by the argument names of DeepSpeed's ``load_checkpoint``.
 
         Returns:
             The result of ``read``.
@@ -194,7 +194,7 @@ class Checkpoints:
         Args:
             folder: the folder of all tags.
             tag: the tag, or ``None`` for the one in ``latest``.
-            asked: which parts of it to read.
+            asked: the parts to read.
             with_optimizer: whether states of the optimizer are among them.
 
         Returns:

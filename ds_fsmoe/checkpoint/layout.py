@@ -131,7 +131,7 @@ class Comparison:
         ranks: the ranks of its job.
         place: the folder of the tag.
         manifest: the manifest of the tag; ``None`` for a tag of stock DeepSpeed.
-        parts: how parameters are spread over this job's ranks.
+        parts: the distribution of parameters over this job's ranks.
 
     Attributes:
         differences: the differences, in words; the same on every rank.

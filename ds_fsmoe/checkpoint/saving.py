@@ -77,7 +77,7 @@ class Saving:
         ranks: the ranks of its job.
         folder: the folder of all tags.
         tag: a name, or a path in the folder, the same on all ranks.
-        parts: how each parameter that is spread over ranks is split.
+        parts: name -> the split of each parameter that is spread over ranks.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, folder: Path, tag: str, parts: dict[str, PartSizes]) -> None:
@@ -152,9 +152,9 @@ class Saving:
         return noted
 
     def _write_state(self, own: Path) -> None:
-        """Write the state that a rank continues with, and the config of a Hugging Face model, by which its weights can
-        be
-        written under published names.
+        """Write the state that a rank continues with, and the config of a Hugging Face model.
+
+        The weights of such a model can be written under published names by its config.
         """
         text = config_text(self._engine.module) if self._parts and self._ranks.is_leader else None
         if text is not None:

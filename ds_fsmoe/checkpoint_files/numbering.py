@@ -9,9 +9,8 @@ overwrites another. Number ``n`` is on rank ``n // (E / ep)`` of that group; con
 the
 same experts.
 
-It writes the number of the stage where other jobs have that of a tensor-parallel rank (``mp_rank_01``), also in the
-names
-of experts' files, so no stage overwrites another. A stage with MoE layers has its other weights in one file. A stage
+It writes the number of the stage in the place of a tensor-parallel rank's (``mp_rank_01``), also in the names of
+experts' files. So no stage overwrites another. A stage with MoE layers has its other weights in one file. A stage
 without has a file for each of its layers, in which names begin at the layer.
 """
 

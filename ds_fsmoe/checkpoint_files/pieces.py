@@ -8,8 +8,8 @@ ranks. The place of each parameter is known when saving and is recorded then. So
 layout, and by programs without ranks. Saving, loading and ``whole`` call this module.
 
 For stock's weights at ZeRO 3 the places follow from the files. DeepSpeed splits each flattened parameter into equal
-pieces, one for each rank, and concatenates a rank's pieces of a sub-group of parameters, in the order of
-``param_shapes``.
+pieces, one for each
+rank. It concatenates a rank's pieces of a sub-group of parameters, in the order of ``param_shapes``.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
 
 
 def _check_cover(index: Index) -> None:
-    """Check that the pieces of each parameter are consecutive from its first element on, in one file or in copies, and
-    that
-    all experts have as many of them.
+    """Check that the pieces of each parameter are consecutive from its first element on, in one file or in copies.
+
+    All experts must have as many pieces.
     """
     # Each pipeline stage has a parameter that several share.
     sizes: dict[tuple[str, int], dict[int, int]] = {}

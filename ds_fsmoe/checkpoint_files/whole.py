@@ -75,7 +75,7 @@ class Whole:
         place: the folder of the tag.
         file: returns the content of a file; tensors stay in the file.
         numbering: path of each MoE layer -> how its files number experts.
-        index: where the optimizer's states are; ``None`` if there is no index.
+        index: the places of the optimizer's states; ``None`` if there is no index.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
         is_shared_out: True if ZeRO 3 has saved it, with the weights in pieces.
         main_files: the file of each pipeline stage with the data of no single rank; without stages, one.

@@ -38,7 +38,7 @@ def warn_missing_engine(layer: Any, x: torch.Tensor) -> None:
 
 
 def warn_of_unread_block(engine: Any) -> None:
-    """Warn that an engine does not read the block of its config, unless it is one of ours or the block is off.
+    """Warn that an engine ignores the block of its config, unless the engine is ours or the block is off.
 
     Args:
         engine: a complete engine of DeepSpeed's class.

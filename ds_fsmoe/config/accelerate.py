@@ -4,7 +4,7 @@
 The entry points call it. In a DeepSpeed config ``"auto"`` is Accelerate's word for "filled in from the training
 arguments". While it prepares a model, ``accelerate.DeepSpeedPlugin`` iterates over every field of the config,
 including
-unknown blocks, and raises an error for an ``"auto"`` without a value. This happens before ``deepspeed.initialize``
+unknown blocks. It raises an error for an ``"auto"`` without a value. This happens before ``deepspeed.initialize``
 is
 called, so the iteration has to skip our block.
 """

@@ -343,7 +343,7 @@ Dispatch = Literal["auto", "rows", "slots"]
 
 
 class FSMoEBlock(StrictShape):
-    """The whole block."""
+    """Represents the whole block."""
 
     enabled: bool = Field(False, description="false: exactly stock DeepSpeed", examples=[True])
     schedule: Literal[

@@ -3,7 +3,7 @@
 
 ``reading.py`` and the entry points call it. Some fields have two words, one of the research field and an older one
 of this
-project, and some blocks may be written as one value. Messages are made with either word; users read the paths that
+project. Some blocks may be written as one value. Messages are made with either word; users read the paths that
 they
 wrote.
 """

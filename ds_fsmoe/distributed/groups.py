@@ -9,8 +9,7 @@ The ranks of a pipeline stage are ep x esp x edp. DeepSpeed lacks sharding of ex
 *block* of ranks with different parts of all experts, and the expert-data-parallel (EDP) groups of ranks with the
 same
 part. Its broadcast, reduction and checkpoints are then right, since shards do not look like replicas. We split each
-block: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` consecutive ranks, and EP
-groups
+block: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` consecutive ranks. EP groups
 stride over them, with one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With
 more they
 differ, and ``layer/state.py`` converts between DeepSpeed's EP ranks and ours.

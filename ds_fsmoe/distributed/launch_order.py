@@ -5,7 +5,7 @@ Two busy links are two busy communicators, and a GPU may start their collectives
 the
 GPU, two ranks that have begun with different ones wait for each other for ever. From NCCL 2.26 on a variable makes
 the
-GPU start them in the order of the host, which is the same on every rank here; they still run concurrently. NCCL
+GPU start them in the order of the host. This order is the same on every rank, and they still run concurrently. NCCL
 reads the
 variable at its first use. So :func:`ask` is called when this package is imported, and by its entry points.
 """

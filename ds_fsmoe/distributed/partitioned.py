@@ -60,9 +60,9 @@ def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> N
 
     DeepSpeed marks the MoE blocks of some families as leaves, whose weights it gathers together, since their active
     experts
-    differ between ranks. For a leaf whose input requires no gradient, as in the first layer of a model with
-    adapters, it
-    reads the gradients before they exist.
+    differ between ranks. The input of a leaf may require no gradient, as in the first layer of a model with
+    adapters. DeepSpeed then reads the
+    gradients before they exist.
 
     Args:
         model: the model.

@@ -164,7 +164,7 @@ class Layout:
     def agreeing(self, *, same_tokens: bool) -> tuple[Ranks, ...]:
         """Return the groups of ranks that have to agree on a capacity derived from their tokens.
 
-        Ranks of a block exchange slots, ranks of an ESP group gather them, and an MP group whose ranks have the same
+        Ranks of a block exchange slots, and ranks of an ESP group gather them. An MP group whose ranks have the same
         tokens sends one set of slots in parts. The result is the blocks themselves if each block has all copies of
         its
         tokens.
@@ -208,7 +208,7 @@ def layout(
             ``use_data_before_expert_parallelism``: an EDP group is such a run, and a block strides over them.
         mp_size, pp_size: the numbers of tensor-parallel ranks and pipeline stages of the rest of the model.
         tensor_parallel_experts: whether experts split themselves over the tensor-parallel ranks, DeepSpeed's
-            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups, and the ranks of an MP
+            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups. The ranks of an MP
             group share an expert like those of an ESP group; ``esp_size`` has to be 1.
 
     Raises:

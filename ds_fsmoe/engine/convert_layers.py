@@ -316,7 +316,7 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
 
 
 class MoE(StockMoE):
-    """Is ``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
+    """Extends ``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
 
     It accepts stock's arguments and one more, and returns stock's ``(output, l_aux, exp_counts)``. With
     ``"fsmoe": {"enabled": false}`` our ``initialize`` turns it into the stock layer, so one flag compares the two.
@@ -332,9 +332,9 @@ class MoE(StockMoE):
         sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` enter this layer with different tokens,
             each with its part of the sequence. Tokens are then neither dropped nor gathered. Gradients of the gate
             and
-            of the dense part of a residual layer are summed over these ranks, except parameters with a true
-            attribute
-            ``tensor_model_parallel`` or ``model_parallel``, which are split over the ranks. Each rank returns its
+            of the dense part of a residual layer are summed over these ranks. Parameters with a true
+            attribute ``tensor_model_parallel`` or ``model_parallel`` are exceptions: they are split over the ranks.
+            Each rank returns its
             part of the auxiliary loss: that of its own tokens, divided by the number of ranks. Without tensor
             parallelism it changes nothing. Stock's layer lacks this argument.
 

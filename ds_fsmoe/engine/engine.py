@@ -83,7 +83,7 @@ from ds_fsmoe.versions import VERSION
 
 
 class FSMoEEngine(GroupsEngine, SavingEngine):
-    """Is DeepSpeed's engine with ds_fsmoe layers; ``engine.fsmoe`` is their state."""
+    """Extends DeepSpeed's engine with ds_fsmoe layers; ``engine.fsmoe`` is their state."""
 
     fsmoe: FSMoEState
     _hf_layers: list[FSMoEExperts]
@@ -415,7 +415,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
 
 class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
-    """Is :class:`~ds_fsmoe.engine.engine.FSMoEEngine` for pipelines: each stage's layers are ours.
+    """Extends DeepSpeed's pipeline engine like :class:`~ds_fsmoe.engine.engine.FSMoEEngine`: each stage's layers are
+    ours.
 
     Gradients are sent in the backward of the last micro-batch, after all earlier ones have added theirs. Between two
     batches

@@ -363,8 +363,9 @@ def _lacking(layers: Mapping[str, LayerToCache], where: Where) -> str:
 
 
 def left_by_any(found: Mapping[str, FSMoEExperts | FSMoELayer]) -> dict[str, str]:
-    """Return label -> reason of the layers that any rank cannot run with an expert cache, such as for a hook that only
-    it has. Collective over all ranks of the job, since all ranks have to run a layer in the same form.
+    """Return label -> reason of the layers that any rank cannot run with an expert cache. Collective over all ranks.
+
+    Reasons may differ by rank, such as a hook on one of them. All ranks have to run a layer in the same form.
     """
     of_ranks = on_every_rank({label: why_left(module) for label, module in found.items()})
     left = {}

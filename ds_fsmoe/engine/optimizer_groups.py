@@ -290,7 +290,7 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
 
 
 class GroupsEngine(DeepSpeedEngine):
-    """Is DeepSpeed's engine whose optimizer has groups of experts that its script need not know."""
+    """Extends DeepSpeed's engine with an optimizer whose groups of experts are hidden from its script."""
 
     _number_of_given: dict[int, int]
 

@@ -73,8 +73,9 @@ def own_experts(config: Any = None) -> Iterator[None]:
     can be
     saved. Every rank has to build the model, since ranks agree on where experts are.
 
-    :func:`ds_fsmoe.install` does this for ``from_pretrained`` by itself, where it has a block or where an
-    ``HfDeepSpeedConfig`` with one is alive, as Trainer's arguments keep it.
+    :func:`ds_fsmoe.install` does this for ``from_pretrained`` by itself if it has a block, or if an
+    ``HfDeepSpeedConfig``
+    with a block is alive. Trainer's arguments keep one alive.
 
     Args:
         config: the DeepSpeed config, as a dict or the path of a JSON file. With ``"enabled": false`` in its block

@@ -47,8 +47,8 @@ _LOAD_OPTIONS = (
 
 
 class SavingEngine(DeepSpeedEngine):
-    """Is DeepSpeed's engine, which saves a checkpoint completely or not at all, with experts of Hugging Face models
-    too.
+    """Extends DeepSpeed's engine: a checkpoint is saved completely or not at all, with experts of Hugging Face
+    models too.
     """
 
     has_partial_gradients = False

@@ -253,7 +253,8 @@ class FSMoEState:
 
         Raises:
             DisagreementError: on every rank, if plans differ between ranks.
-            MeasuringError: the same in pipeline stages, where only the ranks of one stage share plans.
+            MeasuringError: on every rank, the same in pipeline stages, where only the ranks of one stage share
+            plans.
         """
         if self.watch is not None:
             self.watch.plans_changed()
@@ -274,9 +275,9 @@ class FSMoEState:
     def look_again(self) -> None:
         """Check again whether layers may be chunked. Collective.
 
-        Every rank has to call it between two steps after a change of experts or their weights, of hooks on their
-        module, or of
-        dropout.
+        Every rank has to call it between two steps, after experts, their weights, hooks on their module or dropout
+        have
+        changed.
         """
         self.chunking_guard.recheck()
         self.chunking_guard.begin(self.inner_layers)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes trace files for Perfetto and chrome://tracing, one per rank, and merges those of a folder.
 
-The tracer writes them; ``ds_fsmoe/offline`` reads them. Times are whole microseconds since 1970 by the host's clock,
-so
-files of one host fit together, and those of several as far as their clocks agree. They are whole, because a float
+The tracer writes them; ``ds_fsmoe/offline`` reads them. Times are whole microseconds since 1970 by the host's clock.
+Files of one host therefore fit together; those of several hosts fit if their clocks agree. They are whole, because a
+float
 has too
 few digits, and rounded down, so that tasks without overlap never seem to overlap. The milliseconds in ``args`` are
 exact.

@@ -5,9 +5,9 @@ All writers of the package call it; :mod:`ds_fsmoe.untrusted` reads such files. 
 all,
 under a temporary name that no user can have replaced by a link.
 
-A lock file shows which process writes in a folder (of an unfinished checkpoint, of a run's record, of recorded
-routing),
-and whether it is alive. The system releases a lock when its process ends for any reason. On a file system without
+A lock file shows which process writes in a folder, and whether it is alive. Unfinished checkpoints, records of runs
+and
+recorded routing have one. The system releases a lock when its process ends for any reason. On a file system without
 locks,
 the file names the process, and on the same host its state can be checked.
 """

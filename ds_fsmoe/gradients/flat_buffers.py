@@ -60,7 +60,7 @@ class FlatGradients:
         dtype: the communication dtype.
         group: the ranks of the sum, in a communicator for this traffic alone.
         scaling: the scaling before and after the sum.
-        beside: runs reductions concurrently with the caller; ``None``: they are sent in its stream.
+        beside: the lane that runs reductions concurrently with the caller; ``None``: they are sent in its stream.
         nodes: the ranks node by node, where they can be added up in two levels.
         owners: returns which rank needs which elements; ``None``: every rank needs all. Elements that a rank does
         not
@@ -111,7 +111,7 @@ class FlatGradients:
         """Reorder the gradients; the buffer holds none at that time.
 
         Args:
-            parameters: the same ones in that order.
+            parameters: the same parameters in the new order.
             in_levels: True if they are added up inside nodes first, and then between them.
         """
         self.parameters = tuple(parameters)
@@ -210,7 +210,7 @@ class FlatGradients:
         return [each for _, _, each in sorted(placed, key=lambda place: place[:2])]
 
     def take(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Hold a gradient of the communication dtype from now on; return the tensor that has it.
+        """Store a gradient of the communication dtype; return the tensor that has it from now on.
 
         This is the same tensor unless it shares memory, or its layout differs from the parameter's.
         """

@@ -2,8 +2,9 @@
 """Replaces DeepSpeed's reduction of gradients: it decides when their bytes are sent, and nothing else.
 
 DeepSpeed still decides a gradient's value: its division, its communication dtype, its partitions, norm, clipping and
-overflow check. At stage 0 one method of the engine is replaced, at stages 1 and 2 four of the ZeRO optimizer, on the
-objects themselves; :meth:`Reduction.close` removes them. The engine makes one Reduction; the autotuner tries windows
+overflow check. At stage 0 one method of the engine is replaced, at stages 1 and 2 four of the ZeRO optimizer. The
+replacements are on the objects; :meth:`Reduction.close` removes them. The engine makes one Reduction; the autotuner
+tries windows
 with it. ``reducer`` runs the rounds.
 """
 

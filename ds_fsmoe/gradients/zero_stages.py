@@ -26,9 +26,8 @@ the
   added
   by one shard alone, and the others' gradient of it is zero.
 - With tensor parallelism mp ranks compute the same L_d. Where they have the same tokens, each sends its 1/mp of the
-  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy, so every slot
-  comes
-  to an expert once, with its full gradient, and the gate has the full gradient on each of the mp ranks: all as
+  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy. Every slot
+  then reaches an expert once, with its full gradient. The gate has the full gradient on each of the mp ranks: all as
   above.
 - Where the mp ranks have different tokens of one sequence, nothing changes for experts. The gate, and the other
   parameters of the layer that are equal on them, process the rank's own tokens only: it is summed over MP first,
@@ -239,8 +238,9 @@ class Stages1And2:
     def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
         """Return the partitions that have a gradient, in its order in memory: (number of elements, rank).
 
-        ``None`` if ZeRO reads more of it than a rank's own part (Muon makes whole matrices orthogonal, ZenFlow keeps
-        columns of all), or if its order in memory differs from that of the partitions.
+        It is ``None`` if ZeRO reads more of it than a rank's own part: Muon makes whole matrices orthogonal, ZenFlow
+        keeps
+        columns of all. It is also ``None`` if its order in memory differs from that of the partitions.
         """
         optimizer = self.optimizer
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
@@ -373,9 +373,9 @@ class Stages1And2:
         reducer.release()
 
     def _check_memory(self, reducer: GradientReducer) -> None:
-        """Add micro-batches up from the next step on if the GPUs of all ranks have memory for all gradients besides
-        their
-        peak so far, which two steps have shown. Collective.
+        """Add micro-batches up from the next step on if memory suffices on the GPUs of all ranks. Collective.
+
+        The gradients have to fit on top of the peak so far, which two steps have shown.
         """
         engine = self._engine
         if not self._may_add_up_later or engine.global_steps < STEPS_WATCHED:

@@ -115,9 +115,9 @@ class StepClock:
 
     On CUDA it only records events: only reading waits for the device.
 
-    It always times the second forward in training and its backward, for the dense part, and the first forward after
-    an
-    optimizer step, which may have to wait for updated parameters.
+    It always times the second forward in training and its backward, for the dense part. It also times the first
+    forward
+    after an optimizer step, which may have to wait for updated parameters.
 
     Args:
         device: the device on which steps run.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the state of each rank when a job hangs, fails, or receives SIGTERM.
 
-The runtime of layers makes one for each engine. A collective whose other ranks never arrive reports nothing, and
-only one
-rank in a job knows the task in which it waits. So each rank writes a report to its own file, by default
+The runtime of layers makes one for each engine. A collective whose other ranks never arrive reports nothing. Each
+rank knows only its own task. So each rank writes a report to its own file, by default
 ``fsmoe_reports/rank3.txt`` under the folder that was current when training began. It has the last task of the
 schedule
 that each lane began and finished, and the stacks of all threads. Nothing is written in a normal run. Callbacks then

@@ -322,9 +322,9 @@ def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, f
 def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[str, float]:
     """Return the numbers of one decision on expert placement, and those of each layer if ``is_detailed``.
 
-    ``balance`` is the rows of the fullest rank over the mean, and ``expected_balance`` the same after the decision,
-    both of
-    the layer where it is highest. ``moved`` is the number of exchanges of two experts. ``gain_ms`` is the predicted
+    ``balance`` is the rows of the fullest rank over the mean, in the layer where it is highest. ``expected_balance``
+    is the
+    same after the decision. ``moved`` is the number of exchanges of two experts. ``gain_ms`` is the predicted
     decrease of the step time; it is left out if times are unknown. Both are sums over layers.
 
     Args:
