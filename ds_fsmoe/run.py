@@ -56,8 +56,7 @@ def _is_there(module: str) -> bool:
 
 def main() -> None:
     """Call ``install``, then run the script or module as ``__main__``, like ``python SCRIPT.py`` or ``python -m
-    NAME``.
-    """
+    NAME``."""
     script, is_module, rest, given = split_arguments(sys.argv[1:])
     try:
         block = None if given is None else read_given(given)

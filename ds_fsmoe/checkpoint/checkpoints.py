@@ -280,9 +280,7 @@ class Checkpoints:
 
     def _hidden_differences(self, place: Path, index: Index | None) -> list[str]:
         """Return, in words, why states have to be moved although the layout has the same numbers. Without an index,
-        each
-        rank's states are assumed to be where this job would have put them.
-        """
+        each rank's states are assumed to be where this job would have put them."""
         if not all(on_every_rank(reads_own_states(self._engine))):
             return ["BF16_Optimizer without ZeRO, whose own states DeepSpeed does not find"]
 

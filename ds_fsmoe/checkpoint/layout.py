@@ -92,8 +92,7 @@ def without_tying(engine: Any) -> AbstractContextManager[None]:
 
 def tie(engine: Any) -> None:
     """Broadcast the parameters that stages share, from the first of these stages. Collective; no rank may have failed
-    before.
-    """
+    before."""
     if engine.pipeline_parallelism:
         getattr(engine.module, _TIE)()
 
@@ -163,9 +162,7 @@ class Comparison:
 
     def is_compared(self) -> bool:
         """Return True if parameters have to be compared with the model's before a change: pieces and parts of one model
-        could
-        be loaded into another without an error.
-        """
+        could be loaded into another without an error."""
         sizes, manifest = sizes_of(self._engine), self._manifest
         has_other_stages = sizes.pp > 1 and not (manifest is not None and manifest.stages)
         if sizes.mp > 1 or has_other_stages or self._engine.use_node_local_storage():

@@ -306,8 +306,7 @@ def _kind(name: str) -> str:
 
 def refresh_masters(engine: Any) -> None:
     """Refresh the optimizer's copies after only weights were loaded. DeepSpeed does so with ZeRO only; in a pipeline,
-    before stages share their common parameters.
-    """
+    before stages share their common parameters."""
     is_due = not engine.zero_optimization() or engine.pipeline_parallelism
     if is_due and hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()

@@ -133,8 +133,7 @@ class Saving:
 
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Record the files that this rank writes, since it has to sync them: another host may not have them in memory.
-        The parts of one rank are left out of the file of all ranks.
-        """
+        The parts of one rank are left out of the file of all ranks."""
         parts, own_main_file = set(self._parts), main_file(stage_of(self._engine))
         is_misleading = bool(parts) and misleads_others(self._engine)
 
@@ -190,8 +189,7 @@ class Saving:
 
     def _describe(self) -> None:
         """Compute every file's checksum, on each rank for a part of the files on its file system, and write the
-        manifest.
-        """
+        manifest."""
         place, ranks = self._place, self._ranks
         mine = _share(ranks.together(f"listing {place}", lambda: manifests.names_in(place)))
 

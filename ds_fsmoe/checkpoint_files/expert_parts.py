@@ -206,8 +206,7 @@ def of_one_expert(cut: ShardDim, index: int, count: int) -> ExpertPart:
 
 def part_of(parameter: torch.Tensor) -> ExpertPart | None:
     """Return the part of the whole that a parameter is; ``None`` if it is not one of experts of a Hugging Face
-    model.
-    """
+    model."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 

@@ -67,8 +67,7 @@ def guarded(state: dict[str, Any]) -> dict[str, Any]:
 
 def write_script(folder: Path) -> None:
     """Write a script into a folder of checkpoints that makes fp32 weights of them, under the name of DeepSpeed's
-    script.
-    """
+    script."""
     script = folder / "zero_to_fp32.py"
     write_whole(script, _SCRIPT)
     script.chmod(script.stat().st_mode | stat.S_IXUSR)

@@ -41,9 +41,7 @@ Convert = Callable[[str], torch.Tensor]
 
 def config_text(model: torch.nn.Module) -> str | None:
     """Return the config of the Hugging Face model in a model, as its ``save_pretrained`` would write it; ``None``
-    without
-    such a model.
-    """
+    without such a model."""
     for module in model.modules():
         if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
             dtype = str(module.dtype).removeprefix("torch.")

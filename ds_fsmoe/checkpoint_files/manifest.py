@@ -229,8 +229,7 @@ def sum_of(path: Path) -> FileSum:
 
 def names_in(folder: Path) -> list[str]:
     """Return every file of a checkpoint being written, except those that describe it, in the same order on every
-    rank.
-    """
+    rank."""
     return sorted(each for each in _files_in(folder) if each.rpartition("/")[2] not in (NAME, OWNER))
 
 

@@ -52,9 +52,8 @@ Keys = tuple[StrictStr | StrictInt, ...]
 
 
 class Piece(NamedTuple):
-    """Represents the elements ``first`` to ``first + size`` of a parameter; they begin at element ``at`` of a
-    group's tensors.
-    """
+    """Represents the elements ``first`` to ``first + size`` of a parameter; they begin at element ``at`` of a group's
+    tensors."""
 
     name: StrictStr
     """The parameter's name in the files: with the number of the expert, over all ranks."""
@@ -99,8 +98,7 @@ class Index:
     @property
     def numel(self) -> int:
         """Return the number of all elements that are optimized or in pieces; copies count once for each pipeline
-        stage.
-        """
+        stage."""
         found = {
             (stage, piece.name, piece.first, piece.size)
             for group in self.groups

@@ -213,9 +213,7 @@ def _clear(folder: Path, tag: str) -> None:
 
 def _leftovers(place: Path, ending: str) -> list[tuple[Path, Owner | None]]:
     """Return (folder, process that saves or has saved) for the unfinished saves of a tag, in the order of their
-    changes;
-    ``None`` for an unknown process.
-    """
+    changes; ``None`` for an unknown process."""
     pattern = re.compile(rf"{re.escape(place.name)}\.([0-9a-f]{{8}}){re.escape(ending)}")
     found = []
     for each in place.parent.iterdir() if place.parent.is_dir() else ():

@@ -140,9 +140,7 @@ class Whole:
 
     def main(self, stage: int = 0) -> dict[str, Any]:
         """Return DeepSpeed's data of a stage, with its non-expert weights as ``"module"``: at ZeRO 3 only buffers have
-        their
-        values there.
-        """
+        their values there."""
         return self.file(self.main_files[stage])
 
     def states_of(self, stage: int) -> Index | None:

@@ -33,8 +33,7 @@ _GIVEN, _MADE = 1, 2
 
 class ExpertResultError(RuntimeError):
     """Says that an expert has made nan or infinity. The message, the same on all ranks, names layer, experts and
-    step.
-    """
+    step."""
 
 
 class ExpertResults:
@@ -137,9 +136,8 @@ class ExpertResults:
 
 
 def _is_bad_row(rows_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return True for each expert whose rows have nan or infinity, [e]; rows are sorted by expert, with ``sizes``
-    rows each.
-    """
+    """Return True for each expert whose rows have nan or infinity, [e]; rows are sorted by expert, with ``sizes`` rows
+    each."""
     bad_R = ~torch.isfinite(rows_RM.detach()).flatten(1).all(dim=1)
     return torch.stack([of_expert.any() for of_expert in bad_R.split(sizes)])
 

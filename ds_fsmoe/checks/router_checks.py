@@ -40,8 +40,7 @@ class RouterCheck:
 
     def watch(self, call: LayerCall) -> None:
         """Check the input of a layer's gate before the gate runs, in training forwards, which all ranks run
-        together.
-        """
+        together."""
         if not call.is_training:
             return
         gate = call.gate

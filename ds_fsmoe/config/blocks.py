@@ -36,9 +36,7 @@ Int = Annotated[int, _WHOLE]
 
 class NullIsAuto:
     """Marks a field that accepts ``null`` for "auto". Accelerate gives "auto" in a DeepSpeed config another meaning, so
-    users
-    can avoid the word.
-    """
+    users can avoid the word."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_before_validator_function(lambda value: "auto" if value is None else value, handler(source))

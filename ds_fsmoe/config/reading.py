@@ -85,8 +85,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
 
 def _validated(words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
     """Return (block, names of its wrong fields, a sentence about each). Wrong fields have their defaults in the
-    block.
-    """
+    block."""
     try:
         return FSMoEBlock.model_validate(words.normalized), set(), []
     except ValidationError as error:
@@ -110,8 +109,7 @@ def join_problems(problems: Iterable[str]) -> str:
 
 def refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
     """Refuse a misspelt block: DeepSpeed accepts unknown top-level keys without a message, so it would have no
-    effect.
-    """
+    effect."""
     for key in ds_config:
         letters = re.sub(r"[^a-z]", "", str(key).lower())
         if key != BLOCK and (BLOCK in letters or difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8):
@@ -289,8 +287,7 @@ def _unfit_degrees(of: Asked) -> list[str]:
 
 def _pipeline_of(schedule: str) -> str:
     """Return the rule by which a schedule chooses its numbers of chunks, see
-    :class:`~ds_fsmoe.planning.decide.presets.Switches`.
-    """
+    :class:`~ds_fsmoe.planning.decide.presets.Switches`."""
     if schedule == "best":
         return ""
     from ds_fsmoe.planning.decide.presets import PRESETS

@@ -40,8 +40,7 @@ _LEAD_LETTERS = 24
 
 class DisagreementError(RuntimeError):
     """Says that ranks differ that have to be equal. The message, the same on all ranks, names the ranks and the
-    fields.
-    """
+    fields."""
 
 
 def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = None, what: str = "the job") -> None:

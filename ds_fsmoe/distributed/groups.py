@@ -48,8 +48,7 @@ from ds_fsmoe.planning.groups import Communicators, PlacedGroups, of_deepspeed, 
 @dataclass(frozen=True)
 class FSMoEGroups:
     """Holds the groups of one (ep, esp) from the view of one rank. A communicator of one rank, or without peers, is
-    ``None``.
-    """
+    ``None``."""
 
     layout: Layout
     topology: Topology
@@ -87,17 +86,14 @@ class FSMoEGroups:
 
     def index_in(self, kind: str) -> int:
         """Return this rank's index in its group of a kind: in ``"ep"`` the EP rank, in ``"esp"`` the shard, in
-        ``"blocks"`` DeepSpeed's EP rank, which is in the names of experts' files.
-        """
+        ``"blocks"`` DeepSpeed's EP rank, which is in the names of experts' files."""
         return self.ranks_of(kind).index(self.rank)
 
 
 @dataclass(frozen=True)
 class _Made:
     """Holds the groups made under one default process group. They cannot be in DeepSpeed's own dictionaries, where
-    every key
-    counts as an expert-parallel size.
-    """
+    every key counts as an expert-parallel size."""
 
     groups: dict[tuple, FSMoEGroups] = field(default_factory=dict)
     parts: dict[tuple, dist.ProcessGroup | None] = field(default_factory=dict)
@@ -270,8 +266,7 @@ def _timeout() -> timedelta | None:
 
 def _deepspeed_groups() -> Any:
     """Return DeepSpeed's module of groups if this process communicates through DeepSpeed; importing it takes
-    seconds.
-    """
+    seconds."""
     if "deepspeed.comm" not in sys.modules:
         return None
     from deepspeed import comm

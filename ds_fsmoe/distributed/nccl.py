@@ -64,8 +64,7 @@ def version() -> tuple[int, ...]:
 
 def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the reason why a GPU may start this rank's collectives in another order than issued; ``None`` if it
-    cannot.
-    """
+    cannot."""
     if torch.version.hip is not None:
         return "RCCL has no order of launches that can be relied on"
     found = version()

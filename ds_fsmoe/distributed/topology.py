@@ -63,8 +63,7 @@ class Topology:
 
 def topology_of_hosts(hosts: Iterable[str]) -> Topology:
     """Return the topology in which ranks with the same host name share a node. ``hosts``: one name per rank, in rank
-    order.
-    """
+    order."""
     numbers: dict[str, int] = {}
     return Topology(tuple(numbers.setdefault(host, len(numbers)) for host in hosts))
 

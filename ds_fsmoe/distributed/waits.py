@@ -62,8 +62,7 @@ class waiting(_Mark):
 
 class working(_Mark):
     """Marks work with files, in which a rank may keep others waiting for long: a wait inside it is not reported as a
-    hang.
-    """
+    hang."""
 
     __slots__ = ()
     _in_progress: ClassVar[dict[int, Any]] = {}

@@ -78,8 +78,7 @@ def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
 
 def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str, str]:
     """Return the settings of tensor parallelism around the layers that all ranks must agree on, as short texts by
-    name.
-    """
+    name."""
     facts = {
         "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
         "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
@@ -385,6 +384,5 @@ class MoE(StockMoE):
 
 def _is_split(parameter: nn.Parameter) -> bool:
     """Return True if each tensor-parallel rank has another part of a parameter, by the marks of Megatron and
-    DeepSpeed.
-    """
+    DeepSpeed."""
     return any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

@@ -466,8 +466,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         """Run the backward of one micro-batch, timed if the step is timed; in the last one, gradients are complete as
-        they come.
-        """
+        they come."""
         clock = self.fsmoe.running.step_clock
         self._num_backwards += 1
         self._force_grad_boundary = self._num_backwards == self.micro_batches and self._is_one_backward(buffer_id)
@@ -482,9 +481,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
 
     def _is_one_backward(self, buffer_id: int) -> bool:
         """Return True if a micro-batch has one backward: DeepSpeed runs one for each tensor that the stage sends on,
-        and a
-        gradient is complete after the last.
-        """
+        and a gradient is complete after the last."""
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_last_stage() or not isinstance(outputs, tuple):
             return True

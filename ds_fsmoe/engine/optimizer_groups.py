@@ -168,8 +168,7 @@ def _split(optimizer: Any) -> Any:
 
 def _remember(optimizer: torch.optim.Optimizer, known: list[int], came_off: dict[int, int]) -> ScriptGroups | None:
     """Record which groups a script knows, and make the others follow; return ``None`` if it knows all, in their
-    order.
-    """
+    order."""
     if known == list(range(len(optimizer.param_groups))):
         return None
     _known[optimizer] = ScriptGroups(optimizer, known, came_off)

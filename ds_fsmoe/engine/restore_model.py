@@ -229,8 +229,7 @@ def _stock_layers(model: nn.Module) -> dict[str, StockMoE]:
 
 def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> None:
     """Remove all hooks of ds_fsmoe from a model; its experts stay distributed. Later uses of its engine raise the
-    reason.
-    """
+    reason."""
 
     def refuse(*args: Any, **options: Any) -> NoReturn:
         raise RuntimeError(f"this engine no longer has a model, which {why}")

@@ -47,9 +47,8 @@ _LOAD_OPTIONS = (
 
 
 class SavingEngine(DeepSpeedEngine):
-    """Extends DeepSpeed's engine: a checkpoint is saved completely or not at all, with experts of Hugging Face
-    models too.
-    """
+    """Extends DeepSpeed's engine: a checkpoint is saved completely or not at all, with experts of Hugging Face models
+    too."""
 
     has_partial_gradients = False
     """Whether gradients have been summed that no step has used yet."""

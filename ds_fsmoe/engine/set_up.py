@@ -310,8 +310,7 @@ def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) 
 
 def tape_deepspeeds_functions() -> None:
     """Wrap functions that DeepSpeed checkpoints in :class:`Taped`, from now on in this process. A second call changes
-    nothing.
-    """
+    nothing."""
     if getattr(checkpointing, "_ds_fsmoe_tapes", False):
         return
     forward, non_reentrant = checkpointing.CheckpointFunction.forward, checkpointing.non_reentrant_checkpoint

@@ -179,8 +179,7 @@ class FSMoEState:
 
     def _chunk_by_rule(self) -> None:
         """Set the number of chunks of layers by their bytes, if the config asks for it and a step has counted them.
-        Collective.
-        """
+        Collective."""
         if self.micro_ops is None or not self.micro_ops.is_wanted:
             return
         self.chunking_guard.settle(self.inner_layers)
@@ -346,8 +345,7 @@ class FSMoEState:
 
     def close(self) -> None:
         """Return the reduction of gradients to DeepSpeed, and end the lanes, once; layers keep running without the
-        engine.
-        """
+        engine."""
         if self.running.is_over:
             return
         for each in (self.autotune, self.telemetry, self.routing, self.splitter, self.updated, self.reduction):
@@ -364,8 +362,7 @@ class FSMoEState:
 
     def chosen(self) -> dict[str, str]:
         """Return the active settings, a word or two per field of the config, in the order in which a token meets
-        them.
-        """
+        them."""
         return {name: words for name, (words, _) in what_runs(self).items()}
 
 
@@ -435,8 +432,7 @@ _FIELDS = {
 
 def summary(state: FSMoEState) -> Message:
     """Return the active settings as a table for the log: those requested or different from stock; the rest as
-    details.
-    """
+    details."""
     head = f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"
     asked = {_FIELDS.get(each, each) for each in state.block.model_fields_set}
     found, says_all = what_runs(state).items(), state.block.autotune.details

@@ -187,9 +187,7 @@ def _words(name: str) -> list[str]:
 
 def _place_of_code(arguments: Sequence[str]) -> tuple[int, str] | None:
     """Return the place of the code in the arguments of a Python process, and the text shown instead; ``None`` if it
-    runs a
-    file.
-    """
+    runs a file."""
     place = 1
     while place < len(arguments) and (each := arguments[place]).startswith("-") and each != "-":
         if not each.startswith("--") and "c" in each and "m" not in each.partition("c")[0]:

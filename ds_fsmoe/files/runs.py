@@ -195,8 +195,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 @dataclass
 class Run:
     """Represents the content of a run's folder. Missing parts are empty, and unreadable ones are listed in
-    ``problems``.
-    """
+    ``problems``."""
 
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)

@@ -131,9 +131,7 @@ def _predicted(run: TracedRun) -> list[tuple[Task, int, int]]:
 
 def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
     """Return the tasks that must end before a task can begin: its dependencies, and the task before it on its lane. A
-    HOLD
-    is replaced by its own dependencies.
-    """
+    HOLD is replaced by its own dependencies."""
     before = next((at for at in reversed(range(index)) if tasks[at].lane is tasks[index].lane), None)
     found: dict[int, None] = {}
     for needed in (*tasks[index].after, *(() if before is None else (before,))):

@@ -168,9 +168,7 @@ class FlatGradients:
 
     def reducing(self, task: str, algorithm: ReductionAlgorithm | None = None) -> Callable[[int], Callable[[], object]]:
         """Return a function that prepares the measurement of a task: of a stretch of so many elements, by the current
-        or
-        another algorithm.
-        """
+        or another algorithm."""
 
         def prepare(numel: int) -> Callable[[], object]:
             return (algorithm or self.algorithm).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
@@ -179,8 +177,7 @@ class FlatGradients:
 
     def readiness(self, ready_of: Callable[[nn.Parameter], int], num_windows: int) -> BufferReadiness:
         """Return how many bytes exist before each window, if ``ready_of`` returns the window before which a gradient
-        comes.
-        """
+        comes."""
         ready = tuple(
             sum(each.numel() for each in self.parameters if ready_of(each) <= window) for window in range(num_windows)
         )
@@ -189,8 +186,7 @@ class FlatGradients:
 
     def in_order(self, ready_of: Callable[[nn.Parameter], int]) -> list[nn.Parameter]:
         """Return the parameters in the order in which their gradients come; those of one window are spread over
-        owners.
-        """
+        owners."""
         in_order = sorted(self._given, key=ready_of)
         return [each for _, those in groupby(in_order, ready_of) for each in self.spread(list(those))]
 

@@ -70,9 +70,7 @@ class WaitingGradients:
 
     def guessed(self, flats: Sequence[FlatGradients]) -> tuple[tuple[str, ...], tuple[tuple[GradientSlice, ...], ...]]:
         """Return the windows, and the slices sent in each part of them, while there is no plan; empty if no gradient
-        would wait
-        too long. It arranges the buffers.
-        """
+        would wait too long. It arranges the buffers."""
         for flat in flats:
             flat.arrange(flat.in_order(self._ready_of))
         count = len(self._in_backward)
@@ -152,8 +150,7 @@ class GradientReducer:
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the reduced gradient, [numel], from :meth:`finish` until :meth:`release`; zeros if this rank does not
-        need it.
-        """
+        need it."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].value(index)
 
@@ -444,9 +441,7 @@ class GradientReducer:
 
     def memory(self) -> dict[str, list]:
         """Return the basis of the coming plan as plain data: the layers whose windows it uses, and how many windows had
-        opened
-        when each gradient came.
-        """
+        opened when each gradient came."""
         windows = self._windows if self._next_plan is None else self._next_plan[1]
         return {"windows": list(windows), "ready_at": list(self._ready_at)}
 

@@ -56,8 +56,7 @@ MEASURED_NUMEL = 1 << 20
 
 def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
     """Return the reason why gradients of this engine cannot be reduced here; ``None`` if they can. The same on every
-    rank.
-    """
+    rank."""
     optimizer = engine.optimizer
     if optimizer is None:
         return "there is no optimizer"
@@ -209,8 +208,7 @@ class Reduction:
     @cached_property
     def _two_levels(self) -> tuple[bool, ...]:
         """Return for each buffer whether it is added up in two levels: as configured, or as measured on rank 0.
-        Collective.
-        """
+        Collective."""
         flats, asked = self.reducer.flats, self._asked.levels
         if asked != "auto" or self._by_rule:
             return tuple(each.nodes is not None and asked != 1 for each in flats)
@@ -241,8 +239,7 @@ class Reduction:
 
 def is_faster_in_levels(flat: FlatGradients, host: Clock = HOST) -> bool:
     """Measure a large message of a buffer; return True if two levels take less time than one. Collective among its
-    ranks.
-    """
+    ranks."""
     numel = max(8, min(flat.numel, MEASURED_NUMEL))
     watch = Stopwatch(flat.device, flat.group, host)
 

@@ -65,14 +65,12 @@ class ReductionAlgorithm(ABC):
     @abstractmethod
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
         """Return kind of task -> function on elements [first, stop), in the order of the tasks; the same kinds on every
-        rank. Each is collective.
-        """
+        rank. Each is collective."""
 
     @abstractmethod
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
         """Return a function that sends one step of a stretch as long as ``scratch``, for measuring; its result is
-        unused.
-        """
+        unused."""
 
 
 @dataclass(frozen=True, repr=False)

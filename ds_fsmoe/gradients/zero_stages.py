@@ -88,9 +88,7 @@ class Stage0:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients we reduce, in module order; DeepSpeed reduces sparse ones and those
-        that
-        stages share.
-        """
+        that stages share."""
         sparse = {
             id(module.weight)
             for module in self._engine.module.modules()
@@ -128,8 +126,7 @@ class Stage0:
 
     def scaling(self) -> Scaling:
         """Return the scaling of ``DeepSpeedEngine.allreduce_bucket``, for experts too: division by the data-parallel
-        size.
-        """
+        size."""
         engine = self._engine
         size = dist.get_world_size(stock_groups._get_sequence_data_parallel_group())
         if not engine.gradient_average:
@@ -217,8 +214,7 @@ class Stages1And2:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are to be reduced, in module order; DeepSpeed reduces those that stages
-        share.
-        """
+        share."""
         return [each for each in _of_one_stage(self._engine) if id(each) in self._group_of]
 
     def comm_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -284,8 +280,7 @@ class Stages1And2:
 
     def scaling(self) -> Scaling:
         """Return the scaling of ``average_tensor``, for experts too: division by the data-parallel size before the
-        sum.
-        """
+        sum."""
         size = dist.get_world_size(self.optimizer.dp_process_group)
         return Scaling(before=lambda message: message.div_(size)) if self.optimizer.gradient_average else Scaling()
 
@@ -393,9 +388,8 @@ class Stages1And2:
         )
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
-        """Pass ZeRO the tensor that it expects as the gradient; where dtypes differ, its ``average_tensor``
-        reads the numbers through :meth:`take`.
-        """
+        """Pass ZeRO the tensor that it expects as the gradient; where dtypes differ, its ``average_tensor`` reads the
+        numbers through :meth:`take`."""
         dtype = self._accumulation_dtype(parameter)
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
 
@@ -484,9 +478,7 @@ def sums_every_micro_batch(engine: Any, accumulate: str) -> bool:
 
 def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
     """Return which micro-batches are summed over ranks at stage 2, and why, in words; ``size``: all gradients of a rank
-    in
-    MB.
-    """
+    in MB."""
     if not sums_each:
         return f'ZeRO 2: micro-batches are added on each rank first ("accumulate"), in {size:.4g} MB of gradients'
     sentence = (
@@ -520,9 +512,7 @@ def refuse_before_stage_2(accumulate: str) -> None:
 
 def _obstacle(engine: Any) -> str | None:
     """Return the reason why micro-batches cannot be added up here at stage 2 before the sum over ranks; ``None`` if
-    they
-    can.
-    """
+    they can."""
     optimizer = engine.optimizer
     if not engine.managed_gradient_accumulation():
         return "managed_gradient_accumulation is false, so the last micro-batch is unknown"

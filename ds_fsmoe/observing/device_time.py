@@ -43,8 +43,7 @@ class Delay:
 
     def calibrate(self) -> None:
         """Measure how long a delay takes. On CUDA, cycles follow the load of the device: call this again before every
-        measurement that depends on the length of delays.
-        """
+        measurement that depends on the length of delays."""
         asked = _ON_CUDA_CYCLES if self.device.type == "cuda" else _ON_CPU_MS
         rounds = [[self._took_ms(each) for each in asked] for _ in range(_ROUNDS)]
         self.line = fit(asked, [statistics.median(column) for column in zip(*rounds[1:], strict=True)])
@@ -64,8 +63,7 @@ class Delay:
 
     def _took_ms(self, amount: float) -> float:
         """Measure one delay of several in a row: as in a schedule, where a lane has its next task ready. Return
-        milliseconds.
-        """
+        milliseconds."""
 
         def work() -> None:
             for _ in range(_IN_A_ROW):
@@ -108,8 +106,7 @@ def elapsed_ms(
 
 def issued_ms(device: torch.device, work: Callable[[], object], host: Clock = HOST) -> float:
     """Return the milliseconds that the host needs to issue some work; on a CPU, to execute it. It leaves the device
-    idle.
-    """
+    idle."""
     start_ns = host.perf_counter_ns()
     work()
     took_ms = (host.perf_counter_ns() - start_ns) / 1e6

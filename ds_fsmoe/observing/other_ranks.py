@@ -134,8 +134,7 @@ def _waits_for_a_result(frame: FrameType) -> bool:
 
 def _collectives_begun() -> tuple[int, ...] | None:
     """Return the number of collectives that each group of this process has begun; ``None`` if a group does not count
-    them.
-    """
+    them."""
     # A group may be made or ended meanwhile.
     with suppress(RuntimeError):
         return tuple(each._get_sequence_number_for_group() for each in list(dist.distributed_c10d._world.pg_map))
@@ -207,8 +206,7 @@ class PeerReports:
 
     def states(self) -> list[tuple[str, bool]]:
         """Return for each other rank its description of itself, and True if it works with files and waits for no
-        rank.
-        """
+        rank."""
 
         def read(store: Any) -> list[tuple[str, bool]]:
             others = [each for each in range(world_size_now()) if each != rank_now()]

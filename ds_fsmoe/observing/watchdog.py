@@ -112,9 +112,7 @@ class _Hooks:
 
     def take_sigterm(self) -> None:
         """Install our handler of SIGTERM. Python's handlers run in the main thread, but not while it waits in a
-        collective.
-        The interpreter also writes the signal's number into a pipe at once, and a thread waits for that.
-        """
+        collective. The interpreter also writes the signal's number into a pipe at once, and a thread waits for that."""
         if self._pipe is not None or not _in_main_thread():
             return
         old = signal.getsignal(signal.SIGTERM)
@@ -295,9 +293,8 @@ class Watchdog:
         self._thread.start()
 
     def failed(self, error: BaseException) -> None:
-        """Report an error of a run, even if it is caught later; once per error. The error gets a note with the
-        file's name.
-        """
+        """Report an error of a run, even if it is caught later; once per error. The error gets a note with the file's
+        name."""
         if self._closed.is_set() or any(str(self.file) in note for note in getattr(error, "__notes__", ())):
             return
         text = "".join(traceback.format_exception(error))
@@ -503,8 +500,7 @@ class Watchdog:
 
 def _marks(lanes: Lanes) -> list[tuple[str, Any] | None]:
     """Return each lane's last begun and last finished task, as new objects each time, also if a task's name repeats.
-    Reading them needs no answer of the device.
-    """
+    Reading them needs no answer of the device."""
     return [at for mark in lanes._marks.values() for at in (mark.begun, mark.finished)]
 
 

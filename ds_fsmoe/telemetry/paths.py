@@ -56,9 +56,8 @@ class TokenPaths:
         return is_new
 
     def of(self, num_tokens: int) -> torch.Tensor:
-        """Return the paths so far of ``num_tokens`` tokens, [S, up to L] int64; empty if the layers before had
-        another number.
-        """
+        """Return the paths so far of ``num_tokens`` tokens, [S, up to L] int64; empty if the layers before had another
+        number."""
         if any(len(each) != num_tokens for each in self._chosen):
             self._chosen = []
         if not self._chosen:

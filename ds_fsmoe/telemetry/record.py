@@ -74,9 +74,7 @@ class TokenCount:
 
 def memory_reader(device: torch.device) -> tuple[str, Callable[[], tuple[int, int]]] | None:
     """Return the name of the measured memory, and a function that returns (bytes now, peak bytes); ``None`` if there is
-    no
-    measurement.
-    """
+    no measurement."""
     if device.type == "cuda":
         return ON_DEVICE, lambda: _on_cuda(device)
     statm = Path("/proc/self/statm")
@@ -378,8 +376,7 @@ def _device_name(device: torch.device) -> str:
 
 def commit_of(script: str) -> str | None:
     """Return the commit of a script's repository, and whether files differ from it; ``None`` without a repository or
-    git.
-    """
+    git."""
     folder = Path(script).resolve().parent if script and Path(script).is_file() else Path.cwd()
     with suppress(OSError, subprocess.SubprocessError):
         found = _git(folder, "rev-parse", "--verify", "HEAD")

@@ -99,8 +99,7 @@ def _is_within(name: str, around: str) -> bool:
 
 def _declared(model: nn.Module) -> dict[str, RouterOutput]:
     """Return name -> output of every module that the innermost model around it declares as a source of router
-    logits.
-    """
+    logits."""
     rules: dict[str, list[Any]] = {}
     found = {}
     for name, module in model.named_modules():

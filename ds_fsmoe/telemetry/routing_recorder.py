@@ -174,9 +174,8 @@ class _Writer:
         self._part.add(*key, Choices(*arrays))
 
     def _begin(self, step: int) -> Part:
-        """Begin a file. A job that starts at its first step replaces the folder's content; one that continues adds
-        to it.
-        """
+        """Begin a file. A job that starts at its first step replaces the folder's content; one that continues adds to
+        it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         rank, world_size = self._facts.rank, self._facts.world_size
         mine = [(part, path) for each, part, path in parts_of(self._folder) if each == rank]
