@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains Mixture-of-Experts models with DeepSpeed: fast, exact, flexible.
 
-Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported at its first
-use. In
-a process that a launcher has started, it asks NCCL for the order in which collectives begin. That has to precede the
+Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported at its first use.
+In a process that a launcher has started, it asks NCCL for the order in which collectives begin. That has to precede the
 first process group (see ``distributed/launch_order.py``). It also observes DeepSpeed's engines once DeepSpeed is
 imported: an engine that does not read an enabled block logs a warning (see ``door.py``).
 

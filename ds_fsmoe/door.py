@@ -2,10 +2,8 @@
 """Calls ``install()`` from the environment, and warns of engines that do not read the block.
 
 The wheel puts ``ds_fsmoe_door.pth`` next to the package. With ``DS_FSMOE`` set, a starting interpreter imports this
-module
-through it; without the variable it imports nothing. ``install()`` has to run when DeepSpeed is imported, and not
-earlier,
-as it needs torch and DeepSpeed. ``ds_fsmoe/__init__.py`` calls :func:`watch_engines`.
+module through it; without the variable it imports nothing. ``install()`` has to run when DeepSpeed is imported, and not
+earlier, as it needs torch and DeepSpeed. ``ds_fsmoe/__init__.py`` calls :func:`watch_engines`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 """Provides the logger of ds_fsmoe. It is separate from DeepSpeed's, which shows only warnings by default.
 
 ``logging.getLogger("ds_fsmoe").setLevel(...)`` makes it quieter. An application that configures logging before it
-imports
-us keeps its own handlers.
+imports us keeps its own handlers.
 """
 
 from __future__ import annotations

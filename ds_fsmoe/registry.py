@@ -2,8 +2,7 @@
 """Registers every part of a layer by kind and name: gates, orders, all-to-alls and experts.
 
 A part is a class with a decorator in its kind's folder under ``ds_fsmoe/components``, or in a module that the user
-names
-in ``"fsmoe": {"plugins": [...]}``. No other file has to be edited.
+names in ``"fsmoe": {"plugins": [...]}``. No other file has to be edited.
 """
 
 from __future__ import annotations

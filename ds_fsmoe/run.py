@@ -27,8 +27,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, bool, list[str], str | N
     """Return the script or module, True for a module, its ``sys.argv[1:]``, and the value of ``--fsmoe`` if there is
     one.
 
-    DeepSpeed's launcher puts ``--local_rank=N`` in front of all arguments, so in front of the script's name. The
-    script
+    DeepSpeed's launcher puts ``--local_rank=N`` in front of all arguments, so in front of the script's name. The script
     receives it in front of its own arguments, as it would without us.
 
     Raises:
@@ -55,8 +54,9 @@ def _is_there(module: str) -> bool:
 
 
 def main() -> None:
-    """Call ``install``, then run the script or module as ``__main__``, like ``python SCRIPT.py`` or ``python -m
-    NAME``."""
+    """Call ``install``, then run the script as ``__main__`` like ``python SCRIPT.py``, or the module like ``python
+    -m``.
+    """
     script, is_module, rest, given = split_arguments(sys.argv[1:])
     try:
         block = None if given is None else read_given(given)

@@ -2,8 +2,7 @@
 """Reads untrusted files: regular ones only, up to a size; and bounds the sizes that they may name.
 
 Readers of files of runs, clusters, plans and checkpoints call it. The bounds are above any real model or cluster.
-Without
-them a few bytes could use up all memory, or a day.
+Without them a few bytes could use up all memory, or a day.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 """Saves DeepSpeed's checkpoints so that a kill at any moment leaves the last good one, and checks them when reading.
 
 The engine calls it for each save and load; ``saving`` and ``loading`` do the single steps. The files and their names
-are
-DeepSpeed's. Next to them are ``fsmoe.json`` (sizes, versions, checksums) and one small file for each rank, with its
-random
-generators and its plans: a run that loads them continues bit for bit.
+are DeepSpeed's. Next to them are ``fsmoe.json`` (sizes, versions, checksums) and one small file for each rank, with its
+random generators and its plans: a run that loads them continues bit for bit.
 """
 
 from __future__ import annotations
@@ -88,8 +86,7 @@ class Checkpoints:
             The result of ``write``.
 
         Raises:
-            CheckpointError: on every rank, if one rank fails; ``latest`` and its tag are unchanged. The new tag
-            exists
+            CheckpointError: on every rank, if one rank fails; ``latest`` and its tag are unchanged. The new tag exists
                 already if only ``latest`` itself could not be written.
         """
         self.check_tag(folder, tag, save_latest)
@@ -256,8 +253,8 @@ class Checkpoints:
         """Return the path profiles for this rank from those of a job with another number of ranks; ``None`` if there
         are none.
 
-        Each of the present ranks gets the counts of some saved ranks, since profiles are summed over ranks where
-        they are used.
+        Each of the present ranks gets the counts of some saved ranks, since profiles are summed over ranks where they
+        are used.
         """
         paths = self._engine.fsmoe.paths
         if paths is None or manifest is None or manifest.sizes.pp > 1 or self._engine.use_node_local_storage():

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes how a job is distributed over ranks and pipeline stages, and compares it with the layout of a checkpoint.
 
-``saving`` and ``loading`` call it. Each stage of a pipeline has its own layers. So a rank compares its own part,
-ranks
+``saving`` and ``loading`` call it. Each stage of a pipeline has its own layers. So a rank compares its own part, ranks
 exchange the results, and the decision is the same on every rank. A checkpoint may move to other ranks within each
-stage.
-It cannot move to another number of stages, or to stages with other layers: DeepSpeed's files have a whole stage
+stage. It cannot move to another number of stages, or to stages with other layers: DeepSpeed's files have a whole stage
 each.
 """
 
@@ -83,8 +81,7 @@ def described(engine: Any) -> StageOfLayers | None:
 def without_tying(engine: Any) -> AbstractContextManager[None]:
     """Keep stages from sharing tied parameters inside the block; :func:`tie` shares them on all stages.
 
-    DeepSpeed shares them while it loads a stage without MoE layers, and not in a stage with them: the former would
-    wait
+    DeepSpeed shares them while it loads a stage without MoE layers, and not in a stage with them: the former would wait
     for the latter.
     """
     return replaced(engine.module, _TIE, lambda: None) if engine.pipeline_parallelism else nullcontext()

@@ -2,12 +2,9 @@
 """Makes DeepSpeed read files safely while our engine loads: no code in them runs, and experts get this job's layout.
 
 ``checkpoints`` calls it for each load. From files of another layout a rank reads only its own ranges. Experts of
-Hugging
-Face models may have been spread over other ranks, and ZeRO 3 may have partitioned parameters, then or now. Below
-ZeRO 3
-DeepSpeed needs one file with this rank's weights. At ZeRO 3 it needs one with frozen parameters, and one with the
-pieces
-of optimized ones.
+Hugging Face models may have been spread over other ranks, and ZeRO 3 may have partitioned parameters, then or now.
+Below ZeRO 3 DeepSpeed needs one file with this rank's weights. At ZeRO 3 it needs one with frozen parameters, and one
+with the pieces of optimized ones.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ class Relaid:
     Args:
         engine: our engine.
         whole: the checkpoint.
-        sources: returns where this rank's elements of a parameter, by its name here, or of its state are. Without
-            a state: of its weights.
+        sources: returns where this rank's elements of a parameter, by its name here, or of its state are. Without a
+            state: of its weights.
         parts: name -> this rank's part, for parameters that are spread over ranks.
         sharper: whether weights come from the optimizer's copies, if there are any.
         with_optimizer: whether the files of the optimizer's states may be read even if weights are elsewhere.
@@ -70,8 +67,7 @@ class Relaid:
     Attributes:
         main_file: the file of this rank's stage that DeepSpeed will read, from which the rest is made.
         main_files: the files of all stages, of which DeepSpeed picks this rank's.
-        rounds: whether weights have to get their values from the optimizer's copies, of which each rank reads its
-        own:
+        rounds: whether weights have to get their values from the optimizer's copies, of which each rank reads its own:
             ZeRO 3 has saved no weights, and whole copies would be twice as many bytes as the weights.
         has_filled_masters: whether the optimizer's copies of the parameters are already filled.
     """
@@ -218,14 +214,12 @@ class Reading:
         """Make DeepSpeed load through this reader within the block.
 
         Args:
-            recut: whether the number of shards of experts differs from the saved one.
+            resharded: whether the number of shards of experts differs from the saved one.
             strict: whether every saved parameter of an expert has to exist here.
             sharper: whether this job's weights have more digits than the saved ones; then they come from the
-            optimizer's
-                copies.
+                optimizer's copies.
             relaid: whether the file of weights is assembled from several: from ranks with experts of Hugging Face
-            models, or
-                from another layout with ZeRO 3 on one side.
+                models, or from another layout with ZeRO 3 on one side.
             moved: whether states of the optimizer are loaded from another layout; otherwise their files may be
             missing.
             rounds: whether weights may get their values from the optimizer's copies after these are filled.
@@ -243,7 +237,7 @@ class Reading:
         first: dict[str, Any] = {}
 
         def load(path: str, map_location: Any = None) -> Any:
-            # DeepSpeed reads the first file once more, after a look at how many there should be.
+            # DeepSpeed reads the first file once more, after it has read how many there should be.
             if (found := first.get(path)) is not None:
                 first[path] = None
                 return found

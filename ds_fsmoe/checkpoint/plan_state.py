@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores the state that a rank continues with as plain data: its random generators and the plans of its engine.
 
-``saving`` writes it and ``checkpoints`` reads it. A restored run continues its random numbers, and skips measuring.
-The
+``saving`` writes it and ``checkpoints`` reads it. A restored run continues its random numbers, and skips measuring. The
 contents of each message decide the order in which numbers are summed: a run with other plans has other last bits.
 """
 

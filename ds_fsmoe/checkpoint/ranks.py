@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the steps of a save or load on all ranks or none: an error on one ends them on all, with its cause.
 
-``checkpoints``, ``saving`` and the engine call it. A failed rank takes part in the next comparison of errors,
-wherever the
-others reach it. Between two comparisons there must be no other collective: DeepSpeed's barriers become comparisons,
+``checkpoints``, ``saving`` and the engine call it. A failed rank takes part in the next comparison of errors, wherever
+the others reach it. Between two comparisons there must be no other collective: DeepSpeed's barriers become comparisons,
 too.
 """
 

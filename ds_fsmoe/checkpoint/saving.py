@@ -2,10 +2,8 @@
 """Saves a checkpoint: all ranks write it into a new folder and describe it; then one of them publishes it.
 
 It also gathers the whole weights of a model on the first rank. ``checkpoints`` and the engine call it. Experts of
-Hugging
-Face models, which are spread over ranks, have one file for each part of them. At ZeRO 3 there are no such files,
-since the
-files of all ranks have the pieces of all parameters.
+Hugging Face models, which are spread over ranks, have one file for each part of them. At ZeRO 3 there are no such
+files, since the files of all ranks have the pieces of all parameters.
 """
 
 from __future__ import annotations
@@ -438,7 +436,7 @@ def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Te
     """Return a whole parameter of which ranks have parts, on the CPU of one rank; ``None`` on the others."""
     own, is_first = value.detach(), dist.get_rank() == first
     if part is None or part.num_parts == 1:
-        # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
+        # In separate memory: ZeRO 3 releases gathered parameters, and training continues with the rest.
         return own.to("cpu", copy=True) if is_first else None
     group = stock_groups._get_expert_parallel_group(value.group_name)
     if first not in dist.get_process_group_ranks(group):

@@ -223,8 +223,7 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
         renames: the renames that are applied before the names are made DeepSpeed's.
 
     Raises:
-        CheckpointError: no experts, unequal numbers of a parameter's experts, two parameters of one name, or a tag
-        that
+        CheckpointError: no experts, unequal numbers of a parameter's experts, two parameters of one name, or a tag that
             is not valid.
         FileExistsError: the folder exists and is not empty.
     """

@@ -2,8 +2,7 @@
 """Describes which part of a whole expert parameter a rank has; every such parameter has such a description.
 
 Conversion, saving, loading and placement read it. Letters: E experts of all ranks, e = E / ep experts of one rank, r
-the
-rank of an adapter.
+the rank of an adapter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes files whose experts only ds_fsmoe can join refuse other readers, with the command to use.
 
-``saving`` adds guards, ``reading`` skips them. DeepSpeed's ``zero_to_fp32`` and ``ds_to_universal`` would take a
-rank's
+``saving`` adds guards, ``reading`` skips them. DeepSpeed's ``zero_to_fp32`` and ``ds_to_universal`` would take a rank's
 experts for all of them. They and stock's engine unpickle a whole file, and a guard raises an error when it is
 unpickled.
 """

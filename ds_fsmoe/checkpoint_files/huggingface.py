@@ -2,10 +2,8 @@
 """Reads and writes folders of safetensors files in Hugging Face's form: ``model.safetensors``, or parts with an index.
 
 ``convert`` calls it. The weights of a Hugging Face model are written as its ``save_pretrained`` would, without its
-ranks.
-A checkpoint has the model's own config. transformers makes an empty model from it, which knows the names of
-published
-checkpoints of the family: some have each expert's matrices apart.
+ranks. A checkpoint has the model's own config. transformers makes an empty model from it, which knows the names of
+published checkpoints of the family: some have each expert's matrices apart.
 """
 
 from __future__ import annotations
@@ -124,7 +122,7 @@ def _empty_model(path: Path, num_tensors: int) -> Any:
 
     Raises:
         CheckpointError: the model cannot be built, has no experts that follow transformers' contract, or is far too
-        large.
+            large.
     """
     if (problem := problem_of(path, path.parent)) is not None:
         raise CheckpointError(problem)

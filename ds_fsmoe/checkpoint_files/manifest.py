@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes ``fsmoe.json``, the manifest of a checkpoint: its layout, versions, and a checksum of every file.
 
-Saving writes it, loading and ``convert`` check files by it. It is JSON, as the other files that describe a
-checkpoint:
+Saving writes it, loading and ``convert`` check files by it. It is JSON, as the other files that describe a checkpoint:
 any content is either understood or refused with a clear message. Reading it runs no code.
 """
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses names of parameters and files of a checkpoint: expert, shard, pipeline stage; and other programs' names.
 
-Saving, loading and ``convert`` call it. DeepSpeed numbers experts by the ranks of an expert-parallel group. If
-experts
-are split into ``esp`` shards, it receives a group of ``ep * esp`` ranks. Its numbers then run over shards, so no
-shard
-overwrites another. Number ``n`` is on rank ``n // (E / ep)`` of that group; consecutive ranks there have shards of
-the
+Saving, loading and ``convert`` call it. DeepSpeed numbers experts by the ranks of an expert-parallel group. If experts
+are split into ``esp`` shards, it receives a group of ``ep * esp`` ranks. Its numbers then run over shards, so no shard
+overwrites another. Number ``n`` is on rank ``n // (E / ep)`` of that group; consecutive ranks there have shards of the
 same experts.
 
 It writes the number of the stage in the place of a tensor-parallel rank's (``mp_rank_01``), also in the names of

@@ -2,14 +2,13 @@
 """Reads and writes the index ``fsmoe_pieces.json``: where each parameter's optimizer states are in a checkpoint's
 files.
 
-It also finds consecutive elements of any tensor in the files. DeepSpeed concatenates parameters and splits the
-result by
-ranks. The place of each parameter is known when saving and is recorded then. So the states can be read in any other
+It also finds consecutive elements of any tensor in the files. DeepSpeed concatenates parameters and splits the result
+by ranks. The place of each parameter is known when saving and is recorded then. So the states can be read in any other
 layout, and by programs without ranks. Saving, loading and ``whole`` call this module.
 
 For stock's weights at ZeRO 3 the places follow from the files. DeepSpeed splits each flattened parameter into equal
-pieces, one for each
-rank. It concatenates a rank's pieces of a sub-group of parameters, in the order of ``param_shapes``.
+pieces, one for each rank. It concatenates a rank's pieces of a sub-group of parameters, in the order of
+``param_shapes``.
 """
 
 from __future__ import annotations
@@ -254,7 +253,7 @@ def _end_to_end(shapes: Mapping[str, Any], rank: int, world: int) -> Iterator[Pi
 
 # ---- Says where in files consecutive elements of a tensor are, and copies no others out of them, file by file
 #
-# Of a part of experts they are in the parts that another layout has saved. Experts that lie alike in both follow one
+# Of a part of experts they are in the parts that another layout has saved. Experts with the same layout in both follow one
 # another, so ranges of one are ranges of the other. Else they are put together expert by expert, or by some rows: never
 # more of a parameter is in memory.
 

@@ -35,7 +35,7 @@ from ds_fsmoe.untrusted import MOST_RUN_BYTES, problem_of
 
 logger = logging.getLogger("ds_fsmoe")
 
-# How long a tag may have no folder before a save that may be under way is taken for one that was killed.
+# How long a tag may have no folder before a save that may be in progress counts as killed.
 _ATTEMPTS, _BETWEEN_ATTEMPTS_S = 40, 0.05
 _TRIES = 3
 

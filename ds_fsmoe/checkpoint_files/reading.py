@@ -2,8 +2,7 @@
 """Reads files of checkpoints without running code in them: tensors, plain data, and allowed classes.
 
 ``whole`` and loading call it. A file that :func:`torch.save` has written is a pickle, and a pickle may name any
-function
-to be called. Here it may name those of :data:`PLAIN` and those that the user trusts; all others are refused.
+function to be called. Here it may name those of :data:`PLAIN` and those that the user trusts; all others are refused.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class Anything:
 # ---- Reads files without running anything in them
 
 
-# What people keep beside their weights, and what holds only data. numpy's arrays are looked at for themselves.
+# What people keep with their weights, and what has only data. numpy's arrays are checked separately.
 PLAIN: tuple[Any, ...] = (
     argparse.Namespace,
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path),
@@ -243,7 +242,7 @@ def _allowed(*classes: Any) -> Iterator[None]:
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(list(classes))
-    # torch allows every codec by itself, and what it allows goes before what it is told.
+    # torch itself allows every codec, and its own list precedes the one passed to it.
     by_itself = _weights_only_unpickler._get_allowed_globals()
     bytes_by = {name: by_itself[name] for _, name in BYTES if name in by_itself}
     by_itself |= {name: function for function, name in BYTES if name in by_itself}

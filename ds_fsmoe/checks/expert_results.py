@@ -2,10 +2,8 @@
 """Finds, for ``fsmoe.debug.check_results``, which expert of which layer first made nan or infinity of finite numbers.
 
 The engine's state attaches it. One such number is on every rank after the next all-to-all, and gradients hide its
-origin.
-So each expert's output rows are checked on the device, without waiting for it. All ranks compare the findings once
-before
-each optimizer step.
+origin. So each expert's output rows are checked on the device, without waiting for it. All ranks compare the findings
+once before each optimizer step.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ class ExpertResults:
 
     Args:
         group: the ranks that run the same layers; ``None``: all.
-        is_scaled: whether losses are scaled (fp16), so that an overflow is no error: DeepSpeed skips such a step on
-            all ranks, and lowers the scale.
+        is_scaled: whether losses are scaled (fp16), so that an overflow is no error: DeepSpeed skips such a step on all
+            ranks, and lowers the scale.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, is_scaled: bool) -> None:

@@ -96,7 +96,7 @@ class FirstForwards:
         experts: ExpertSet,
         sizes: CallSizes,
     ) -> None:
-        # Slots are cut by their number for each expert, and rows by tokens.
+        # Slots are chunked by their number for each expert, and rows by tokens.
         can_be_cut_into = num_tokens if in_rows else sizes.capacity
         if max(degrees) > max(1, can_be_cut_into):
             self._many.append((label, can_be_cut_into, degrees))
@@ -153,7 +153,7 @@ def _compare(capacity: int | None, x_SM: torch.Tensor, path: str, group: dist.Pr
 
     Args:
         capacity: the slots of an expert; ``None`` for unpadded dispatch, where ranks may have different numbers of
-        rows.
+            rows.
         x_SM: the tokens.
         path: the path of the layer in its model.
         group: the ranks.

@@ -2,8 +2,7 @@
 """Checks an enabled block before training against the model's layers, DeepSpeed's own blocks and the environment.
 
 The entry points and the engine call it. The checks run on every rank before any process group is made, so a mistake
-costs
-seconds and not an allocation.
+costs seconds and not an allocation.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def check_nodes(
     sentences = []
     for ep_size in sorted({layer.deepspeed_moe.ep_size for layer in layers.values()}):
         largest = topology.world_size // pp_size // ep_size
-        # Where the ranks that share an expert would lie, for each size there is.
+        # The nodes of the ranks that would share an expert, for each size.
         at = {
             size: topology.place(
                 layout(

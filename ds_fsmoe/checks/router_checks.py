@@ -2,9 +2,8 @@
 """Stops all ranks when nan or infinity enters a router (``fsmoe.debug.check_router``), and names its origin.
 
 The engine's state attaches it. A router chooses for such a token as for any other. The number then spreads over the
-ranks
-with the experts' results, without an error. A rank that stopped alone would leave the others waiting in their next
-all-to-all, so all of them check together.
+ranks with the experts' results, without an error. A rank that stopped alone would leave the others waiting in their
+next all-to-all, so all of them check together.
 """
 
 from __future__ import annotations

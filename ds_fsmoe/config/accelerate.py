@@ -2,10 +2,8 @@
 """Keeps Accelerate, and with it the Trainer of Hugging Face, from replacing the ``"auto"`` values of our block.
 
 The entry points call it. In a DeepSpeed config ``"auto"`` is Accelerate's word for "filled in from the training
-arguments". While it prepares a model, ``accelerate.DeepSpeedPlugin`` iterates over every field of the config,
-including
-unknown blocks. It raises an error for an ``"auto"`` without a value. This happens before ``deepspeed.initialize``
-is
+arguments". While it prepares a model, ``accelerate.DeepSpeedPlugin`` iterates over every field of the config, including
+unknown blocks. It raises an error for an ``"auto"`` without a value. This happens before ``deepspeed.initialize`` is
 called, so the iteration has to skip our block.
 """
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the fields of the ``"fsmoe"`` block of ds_config.json, their types and defaults.
 
-Every default means "the best that exists by now". ``reading.py`` checks combinations of fields, and every folder
-reads
+Every default means "the best that exists by now". ``reading.py`` checks combinations of fields, and every folder reads
 the result.
 """
 
@@ -104,8 +103,7 @@ Part = Annotated[str, NullIsAuto()]
 class GateBlock(StrictShape):
     """``fsmoe.gate``: which experts a token goes to.
 
-    Options that are left out (``None`` here) keep the value of the layer's own gate; ``null`` is an error. A gate's
-    own
+    Options that are left out (``None`` here) keep the value of the layer's own gate; ``null`` is an error. A gate's own
     options are written next to these, and are checked against the signature of its class.
     """
 

@@ -2,10 +2,8 @@
 """Reads the ``"fsmoe"`` block of ds_config.json: fields, values and the limits of this version.
 
 The entry points and the builder call it. All mistakes of a block are found here, on every rank, before any process
-group
-is made. One error lists each path with its value and the remedy. Every default means "the best that exists by now".
-An
-option with a value that this version does not support is refused, never ignored.
+group is made. One error lists each path with its value and the remedy. Every default means "the best that exists by
+now". An option with a value that this version does not support is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
 
     Raises:
         ConfigError: the block is misspelt or wrong, or has a value that this version does not support; one line for
-        each
-            mistake.
+            each mistake.
     """
     refuse_misspelt_block(ds_config)
     if BLOCK not in ds_config:
@@ -92,7 +89,7 @@ def _validated(words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
         wrong = {_field_of(each["loc"][0]) for each in error.errors()}
         found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, {f"{BLOCK}.schedule": _SCHEDULES})
     right = {word: value for word, value in words.normalized.items() if _field_of(word) not in wrong}
-    # A block that was written as one value has an error for each field that it stands for.
+    # A block that was written as one value has an error for each field that it sets.
     return FSMoEBlock.model_validate(right), wrong, list(dict.fromkeys(map(words.as_written, found)))
 
 

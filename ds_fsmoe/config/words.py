@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the names by which a user wrote the fields of the ``"fsmoe"`` block, and the right place of unknown keys.
 
-``reading.py`` and the entry points call it. Some fields have two words, one of the research field and an older one
-of this
-project. Some blocks may be written as one value. Messages are made with either word; users read the paths that
-they
-wrote.
+``reading.py`` and the entry points call it. Some fields have two words, one of the research field and an older one of
+this project. Some blocks may be written as one value. Messages are made with either word; users read the paths that
+they wrote.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that all ranks agree before they communicate: once, at little cost, naming the differences.
 
-The engine and the layers call it. Ranks that issue other collectives than their peers do not fail, they hang. So
-each
-rank states facts, a few short texts by name. Ranks compare one digest of all of them; only ranks that differ
-exchange the
-texts.
+The engine and the layers call it. Ranks that issue other collectives than their peers do not fail, they hang. So each
+rank states facts, a few short texts by name. Ranks compare one digest of all of them; only ranks that differ exchange
+the texts.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _MAX_FIELDS = 20
 _MAX_VALUES = 8
 _MAX_RUNS = 12
 _MAX_LETTERS = 72
-# How much of what all values begin with is shown of those that are cut.
+# The number of characters shown of the common start of shortened values.
 _LEAD_LETTERS = 24
 
 
@@ -46,15 +44,13 @@ class DisagreementError(RuntimeError):
 def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = None, what: str = "the job") -> None:
     """Compare facts over all ranks of a group. Collective: each of them calls it at the same point.
 
-    It costs one all-gather of 32 bytes, and the wait for it. The number and kind of facts do not change the message,
-    so
+    It costs one all-gather of 32 bytes, and the wait for it. The number and kind of facts do not change the message, so
     ranks with different facts cannot hang here. No schedule may be running: in a shared ``group``, this all-gather
-    would
-    come between its collectives.
+    would come between its collectives.
 
     Args:
         facts: name of a field -> its value, both short, with the same text for the same thing: no addresses, no
-        unordered sets.
+            unordered sets.
         group: the ranks; ``None``: all. With one rank, or without a process group, the check is skipped.
         what: the thing that is compared, for the message.
 
@@ -69,7 +65,7 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
     digests = own.new_empty(size, _DIGEST_BYTES)
     with waiting("the comparison of", what):
         dist.all_gather(list(digests.unbind()), own, group=group)
-        # All ranks look at the same digests, so all of them take the same branch.
+        # All ranks compare the same digests, so all of them take the same branch.
         is_alike = bool((digests == digests[0]).all())
     if is_alike:
         return
@@ -186,8 +182,7 @@ def facts_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return facts about the MoE layers of a model, in the order in which they run.
 
     These are their number and labels, and for each the names, dtypes and shapes of its parameters. Every rank has
-    equally many
-    experts.
+    equally many experts.
     """
     facts = {
         "number of MoE layers": str(len(layers)),

@@ -3,15 +3,12 @@
 
 The engine and the layers call it during construction. ``topology`` decides which ranks a group has.
 
-The ranks of a pipeline stage are ep x esp x edp. DeepSpeed lacks sharding of experts, so it receives
-``ep * esp`` as the number of ranks that share the experts. Its own function then makes the groups
-``ep_size_{ep*esp}``: a
-*block* of ranks with different parts of all experts, and the expert-data-parallel (EDP) groups of ranks with the
-same
-part. Its broadcast, reduction and checkpoints are then right, since shards do not look like replicas. We split each
-block: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` consecutive ranks. EP groups
-stride over them, with one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With
-more they
+The ranks of a pipeline stage are ep x esp x edp. DeepSpeed lacks sharding of experts, so it receives ``ep * esp`` as
+the number of ranks that share the experts. Its own function then makes the groups ``ep_size_{ep*esp}``: a *block* of
+ranks with different parts of all experts, and the expert-data-parallel (EDP) groups of ranks with the same part. Its
+broadcast, reduction and checkpoints are then right, since shards do not look like replicas. We split each block: ESP
+groups, the ranks that share one expert's hidden width, are runs of ``esp`` consecutive ranks. EP groups stride over
+them, with one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they
 differ, and ``layer/state.py`` converts between DeepSpeed's EP ranks and ours.
 """
 
@@ -128,8 +125,7 @@ def make_groups(
 ) -> FSMoEGroups:
     """Return the groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
 
-    Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls.
-    Groups
+    Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls. Groups
     are made once, and returned again until the default process group is destroyed. With one rank, or without
     torch.distributed, no communicator of ours is made.
 
@@ -223,8 +219,7 @@ def _new(groups: Sequence[Ranks], name: str, max_ctas: int | None) -> dist.Proce
     """Make disjoint groups; return this rank's. Collective over all ranks of the job.
 
     If the default group is bound to a device, every rank takes part in each group that NCCL makes: so all groups are
-    made at
-    once then.
+    made at once then.
     """
     own = None
     rank = dist.get_rank()
@@ -370,10 +365,8 @@ def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | Non
     """Return a separate communicator with the ranks of this rank's group of a kind; ``None`` for one rank. Collective.
 
     It serves traffic that must not come between that of another: gradients on a lane, and updated parameters. It is
-    made
-    once, as :func:`make` does: engines of one process share it. So do two kinds with the same ranks, whose gradients
-    are sent
-    in one order on one lane.
+    made once, as :func:`make` does: engines of one process share it. So do two kinds with the same ranks, whose
+    gradients are sent in one order on one lane.
     """
     return make(of_gradients(getattr(groups.layout, kind)), groups.max_ctas)
 
@@ -383,8 +376,7 @@ def passing_communicators(
     kinds: Sequence[Sequence[Ranks]], name: str, max_ctas: int | None = None
 ) -> Iterator[list[dist.ProcessGroup]]:
     """Make this rank's communicator of each kind for the block, also of one rank. Collective over all ranks of the job,
-    with
-    the same arguments on each.
+    with the same arguments on each.
 
     They are destroyed at the end, when no rank may be in their collectives.
 

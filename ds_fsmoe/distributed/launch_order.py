@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks NCCL to start collectives in the order in which they were issued, before its first communicator is made.
 
-Two busy links are two busy communicators, and a GPU may start their collectives in any order. If only one fits on
-the
-GPU, two ranks that have begun with different ones wait for each other for ever. From NCCL 2.26 on a variable makes
-the
+Two busy links are two busy communicators, and a GPU may start their collectives in any order. If only one fits on the
+GPU, two ranks that have begun with different ones wait for each other for ever. From NCCL 2.26 on a variable makes the
 GPU start them in the order of the host. This order is the same on every rank, and they still run concurrently. NCCL
-reads the
-variable at its first use. So :func:`ask` is called when this package is imported, and by its entry points.
+reads the variable at its first use. So :func:`ask` is called when this package is imported, and by its entry points.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configures NCCL so that lanes can run at the same time; it has no effect on other backends.
 
-Groups, runtime and measurements call it. A collective of NCCL is a kernel that stays on its GPU until those of all
-its
+Groups, runtime and measurements call it. A collective of NCCL is a kernel that stays on its GPU until those of all its
 ranks have arrived. Lanes may overlap if kernels start in one order on all ranks (see ``launch_order.py``). Their
-kernels
-leave processors to each other and to the experts if each communicator has few thread blocks.
+kernels leave processors to each other and to the experts if each communicator has few thread blocks.
 """
 
 from __future__ import annotations
@@ -136,9 +134,8 @@ def can_split() -> bool:
 def warm(group: dist.ProcessGroup) -> None:
     """Connect a communicator to its peers, for every kind of collective that uses it. Collective; the host waits.
 
-    NCCL connects at first use, from the host, which then waits for the other ranks' hosts. Within a schedule that
-    would come
-    between running collectives of other communicators.
+    NCCL connects at first use, from the host, which then waits for the other ranks' hosts. Within a schedule that would
+    come between running collectives of other communicators.
     """
     device = _device_of(group)
     with waiting("the connections of a communicator"):

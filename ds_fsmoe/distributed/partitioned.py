@@ -3,10 +3,8 @@
 
 The engine, checkpoints and placement call it. DeepSpeed gathers the parameters of a module ahead of its forward and
 backward, and those of the next modules with them. Dense parameters use one communicator and experts' another. Their
-order
-follows from a set of parameters, by addresses. It differs between ranks, and NCCL may wait for ever. Hooks on every
-module
-do this, activation functions within experts too, which run while lanes are busy.
+order follows from a set of parameters, by addresses. It differs between ranks, and NCCL may wait for ever. Hooks on
+every module do this, activation functions within experts too, which run while lanes are busy.
 """
 
 from __future__ import annotations
@@ -59,10 +57,8 @@ def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> N
     """Make ZeRO 3 gather the weights of each module for its own calls, in blocks that contain certain modules.
 
     DeepSpeed marks the MoE blocks of some families as leaves, whose weights it gathers together, since their active
-    experts
-    differ between ranks. The input of a leaf may require no gradient, as in the first layer of a model with
-    adapters. DeepSpeed then reads the
-    gradients before they exist.
+    experts differ between ranks. The input of a leaf may require no gradient, as in the first layer of a model with
+    adapters. DeepSpeed then reads the gradients before they exist.
 
     Args:
         model: the model.
@@ -80,8 +76,7 @@ def run_compiled(model: nn.Module) -> None:
     """Make ZeRO 3 run modules that ``torch.compile`` wrapped before the engine was made.
 
     DeepSpeed writes its own dict to each module and marks it at every forward. A compiled module passes this dict,
-    which
-    is empty, on to the module inside.
+    which is empty, on to the module inside.
 
     Raises:
         RuntimeError: the module inside has weights, which would be lost.

@@ -50,9 +50,8 @@ class Topology:
     def place(self, groups: Iterable[Sequence[int]]) -> Placement:
         """Return the links of the groups of one kind, taken together: the worst group counts.
 
-        A schedule has to be the same on every rank, so its lanes may not depend on the rank's own group. If one
-        group of a
-        kind is inside a node and another spans two, both are scheduled as the second needs it.
+        A schedule has to be the same on every rank, so its lanes may not depend on the rank's own group. If one group
+        of a kind is inside a node and another spans two, both are scheduled as the second needs it.
 
         Args:
             groups: the ranks of each group, all groups equally large.
@@ -164,8 +163,7 @@ class Layout:
         """Return the groups of ranks that have to agree on a capacity derived from their tokens.
 
         Ranks of a block exchange slots, and ranks of an ESP group gather them. An MP group whose ranks have the same
-        tokens sends one set of slots in parts. The result is the blocks themselves if each block has all copies of
-        its
+        tokens sends one set of slots in parts. The result is the blocks themselves if each block has all copies of its
         tokens.
 
         Args:
@@ -207,8 +205,8 @@ def layout(
             ``use_data_before_expert_parallelism``: an EDP group is such a run, and a block strides over them.
         mp_size, pp_size: the numbers of tensor-parallel ranks and pipeline stages of the rest of the model.
         tensor_parallel_experts: whether experts split themselves over the tensor-parallel ranks, DeepSpeed's
-            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups. The ranks of an MP
-            group share an expert like those of an ESP group; ``esp_size`` has to be 1.
+            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups. The ranks of an MP group
+            share an expert like those of an ESP group; ``esp_size`` has to be 1.
 
     Raises:
         ValueError: sizes do not divide the ranks; names sizes that do.
@@ -306,7 +304,7 @@ def sizes_that_divide(total: int) -> str:
     return ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)
 
 
-# ---- Says where a rank is in a job whose model is cut into pipeline stages
+# ---- Describes where a rank is in a job whose model is split into pipeline stages
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the present waits of this process, their start and its last action, for a watchdog in any thread.
 
-A collective whose other ranks never arrive reports nothing. Our collectives that block the host outside of lanes
-are marked by :class:`waiting`. It costs a few microseconds and no lock. ``observing/watchdog.py`` reads the marks.
+A collective whose other ranks never arrive reports nothing. Our collectives that block the host outside of lanes are
+marked by :class:`waiting`. It costs a few microseconds and no lock. ``observing/watchdog.py`` reads the marks.
 """
 
 from __future__ import annotations

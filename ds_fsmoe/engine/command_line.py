@@ -48,8 +48,8 @@ def read_given(text: str) -> dict[str, Any]:
 
     Args:
         text: the block as JSON, if it begins with a brace; else the path of a JSON file, which may have comments as
-            DeepSpeed's configs may. Either is the block, or a DeepSpeed config with the block in it. The rest of
-            such a config is ignored.
+            DeepSpeed's configs may. Either is the block, or a DeepSpeed config with the block in it. The rest of such a
+            config is ignored.
 
     Raises:
         ValueError: the file is missing, or has another content. The message begins with the text.

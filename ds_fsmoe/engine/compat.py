@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists every private name of DeepSpeed that we use, and checks all of them before training starts.
 
-DeepSpeed has no plugin interface. An upgrade may move any of these names. The check names the one that moved;
-without
+DeepSpeed has no plugin interface. An upgrade may move any of these names. The check names the one that moved; without
 it, an error would come from deep inside DeepSpeed, possibly an hour later. The entry points and commands call it.
 """
 
@@ -64,7 +63,7 @@ TORCH_NAMES: dict[str, tuple[str, ...] | None] = {
             *("_backward_pre_hooks", "_forward_hooks_always_called", "_call_impl", "_compiled_call_impl"),
         )
     },
-    # What ours does beside a module's own way to move and to load.
+    # The additions of ours to a module's own methods for moving and loading.
     "torch.nn:Module()._apply": ("fn", "recurse"),
     "torch.nn:Module()._load_from_state_dict": ("state_dict", "prefix"),
     # Copies the parameters of a message by one call.
@@ -319,8 +318,7 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[tuple[int, 
     """Check the installed versions against the supported ranges.
 
     Returns:
-        (logging level, sentence) for a torch above its range, and for a Python and a torch that are in range but
-        were
+        (logging level, sentence) for a torch above its range, and for a Python and a torch that are in range but were
         not tested together.
 
     Raises:

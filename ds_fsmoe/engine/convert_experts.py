@@ -3,8 +3,7 @@
 by our schedule.
 
 Routers, shared experts, auxiliary losses and recorded logits are around them and stay as they are. The engine calls
-this
-where it replaces layers; ``convert_layers`` does the same for DeepSpeed's own MoE layers.
+this where it replaces layers; ``convert_layers`` does the same for DeepSpeed's own MoE layers.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
             raise LayerError(
                 f"{name}, a {type(module).__name__}, has the attributes of transformers' experts modules, but {error}"
             ) from error
-        # Beside experts that were loaded by parts adapters are of all; beside those that an engine has left, of these.
+        # Experts loaded by parts have adapters of all experts; experts that an engine has left have only their own.
         left = part_of(module.down_proj) if loaded_part(module) is None else None
         check_wrappers(wrappers, contract, num_experts_of(module) if left is None else left.num_local)
 
@@ -250,7 +249,7 @@ def wrapped_by(model: nn.Module) -> str | None:
     return None
 
 
-# ---- Makes the experts modules of Hugging Face models ours: cut to this rank's part, tagged for DeepSpeed, run
+# ---- Makes the experts modules of Hugging Face models ours: split to this rank's part, tagged for DeepSpeed, run
 # our way
 
 
@@ -322,8 +321,7 @@ def ep_size_of(
         expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
         dtype: the type in which experts will compute; ``None``: that of their weights.
         num_stages: the stages of a ``PipelineModule``; ``experts`` then belong to this rank's stage. The result fits
-        the
-            experts of all stages and is the same in each. ``None``: all ranks have the same experts.
+            the experts of all stages and is the same in each. ``None``: all ranks have the same experts.
 
     Raises:
         ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.shard_experts.packed_ep_size`; on every

@@ -2,8 +2,7 @@
 """Converts DeepSpeed's MoE layers to ours and back, and defines ``ds_fsmoe.MoE`` for models written for us.
 
 The engine calls it where it replaces layers, and when it is disabled. ``convert_experts`` does the same for Hugging
-Face
-models.
+Face models.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter,
     if esp_size == 1:
         return {}
     experts = layer.deepspeed_moe.experts.deepspeed_experts
-    # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
+    # Until there are groups, shards are taken from this rank's experts; afterwards from the right ones.
     layer.deepspeed_moe.fsmoe.unsharded = list(experts)
     index = running.index_in("esp", ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -329,13 +328,11 @@ class MoE(StockMoE):
         args: see stock's layer.
         kwargs: see stock's layer.
         sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` enter this layer with different tokens,
-            each with its part of the sequence. Tokens are then neither dropped nor gathered. Gradients of the gate
-            and
-            of the dense part of a residual layer are summed over these ranks. Parameters with a true
-            attribute ``tensor_model_parallel`` or ``model_parallel`` are exceptions: they are split over the ranks.
-            Each rank returns its
-            part of the auxiliary loss: that of its own tokens, divided by the number of ranks. Without tensor
-            parallelism it changes nothing. Stock's layer lacks this argument.
+            each with its part of the sequence. Tokens are then neither dropped nor gathered. Gradients of the gate and
+            of the dense part of a residual layer are summed over these ranks. Parameters with a true attribute
+            ``tensor_model_parallel`` or ``model_parallel`` are exceptions: they are split over the ranks. Each rank
+            returns its part of the auxiliary loss: that of its own tokens, divided by the number of ranks. Without
+            tensor parallelism it changes nothing. Stock's layer lacks this argument.
 
     Raises:
         LayerError: ``num_experts``, ``ep_size`` or ``k`` do not fit together.

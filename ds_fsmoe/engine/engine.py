@@ -165,7 +165,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             )
         if asked != "at_end" and reason is None:
             state.updated = UpdatedParameters(self, state.reduction, groups, [*state.layers.values()])
-            # Before others look at what experts are.
+            # Before other code reads the classes of experts.
             state.running.checks.insert(0, state.updated.before_layer)
 
     def _watch_results(self) -> None:
@@ -207,7 +207,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
-        # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
+        # DeepSpeed's ``eval`` reaches the module alone: the engine itself is always in training mode.
         clock, is_training = None, self.module.training
         if is_training:
             self.fsmoe.before_forward()
@@ -376,7 +376,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 replaced = convert_experts(experts[name], parts, running, label, name, ep_size, around)
                 layers[name] = experts[name]
                 watch_router(model, name, experts[name])
-            # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
+            # DeepSpeed puts each new parameter into the optimizer group of the one that it replaces.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
         self._hf_layers = [each for each in layers.values() if isinstance(each, FSMoEExperts)]
@@ -419,10 +419,8 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
     ours.
 
     Gradients are sent in the backward of the last micro-batch, after all earlier ones have added theirs. Between two
-    batches
-    no stage has work in progress: there, layers of all stages are measured at once. Plans are tried with whole
-    batches. Each
-    stage plans for its own layers.
+    batches no stage has work in progress: there, layers of all stages are measured at once. Plans are tried with whole
+    batches. Each stage plans for its own layers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -149,8 +149,7 @@ def initialize(
 ) -> tuple[FSMoEEngine, Any, Any, Any]:
     """Run ``deepspeed.initialize`` with the ``"fsmoe"`` block; arguments and the 4-tuple returned are DeepSpeed's.
 
-    Without a block, or with ``"enabled": false``, only DeepSpeed's own function runs; a record or a trace, if the
-    block
+    Without a block, or with ``"enabled": false``, only DeepSpeed's own function runs; a record or a trace, if the block
     asks for them, only observes it. Otherwise the config and the model are checked first, on every rank, before any
     process group is made.
 
@@ -171,8 +170,7 @@ def initialize(
 
     Returns:
         The engine, the optimizer, the data loader and the learning-rate scheduler. If the block is not enabled, the
-        engine
-        is DeepSpeed's own, without ``engine.fsmoe``.
+        engine is DeepSpeed's own, without ``engine.fsmoe``.
 
     Raises:
         ConfigError: the block is wrong, or conflicts with DeepSpeed's blocks.
@@ -194,7 +192,7 @@ def initialize(
     """
     arguments = dict(locals())
     if _depth:
-        # A wrapper that lies beneath ours calls ours again: it has been honoured already.
+        # A wrapped function below ours calls ours again: the block is already active.
         return _call_wrapped(arguments)
     written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
     ds_config = {} if written is None else compat.load_ds_config(written)
@@ -349,19 +347,16 @@ def _make_stock(model: nn.Module, mpu: Any) -> None:
 def install(block: Mapping[str, Any] | None = None) -> None:
     """Replace ``deepspeed.initialize`` by :func:`initialize` from now on, also for every library that calls it.
 
-    A replacement that another library made before is called by ours. A replacement made later calls ours. A second
-    call
+    A replacement that another library made before is called by ours. A replacement made later calls ours. A second call
     changes the block, if it has one, and is otherwise ignored.
 
     Args:
-        block: the ``"fsmoe"`` block, a dict or a :class:`ds_fsmoe.Config`, of every engine with MoE layers from now
-            on; it replaces the block of the engine's config. ``None``: the block of the config, or of an earlier
-            call.
+        block: the ``"fsmoe"`` block, a dict or a :class:`ds_fsmoe.Config`, of every engine with MoE layers from now on;
+            it replaces the block of the engine's config. ``None``: the block of the config, or of an earlier call.
 
     Raises:
         ConfigError: the block is wrong.
-        RuntimeError: a module already holds the function in DeepSpeed's place under its own name, and would bypass
-        us.
+        RuntimeError: a module already holds the function in DeepSpeed's place under its own name, and would bypass us.
 
     Examples:
         >>> import deepspeed, ds_fsmoe

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a Hugging Face model with this rank's experts only, and reads this rank's part of its files.
 
-This rank reads the dense part and its own experts. Files hold experts stacked, one tensor for all of a layer, or one
-by
+This rank reads the dense part and its own experts. Files hold experts stacked, one tensor for all of a layer, or one by
 one; transformers merges the latter by converters. Of stacked experts a range is read, of single ones those of this
-rank.
-Where a converter mixes experts in other ways, its tensors are read whole, one parameter at a time, and split after
-it.
-``own_experts`` calls this; that module has what is replaced in ``transformers``.
+rank. Where a converter mixes experts in other ways, its tensors are read whole, one parameter at a time, and split
+after it. ``own_experts`` calls this; that module has what is replaced in ``transformers``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``ds_fsmoe.inference``: inference with an expert cache, whose experts change with popularity.
 
-Scripts call it with a trained engine. ``ds_fsmoe/layer/inference.py`` runs one layer by it; here layers are chosen,
-and
+Scripts call it with a trained engine. ``ds_fsmoe/layer/inference.py`` runs one layer by it; here layers are chosen, and
 memory is reserved on all ranks.
 """
 
@@ -92,9 +91,8 @@ def inference(
         engine: the engine that ``initialize`` has returned, or its model.
         path_length: the layers of a path by which popularity is estimated, at most as many as were profiled.
         most_per_rank: the maximum of experts of a rank; at least twice its number of primary experts.
-        estimate: whether popularity is estimated ahead of a gate, from the counts of
-        ``fsmoe.placement.profile_paths`` in
-            training. Otherwise experts are scheduled by the gate's choices.
+        estimate: whether popularity is estimated ahead of a gate, from the counts of ``fsmoe.placement.profile_paths``
+            in training. Otherwise experts are scheduled by the gate's choices.
         second_phase: whether an estimate is corrected after the gate, where other experts are the most popular.
         weights: ``"host"``: the weights of all experts are gathered once, into the memory of each rank's host, where
             that suffices on all ranks. ``"home"``: weights that change are fetched from the primary ranks, call by
@@ -105,8 +103,8 @@ def inference(
         The record of the layers' calls inside the block: ``layers``, ``left``, ``accuracy`` and ``second_phases``.
 
     Raises:
-        ValueError: an impossible option, profiles of other layers, neither an estimate nor a second phase, or a
-            model in pipeline stages.
+        ValueError: an impossible option, profiles of other layers, neither an estimate nor a second phase, or a model
+            in pipeline stages.
         RuntimeError: the model is in inference already.
         MemoryError: memory for the expert cache is insufficient on any rank; raised on every rank.
 

@@ -229,7 +229,7 @@ def mark_experts(model: nn.Module) -> Callable[[], None]:
     """
     spread = [found for found in parts_in(model) if found[2].num_parts > 1]
     parameters = [parameter for _, parameter, _ in spread]
-    # What knows the shape of a gradient is made anew while nobody holds it, and a parameter may be whole then.
+    # The object with a gradient's shape is made again if it was released, and a parameter may be whole then.
     accumulators = [
         each.view_as(each).grad_fn.next_functions[0][0]
         for each in parameters
@@ -389,15 +389,14 @@ def count_all_experts(engine: Any) -> None:
 def gradient_norm(engine: Any, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients, each counted once, between backward and step; collective over all ranks.
 
-    It replaces a sum over ``engine.module.parameters()``, which has the experts of one rank. At ZeRO 1 to 3
-    gradients are
-    gathered for it, one by one; ``engine.get_global_grad_norm()`` returns the norm of the last step without any
+    It replaces a sum over ``engine.module.parameters()``, which has the experts of one rank. At ZeRO 1 to 3 gradients
+    are gathered for it, one by one; ``engine.get_global_grad_norm()`` returns the norm of the last step without any
     cost.
 
     Args:
         engine: the engine that ``initialize`` has returned, with the block enabled or not.
         norm_type: the order of the norm, as in ``torch.nn.utils.get_total_norm``; ``float("inf")`` is the largest
-        element.
+            element.
 
     Returns:
         A scalar, the same on all ranks. In fp16 it includes DeepSpeed's loss scale, as gradients do.

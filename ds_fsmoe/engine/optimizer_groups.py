@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits the parameter groups of an optimizer into experts and other parameters, which DeepSpeed reduces separately.
 
-The engine calls it when it makes the optimizer. Scripts for Hugging Face models make groups without regard to
-experts:
-Trainer makes two, with and without weight decay. A group of experts that is split off has the options of its
-original
+The engine calls it when it makes the optimizer. Scripts for Hugging Face models make groups without regard to experts:
+Trainer makes two, with and without weight decay. A group of experts that is split off has the options of its original
 group and follows it: schedulers and scripts change the options of the groups that they know. DeepSpeed splits the
-groups
-of the optimizers that it makes itself; following works in the same way for these.
+groups of the optimizers that it makes itself; following works in the same way for these.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ from ds_fsmoe.log import log_on_rank_0
 def groups_of_trained(engine: Any, layers: Sequence[FSMoEExperts]) -> AbstractContextManager[None]:
     """Make an engine build its optimizer as for a dense model, inside the block.
 
-    It applies where all layers are Hugging Face's and none of their experts or adapters is trained: a group of
-    experts
+    It applies where all layers are Hugging Face's and none of their experts or adapters is trained: a group of experts
     would be empty then.
 
     Args:
@@ -88,8 +84,7 @@ def without_frozen_experts(parameters: Any) -> Any:
     """Return parameters, or groups of them, without frozen experts, for DeepSpeed's own optimizer.
 
     It makes groups of experts by their size. Below stage 3, ZeRO refuses a group whose parameters are all frozen, as
-    experts
-    under adapters are.
+    experts under adapters are.
     """
     if parameters is None or isinstance(parameters, torch.Tensor):
         return parameters
@@ -140,7 +135,7 @@ def _split(optimizer: Any) -> Any:
     groups = optimizer.param_groups
     known: list[int | dict[str, Any]] = []
     for group in groups:
-        # DeepSpeed leaves out what is empty; schedulers go on to count it.
+        # DeepSpeed leaves out empty groups; schedulers still count them.
         known.append(sum(isinstance(each, int) for each in known) if group["params"] else group)
     groups[:] = [each for each in groups if each["params"]]
     came_off: dict[int, int] = {}
@@ -210,9 +205,8 @@ def show_scripts_groups(scheduler: Any) -> None:
 class ScriptGroups:
     """Knows all groups of an optimizer, and which of them are its script's.
 
-    Loading makes new groups, and DeepSpeed steps with one group at a time. Before every step, groups of experts
-    follow the
-    groups that they were split off.
+    Loading makes new groups, and DeepSpeed steps with one group at a time. Before every step, groups of experts follow
+    the groups that they were split off.
 
     Args:
         optimizer: the optimizer.
@@ -277,7 +271,7 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
         return
     gc.collect()
     for each in gc.get_objects():
-        # By its type: some objects answer isinstance() with whatever they stand for.
+        # By its type: some objects answer isinstance() for the class that they wrap.
         if issubclass(type(each), LRScheduler) and vars(each).get("optimizer") is optimizer:
             yield each
 
@@ -418,7 +412,7 @@ def depends_on_others(
     if is_flat:
         start, gradients = start.flatten(), [each.flatten() for each in gradients]
     cut = [each.chunk(2) for each in (start, *gradients)]
-    # What compiled code computes is told without the seconds of compiling it.
+    # The result of compiled code is found without the seconds of compiling it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
         whole = _updated(optimizer, group, start, gradients)
         halves = torch.cat([_updated(optimizer, group, first, others) for first, *others in zip(*cut, strict=True)])

@@ -2,12 +2,9 @@
 """Builds Hugging Face models with this rank's experts only, from their construction on: no rank holds all experts.
 
 This module has all that is replaced in ``transformers`` for that, and every name of it that is used.
-``from_pretrained``
-and ``from_config`` run unchanged. Experts are split between the construction of a model and the reading of its
-files.
-Only this rank's experts are passed on; renaming, merging and casting remain those of ``transformers``. Scripts call
-it,
-or :func:`ds_fsmoe.install` does; ``expert_tensors`` reads the files.
+``from_pretrained`` and ``from_config`` run unchanged. Experts are split between the construction of a model and the
+reading of its files. Only this rank's experts are passed on; renaming, merging and casting remain those of
+``transformers``. Scripts call it, or :func:`ds_fsmoe.install` does; ``expert_tensors`` reads the files.
 """
 
 from __future__ import annotations
@@ -67,20 +64,16 @@ _build: Build | None = None
 def own_experts(config: Any = None) -> Iterator[None]:
     """Make ``from_pretrained`` and ``from_config`` build Hugging Face models with this rank's experts only.
 
-    Each rank then holds its own experts and the dense part of a model, and reads only its own experts from the
-    files.
+    Each rank then holds its own experts and the dense part of a model, and reads only its own experts from the files.
     :func:`ds_fsmoe.initialize`, with the same config, accepts such a model as it is. Before that it neither runs nor
-    can be
-    saved. Every rank has to build the model, since ranks agree on where experts are.
+    can be saved. Every rank has to build the model, since ranks agree on where experts are.
 
     :func:`ds_fsmoe.install` does this for ``from_pretrained`` by itself if it has a block, or if an
-    ``HfDeepSpeedConfig``
-    with a block is alive. Trainer's arguments keep one alive.
+    ``HfDeepSpeedConfig`` with a block is alive. Trainer's arguments keep one alive.
 
     Args:
         config: the DeepSpeed config, as a dict or the path of a JSON file. With ``"enabled": false`` in its block
-            models are built whole. ``None``: the config of ``HfDeepSpeedConfig``. A block given to ``install``
-            replaces
+            models are built whole. ``None``: the config of ``HfDeepSpeedConfig``. A block given to ``install`` replaces
             its block.
 
     Raises:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores a model when its engine has ended: whole for a script, distributed for the next engine.
 
-Scripts call :func:`make_whole`; the entry points call :func:`take_back` before they make the next engine. It undoes
-the
+Scripts call :func:`make_whole`; the entry points call :func:`take_back` before they make the next engine. It undoes the
 changes of ``convert_layers`` and ``convert_experts``.
 """
 
@@ -56,11 +55,9 @@ def make_whole(model: nn.Module) -> nn.Module:
     """Make a model whole again on every rank when its engine has ended: plain modules with all experts, trained, and
     plain parameters at every stage of ZeRO. Collective over all ranks.
 
-    Experts are gathered weight by weight, so memory never holds a second copy of the model. Afterwards the model has
-    no
-    attributes of ours or of the engine: one rank alone runs, saves, copies and pickles it, and ``initialize``
-    accepts it
-    again. Weights of experts are [E, ...] again, and new objects where ranks had parts of them.
+    Experts are gathered weight by weight, so memory never holds a second copy of the model. Afterwards the model has no
+    attributes of ours or of the engine: one rank alone runs, saves, copies and pickles it, and ``initialize`` accepts
+    it again. Weights of experts are [E, ...] again, and new objects where ranks had parts of them.
 
     Args:
         model: the model that was given to ``initialize``, or its engine, after ``engine.destroy()``. A model that is
@@ -71,8 +68,7 @@ def make_whole(model: nn.Module) -> nn.Module:
 
     Raises:
         RuntimeError: its engine has not ended; raised on every rank.
-        LayerError: it has experts that cannot be gathered: sharded or moved ones of a ``deepspeed.moe.layer.MoE``,
-        or
+        LayerError: it has experts that cannot be gathered: sharded or moved ones of a ``deepspeed.moe.layer.MoE``, or
             those of a model that was loaded by parts and has had no engine.
 
     Examples:
@@ -292,9 +288,8 @@ def take_up(
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Prepare a module that :func:`leave_experts` has left, and its wrappers, for the next engine.
 
-    Its experts and adapters stay distributed, or are gathered one parameter at a time. Collective over the ranks
-    that share
-    them.
+    Its experts and adapters stay distributed, or are gathered one parameter at a time. Collective over the ranks that
+    share them.
 
     Args:
         module: the module; any other module is unchanged.
@@ -384,8 +379,7 @@ def forget_graph(layer: Any) -> None:
 def _hold_hooks(optimizer: Any) -> None:
     """Make the optimizer own its gradient hooks, so that parameters refer to them weakly.
 
-    Python's garbage collector cannot see the hooks of a parameter. A hook of DeepSpeed refers to its optimizer,
-    which
+    Python's garbage collector cannot see the hooks of a parameter. A hook of DeepSpeed refers to its optimizer, which
     refers to the parameters: the collector would never release them.
     """
     kept: list[Callable[..., Any]] = []

@@ -45,8 +45,8 @@ class RoutingData:
         has_stages: whether the model is a pipeline of stages.
 
     Raises:
-        ConfigError: the recording to be replayed cannot be read, or has other ranks or layers, or another job writes
-            to the folder of the recording; on every rank.
+        ConfigError: the recording to be replayed cannot be read, or has other ranks or layers, or another job writes to
+            the folder of the recording; on every rank.
     """
 
     def __init__(self, state: FSMoEState, model: Any, step: int, has_stages: bool) -> None:
@@ -79,11 +79,9 @@ class RoutingData:
         """Replay these choices in the next forward. Collective over all ranks of the job.
 
         Args:
-            indices: [S, L, k] integers, as an array or a tensor: for each token of this rank's batch, in the order
-            in
+            indices: [S, L, k] integers, as an array or a tensor: for each token of this rank's batch, in the order in
                 which layers process them, its experts in each MoE layer; -1 where the gate chooses for a token. L is
-                the
-                number of MoE layers, or of all layers of the model; layers without experts are skipped. A list of L
+                the number of MoE layers, or of all layers of the model; layers without experts are skipped. A list of L
                 arrays [S, k], where layers differ in k. ``None``: this rank's gates choose; if it is ``None`` on all
                 ranks, nothing is replayed.
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements the part of the engine that saves and loads checkpoints and weights.
 
-``engine.py`` derives its engine from this class. The files themselves are written and read by
-``ds_fsmoe/checkpoint``;
+``engine.py`` derives its engine from this class. The files themselves are written and read by ``ds_fsmoe/checkpoint``;
 here DeepSpeed's methods are connected with it.
 """
 
@@ -236,8 +235,7 @@ def _only_experts(state_dict: Callable[..., dict[str, Any]]) -> Callable[..., di
 
 def keep_whole(model: nn.Module, is_spread: bool) -> list[Callable[[], None]]:
     """Replace methods of a model so that its experts stay complete: copies are refused. If experts are spread over
-    ranks,
-    the model is saved whole, and all ranks take part in generation.
+    ranks, the model is saved whole, and all ranks take part in generation.
 
     Args:
         model: a model with an engine.
@@ -403,8 +401,7 @@ def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None
     """Link the parameters of all groups to their states; return the links.
 
     DeepSpeed 0.19.8 links all groups once, after the step of the first one. Other groups, such as those of experts,
-    have
-    no states by then.
+    have no states by then.
     """
     linked: set[int] = set()
 
@@ -420,7 +417,7 @@ def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None
     return link
 
 
-# ---- Lets ``model.generate`` run on ranks that share experts: one that has ended its sequences goes on until
+# ---- Lets ``model.generate`` run on ranks that share experts: one that has ended its sequences continues until
 # all have
 
 

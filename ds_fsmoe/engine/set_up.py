@@ -178,7 +178,7 @@ def make_groups_on_every_stage(model: nn.Module, layers: Mapping[str, ConvertedL
     model.set_deepspeed_parallelism = make
 
 
-# ---- Sets up halves of the batch that take turns, for one engine
+# ---- Sets up two-batch overlap for one engine
 
 
 def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> None:
@@ -288,7 +288,7 @@ def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) 
     if result is None or label not in result.predictors or label not in result.shapes:
         return None
     layer, measured, shape = engine.fsmoe.inner_layers[label], result.predictors[label], result.shapes[label]
-    # As if all places got as many rows: how far the fullest lies above that is what placement changes.
+    # As if all places got as many rows: placement changes the excess of the fullest over that.
     balanced = replace(shape, capacity=max(1, round(rows_GE.sum() / shape.num_experts / len(rows_GE))))
     return Prices(
         balanced,

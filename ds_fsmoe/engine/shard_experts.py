@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits experts of Hugging Face models, with adapters: over ranks, and along their width, one weight at a time.
 
-``convert_experts`` calls it for each module, ``restore_model`` when an engine has ended. It decides which part a
-rank
+``convert_experts`` calls it for each module, ``restore_model`` when an engine has ended. It decides which part a rank
 has; ``ds_fsmoe/checkpoint_files/expert_parts.py`` describes a part.
 """
 
@@ -87,7 +86,7 @@ def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Para
     of_zero.convert_to_zero_parameters(param_list=list(parameters))
 
 
-# ---- Cuts the experts of Hugging Face models along their hidden width, and refuses those that cannot be cut
+# ---- Shards the experts of Hugging Face models along their hidden width, and refuses those that cannot be sharded
 # rightly
 
 
@@ -99,8 +98,7 @@ _TOLERANCE = 1e-3
 def shards_of(contract: Contract, count: int, index: int) -> dict[str, Shard | None]:
     """Return weight -> the shard of each of its experts on one of ``count`` ranks; ``None`` for a whole weight.
 
-    The first product is split along its outputs, gate and value alike, the second along its inputs. The results of
-    all
+    The first product is split along its outputs, gate and value alike, the second along its inputs. The results of all
     shards add up to the expert's, so only the first shard adds the last bias.
     """
     if count == 1:
@@ -273,8 +271,7 @@ def packed_ep_size(
         dtype: the dtype in which experts will compute; ``None``: the dtype of their weights.
 
     Raises:
-        ConfigError: on every rank, if the config forbids choices by measurement; names the size that would be
-        chosen.
+        ConfigError: on every rank, if the config forbids choices by measurement; names the size that would be chosen.
         MeasuringError: on every rank, if a measurement has failed.
     """
     modules, sizes = list(experts), list(ep_sizes)
@@ -451,9 +448,8 @@ def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
 def gather_as_they_run(model: nn.Module, layers: Sequence[FSMoEExperts]) -> None:
     """Make ZeRO 3 gather the weights of a layer for the calls of its experts.
 
-    A and B are in modules without calls and therefore without hooks of ZeRO: they are gathered with the experts. So
-    are the
-    parameters of modules within the experts, such as a norm after them, which is called chunk by chunk.
+    A and B are in modules without calls and therefore without hooks of ZeRO: they are gathered with the experts. So are
+    the parameters of modules within the experts, such as a norm after them, which is called chunk by chunk.
 
     Args:
         model: the model.
@@ -475,7 +471,7 @@ def converted_class(ours: type[nn.Module], own_class: type[nn.Module]) -> type[n
 # ---- Lets PEFT make adapters for all experts of a model that was loaded with this rank's experts only
 #
 # Then each rank draws, or reads, the adapters of all experts, as one process does, and keeps those of its own when
-# the model gets its engine: they are small beside the experts.
+# the model gets its engine: they are small compared with the experts.
 
 
 def _change(module: ModuleType) -> None:

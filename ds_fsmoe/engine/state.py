@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds the state of one engine's MoE layers, and updates it between steps.
 
-The engine calls it at the start of each forward and at the end of each step; scripts reach it as ``engine.fsmoe``.
-The
+The engine calls it at the start of each forward and at the end of each step; scripts reach it as ``engine.fsmoe``. The
 functions below the class describe the active settings for the log.
 """
 
@@ -185,7 +184,7 @@ class FSMoEState:
         self.chunking_guard.settle(self.inner_layers)
         is_cut = self.micro_ops.chunk_layers(self.inner_layers)
         if self.stage_group is not None:
-            # Plans are compared on all stages at once, also on those where nothing is cut.
+            # Plans are compared on all stages at once, also on those without chunked layers.
             is_cut = any(on_every_rank(is_cut))
         if is_cut:
             self.plans_changed()
@@ -252,8 +251,7 @@ class FSMoEState:
 
         Raises:
             DisagreementError: on every rank, if plans differ between ranks.
-            MeasuringError: on every rank, the same in pipeline stages, where only the ranks of one stage share
-            plans.
+            MeasuringError: on every rank, the same in pipeline stages, where only the ranks of one stage share plans.
         """
         if self.watch is not None:
             self.watch.plans_changed()
@@ -274,8 +272,7 @@ class FSMoEState:
     def look_again(self) -> None:
         """Check again whether layers may be chunked. Collective.
 
-        Every rank has to call it between two steps, after experts, their weights, hooks on their module or dropout
-        have
+        Every rank has to call it between two steps, after experts, their weights, hooks on their module or dropout have
         changed.
         """
         self.chunking_guard.recheck()
@@ -289,8 +286,7 @@ class FSMoEState:
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
         """End an optimizer step: continue trials of plans, or compare the step with its prediction. Collective if
-        either
-        is due.
+        either is due.
 
         Args:
             next_step: the number of the next step.
@@ -314,7 +310,7 @@ class FSMoEState:
                 self.plans_changed()
             return None
         if self.autotune is not None and self.autotune.step_is_over():
-            # Layers may be cut from now on, and experts may have changed since they were looked at.
+            # Layers may be chunked from now on, and experts may have changed since the last check.
             self.chunking_guard.recheck()
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
@@ -386,8 +382,8 @@ MIN_LOGGED_SHARE = 0.1
 def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
     """Return field of the config -> (active setting, True if it differs from DeepSpeed's).
 
-    Settings come from the current plans of layers, not from the config's request, in the order in which a token
-    meets them.
+    Settings come from the current plans of layers, not from the config's request, in the order in which a token meets
+    them.
     """
     block, running = state.block, state.running
     blocks = _blocks(state)

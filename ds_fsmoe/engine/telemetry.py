@@ -2,8 +2,7 @@
 """Reports measurements at the end of steps: to DeepSpeed's monitors, and to the record of the run.
 
 The engine calls it after each step. ``ds_fsmoe/telemetry`` counts and writes; here the values of one step are put
-together
-and sent. It also records stock engines, for comparison.
+together and sent. It also records stock engines, for comparison.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ def claim_folders(block: FSMoEBlock) -> None:
     """Claim the folders of the record and of the trace, before files are removed there. Collective.
 
     Raises:
-        ConfigError: a folder is not writable, another job writes there, or it has files that belong to no run;
-        raised on
-            every rank.
+        ConfigError: a folder is not writable, another job writes there, or it has files that belong to no run; raised
+            on every rank.
     """
     while _claimed:  # by an engine that was never made
         _claimed.pop().release()
@@ -130,7 +128,7 @@ def watch_fsmoe(engine: Any) -> None:
     facts["why_untuned"] = state.why_untuned
     record = _record(engine, state.block, facts, next(iter(state.layers.values()), None))
     if record is not None:
-        # The record outlives an engine that nobody has ended, and writes its end.
+        # The record outlives an engine without a call of destroy, and writes its end.
         autotune = (lambda: None) if state.autotune is None else weakref.ref(state.autotune)
         record.steps.mark_tuning(lambda: _is_tuning(autotune()))
         state.telemetry.record = record
@@ -191,7 +189,7 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
         record = Record(engine, folder, asked.stop_after, rank_now(), facts, first_layer, owner)
     except OSError as error:
         problem = f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"
-    # Rank 0 alone writes, and no rank may go on into a collective without it.
+    # Rank 0 alone writes, and no rank may continue to a collective without it.
     problem = from_first_rank(problem)
     if record is None or problem:
         raise ConfigError(problem)
@@ -379,7 +377,7 @@ class Telemetry:
         if self.record is None:
             return
         pipelines = {label: each.pipeline for label, each in self._layers.items()}
-        # In the step that is under way something has been measured.
+        # The current step has measured something.
         now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
         self.record.write(PLANS, plans_as_data(pipelines, self._state.autotune) | now)
         self._record_costs()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes secrets from commands, configs and texts, since pages of runs are shared.
 
-The record of a run and its readers call it. A value is removed if its name may be that of a secret, or if it looks
-like
+The record of a run and its readers call it. A value is removed if its name may be that of a secret, or if it looks like
 one. Values of environment variables are shown only if they are known to be harmless.
 """
 
@@ -84,7 +83,7 @@ def text_of(text: str) -> str:
 
 def _of_pair(found: re.Match[str]) -> str:
     name, sign, value = found.groups()
-    # What stands behind a name may be a pair itself: an address with its query.
+    # The value after a name may be a pair itself: an address with its query.
     return f"{name}{sign}{HIDDEN if _hides(name, value) else _IN_TEXT.sub(_of_pair, value)}"
 
 

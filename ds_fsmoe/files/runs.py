@@ -4,14 +4,10 @@
 The record and the call observer write, ``ds_fsmoe/offline`` reads. The files are:
 
 ``run.json`` the facts of the run; ``steps.jsonl`` a line per optimizer step; ``routers.jsonl`` one per step whose
-routers
-were observed; ``compared.jsonl`` one per step that was compared with its prediction; ``placement.jsonl`` one per
-layer and
-decision on expert placement; ``plans.json`` the measurements and decisions; ``measured.json`` the layers and the
-costs of
-their tasks, for planning them again; ``cluster.json`` a cluster file for ``ds_fsmoe plan --cluster``, with the costs
-of
-collectives among other ranks; ``trace/`` each rank's trace.
+routers were observed; ``compared.jsonl`` one per step that was compared with its prediction; ``placement.jsonl`` one
+per layer and decision on expert placement; ``plans.json`` the measurements and decisions; ``measured.json`` the layers
+and the costs of their tasks, for planning them again; ``cluster.json`` a cluster file for ``ds_fsmoe plan --cluster``,
+with the costs of collectives among other ranks; ``trace/`` each rank's trace.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 
 The tracer writes them; ``ds_fsmoe/offline`` reads them. Times are whole microseconds since 1970 by the host's clock.
 Files of one host therefore fit together; those of several hosts fit if their clocks agree. They are whole, because a
-float
-has too
-few digits, and rounded down, so that tasks without overlap never seem to overlap. The milliseconds in ``args`` are
-exact.
+float has too few digits, and rounded down, so that tasks without overlap never seem to overlap. The milliseconds in
+``args`` are exact.
 """
 
 from __future__ import annotations
@@ -253,8 +251,8 @@ def _is_event(event: Any) -> bool:
 def merge_traces(folder: Path) -> Path:
     """Merge the ranks' files in a folder into ``trace.json`` there, and return its path.
 
-    ``otherData`` keeps each rank's description of its trace. It also names files that are missing, unreadable, or of
-    a job with another number of ranks; a warning names them, too.
+    ``otherData`` keeps each rank's description of its trace. It also names files that are missing, unreadable, or of a
+    job with another number of ranks; a warning names them, too.
 
     Raises:
         FileNotFoundError: there is no file of a rank that can be read.

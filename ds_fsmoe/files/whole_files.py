@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes files with guessable names in folders that other users can write to: without following links or opening pipes.
 
-All writers of the package call it; :mod:`ds_fsmoe.untrusted` reads such files. A file appears completely or not at
-all,
+All writers of the package call it; :mod:`ds_fsmoe.untrusted` reads such files. A file appears completely or not at all,
 under a temporary name that no user can have replaced by a link.
 
-A lock file shows which process writes in a folder, and whether it is alive. Unfinished checkpoints, records of runs
-and
+A lock file shows which process writes in a folder, and whether it is alive. Unfinished checkpoints, records of runs and
 recorded routing have one. The system releases a lock when its process ends for any reason. On a file system without
-locks,
-the file names the process, and on the same host its state can be checked.
+locks, the file names the process, and on the same host its state can be checked.
 """
 
 from __future__ import annotations
@@ -187,8 +184,8 @@ class Ownership:
     Args:
         folder: an existing folder.
         token: the token of the save.
-        name: the name of the lock file in a folder that outlives its owners. An owner that is dead, or has released
-            the folder, is replaced. By default the folder is new.
+        name: the name of the lock file in a folder that outlives its owners. An owner that is dead, or has released the
+            folder, is replaced. By default the folder is new.
 
     Raises:
         OSError: the file system refuses.

@@ -2,16 +2,13 @@
 """Runs the steps of messages concurrently with the caller: those between nodes on one lane, those inside nodes on
 another.
 
-Messages of several steps follow each other closely: while one is sent between nodes, the next is added up inside.
-The
+Messages of several steps follow each other closely: while one is sent between nodes, the next is added up inside. The
 order on each lane follows from the order of the messages alone, so it is the same on every rank. The reduction of
 gradients and the gather of updated parameters call it.
 
-Gradients and updated parameters share communicators, and gradients are sent in the lanes of layers as well. A rank
-may
+Gradients and updated parameters share communicators, and gradients are sent in the lanes of layers as well. A rank may
 still receive parameters that it has not read when its backward begins. Gradients are therefore sent after the gather
-has
-ended: see :func:`end_gathers`.
+has ended: see :func:`end_gathers`.
 """
 
 from __future__ import annotations
@@ -43,9 +40,8 @@ def begin_gather(waits: Sequence[Callable[[], None]]) -> None:
 def end_gathers() -> None:
     """Wait for all updated parameters, read or unread by this rank: the caller sends on their communicators next.
 
-    On a CPU all messages have ended then. On a GPU the host has issued them, and the current stream comes after
-    them; so does
-    each stream that waits for it before it sends.
+    On a CPU all messages have ended then. On a GPU the host has issued them, and the current stream comes after them;
+    so does each stream that waits for it before it sends.
     """
     while _gathers:
         _gathers.pop(0)()

@@ -62,11 +62,10 @@ class FlatGradients:
         scaling: the scaling before and after the sum.
         beside: the lane that runs reductions concurrently with the caller; ``None``: they are sent in its stream.
         nodes: the ranks node by node, where they can be added up in two levels.
-        owners: returns which rank needs which elements; ``None``: every rank needs all. Elements that a rank does
-        not
+        owners: returns which rank needs which elements; ``None``: every rank needs all. Elements that a rank does not
             own are undefined after the sum.
-        is_needed: returns whether this rank needs any of a parameter's sum; other gradients are released when they
-        are sent.
+        is_needed: returns whether this rank needs any of a parameter's sum; other gradients are released when they are
+            sent.
         most: the maximum of elements of a message in one level.
     """
 
@@ -310,8 +309,7 @@ class FlatGradients:
 
         Args:
             first, stop: the range of the gradients.
-            with_extra: whether the extra elements are sent after them, in the same message if all ranks get all
-            sums.
+            with_extra: whether the extra elements are sent after them, in the same message if all ranks get all sums.
         """
         waits: list[Callable[[], object]] = []
         extra = len(self.extra) if with_extra else 0

@@ -2,8 +2,7 @@
 """Makes reads of a parameter wait for its new value, which is still being gathered.
 
 ``updated_parameters`` marks parameters by it after an optimizer step. A parameter stays the same object. While it
-waits,
-its class is one that torch calls before each operation. Reads of its shape or its gradient return at once.
+waits, its class is one that torch calls before each operation. Reads of its shape or its gradient return at once.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _wait_for_all(values: Iterable[Any]) -> None:
             _wait_for_all(each.values())
 
 
-# They look at what a parameter is, or at its gradient, and not at its value.
+# They read a parameter's kind or its gradient, and not its value.
 _PROPERTIES = (
     *("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
     *("is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "retains_grad"),

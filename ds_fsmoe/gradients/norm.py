@@ -2,9 +2,8 @@
 """Computes the norm of all gradients where DeepSpeed's is wrong: every distinct parameter once, equal on every rank.
 
 With ZeRO (stages 1 and 2) DeepSpeed's norm is right and is kept. Without it (stage 0) DeepSpeed 0.19.8 averages the
-norms of the ranks, or leaves experts out. The value then depends on how experts are spread, and gradients are
-clipped by
-it. The engine calls this module before each optimizer step.
+norms of the ranks, or leaves experts out. The value then depends on how experts are spread, and gradients are clipped
+by it. The engine calls this module before each optimizer step.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from ds_fsmoe.log import log_on_rank_0
 def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
     """Return the 2-norm of the reduced gradients of a model, as a scalar. Collective.
 
-    A dense gradient is the same on all ranks and counts once. Squares of experts' gradients are summed over the
-    ranks with
-    different experts or shards; those of tensor-parallel ranks or stages, over these.
+    A dense gradient is the same on all ranks and counts once. Squares of experts' gradients are summed over the ranks
+    with different experts or shards; those of tensor-parallel ranks or stages, over these.
 
     Args:
         parameters: the model's parameters on this rank; those without a gradient do not count.
@@ -89,8 +87,7 @@ def correct_norm(engine: Any, has_stock_layers: bool) -> None:
 
     Args:
         engine: the engine.
-        has_stock_layers: whether there are DeepSpeed's own MoE layers. For a Hugging Face model stock's norm is
-        right.
+        has_stock_layers: whether there are DeepSpeed's own MoE layers. For a Hugging Face model stock's norm is right.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, ZeROOptimizer):
@@ -120,15 +117,12 @@ def complete_norms(optimizer: Any) -> None:
     """Make the optimizer of a pipeline stage take part in the norms of groups that it lacks. Collective over all ranks.
 
     DeepSpeed adds up norms over the stages: at ZeRO 1 of each parameter group; in bf16 without ZeRO, of dense
-    parameters
-    and of experts. Experts are separate groups, so a stage without experts has fewer norms, and DeepSpeed 0.19.8
-    waits
-    there for ever.
+    parameters and of experts. Experts are separate groups, so a stage without experts has fewer norms, and DeepSpeed
+    0.19.8 waits there for ever.
 
     Args:
-        optimizer: the optimizer of an engine; it is unchanged if all stages have as many groups, or if DeepSpeed
-        adds up no
-            norms over stages.
+        optimizer: the optimizer of an engine; it is unchanged if all stages have as many groups, or if DeepSpeed adds
+            up no norms over stages.
     """
     is_bf16 = isinstance(optimizer, BF16_Optimizer)
     groups = optimizer.optimizer.param_groups if is_bf16 else []

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces gradients while the backward is still running: in windows, by one plan that all ranks share.
 
-A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one, and are numbered from
-end
+A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one, and are numbered from end
 to end. The buffer has their only copy, and autograd adds to it. The MoE layers' backwards open windows, in which
 stretches of them are sent; ``finish`` sends the rest. Sums that this rank does not need are released when they are
 sent.
 
-The messages of a communicator and their sizes follow from the plan alone, never from the arrivals on a rank. Two
-faults
-on a rank are therefore possible, and both are corrected at the end. A gradient that never came was sent as zero,
-which is
-right. A gradient that came after its stretch was sent is sent in a message of its own, and added. The last message
-has,
-for every parameter, the number of ranks on which that happened, so all ranks send those together.
+The messages of a communicator and their sizes follow from the plan alone, never from the arrivals on a rank. Two faults
+on a rank are therefore possible, and both are corrected at the end. A gradient that never came was sent as zero, which
+is right. A gradient that came after its stretch was sent is sent in a message of its own, and added. The last message
+has, for every parameter, the number of ranks on which that happened, so all ranks send those together.
 
 The first rounds have no plan and send all at the end. They record before which window each gradient came. Ranks take
-the
-latest of these, order the buffers by it and make the plan. A round in which a gradient came too late makes the next
-one
-observe again. ``reduction`` makes the reducer; ``zero_stages`` connects it with DeepSpeed.
+the latest of these, order the buffers by it and make the plan. A round in which a gradient came too late makes the next
+one observe again. ``reduction`` makes the reducer; ``zero_stages`` connects it with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -45,8 +39,7 @@ class WaitingGradients:
     """Bounds the gradients that wait to be sent, where a rank does not keep what others update (ZeRO 2).
 
     Before the first observed backward, gradients are assumed to come in the order of the model, from its end to its
-    start. A
-    gradient that comes later is sent again.
+    start. A gradient that comes later is sent again.
 
     Args:
         engine: the engine.
@@ -84,16 +77,16 @@ class GradientReducer:
     """Owns the buffers and the state of a round.
 
     Args:
-        flats: the buffers; the ranks of the last one include those of all others, and its ``extra`` has two
-            elements per parameter of all buffers.
+        flats: the buffers; the ranks of the last one include those of all others, and its ``extra`` has two elements
+            per parameter of all buffers.
         gradient_of: returns the present gradient of a parameter, or ``None``.
         is_sending: returns whether the current backward is to be reduced; the same on every rank.
         make_plan: makes the plan from the bytes that exist before each window; the same on every rank. It may
             communicate.
         looks: the number of observed rounds before there is a plan.
         replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
-        all_used: whether every parameter is known to get its gradient once in each round, early enough. Nothing is
-            then sent again, ranks exchange no marks, and ``extra`` is empty.
+        all_used: whether every parameter is known to get its gradient once in each round, early enough. Nothing is then
+            sent again, ranks exchange no marks, and ``extra`` is empty.
         waiting: bounds the gradients that wait; ``None``: the plan alone decides what is sent when.
     """
 
@@ -210,7 +203,7 @@ class GradientReducer:
             if not flat.holds(index, gradient):
                 self._replace(parameter, flat.take(index, gradient))
         else:
-            # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
+            # Of another dtype than the communication dtype. The parameter keeps it until its slice is sent, for hooks.
             flat.place(index).copy_(gradient)
         self._visible.add(key)
         self._there.add(key)
@@ -272,7 +265,7 @@ class GradientReducer:
         last = self.flats[-1]
         marks = self._marks()
         last.extra.copy_(torch.tensor([] if self._all_used else marks))
-        # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
+        # A rank that has passed fewer layers than others still splits its messages as they do.
         self._start_until(len(self._parts), at_end=True)
         for index, flat in enumerate(self.flats):
             grad_slice = GradientSlice(flat.kind, index, self._sent[index], flat.numel)
@@ -379,7 +372,7 @@ class GradientReducer:
                 self._replace(parameter, None)
             else:
                 flat.release_gradient(index)
-            # Zeros are made by this thread, and not by whoever sends them.
+            # This thread makes the zeros, and not the thread that sends them.
             flat.value(index)
         self._sent[grad_slice.flat] = grad_slice.stop
 

@@ -4,8 +4,7 @@
 DeepSpeed still decides a gradient's value: its division, its communication dtype, its partitions, norm, clipping and
 overflow check. At stage 0 one method of the engine is replaced, at stages 1 and 2 four of the ZeRO optimizer. The
 replacements are on the objects; :meth:`Reduction.close` removes them. The engine makes one Reduction; the autotuner
-tries windows
-with it. ``reducer`` runs the rounds.
+tries windows with it. ``reducer`` runs the rounds.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class Reduction:
         if self.predicted_windows is None:
             plan = plan_by_rule(readiness, self.mode, self._chunk_bytes)
         elif self.mode == "micro_ops":
-            # As many bytes as were foreseen, in slices of the tensors that there are.
+            # As many bytes as predicted, in slices of the existing tensors.
             window_bytes = [(_total(each.moe), _total(each.dense)) for each in self.predicted_windows]
             plan = plan_micro_ops(readiness, window_bytes, lambda each: _bytes_in(each, readiness), self._chunk_bytes)
         else:

@@ -2,17 +2,12 @@
 """Defines reduction algorithms: how ranks add up a stretch of a buffer, in which steps, and which ranks get the sum.
 
 ``flat_buffers`` chooses one for each buffer and runs its steps. Every rank may need the whole sum, or each only the
-part
-that its optimizer updates (ZeRO stages 1 and 2): then the owner alone has a part, and fewer bytes are sent. Where
-ranks
-are in several nodes, a sum may be made in two levels: first inside each node, so that between nodes a rank sends
-only its
-own share of the node's sum.
+part that its optimizer updates (ZeRO stages 1 and 2): then the owner alone has a part, and fewer bytes are sent. Where
+ranks are in several nodes, a sum may be made in two levels: first inside each node, so that between nodes a rank sends
+only its own share of the node's sum.
 
-Letters: m elements of a stretch, n nodes, p ranks in each, N = n * p ranks. A link between nodes carries, per
-direction
-and node: for a flat ring 2m(N-1)/N; in two levels 2m(n-1)/n; to owners in two levels m(n-1)/n, if all own equal
-parts.
+Letters: m elements of a stretch, n nodes, p ranks in each, N = n * p ranks. A link between nodes carries, per direction
+and node: for a flat ring 2m(N-1)/N; in two levels 2m(n-1)/n; to owners in two levels m(n-1)/n, if all own equal parts.
 """
 
 from __future__ import annotations

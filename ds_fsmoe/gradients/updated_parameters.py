@@ -2,17 +2,14 @@
 """Gathers updated parameters (ZeRO stages 1 and 2) during the next forward.
 
 DeepSpeed gathers all of them at the end of the optimizer step, and every rank waits. Here all ranks begin there with
-the
-same messages in the same order, those of the first layers first. A read of a parameter waits for its messages
-(:mod:`ds_fsmoe.gradients.lazy_parameters`). A read sends nothing: a rank that reads alone, to print a norm, waits
-for no
-other rank. The engine makes it where the config asks for it.
+the same messages in the same order, those of the first layers first. A read of a parameter waits for its messages
+(:mod:`ds_fsmoe.gradients.lazy_parameters`). A read sends nothing: a rank that reads alone, to print a norm, waits for
+no other rank. The engine makes it where the config asks for it.
 
 The messages share communicators with gradients. They begin after the backward, whose last action is to wait for its
 messages. Gradients are sent after all of them have arrived (:func:`ds_fsmoe.gradients.background_lane.end_gathers`).
 
-Where the ranks are in several nodes, a part is sent to one rank of each other node and forwarded inside it. Each
-node
+Where the ranks are in several nodes, a part is sent to one rank of each other node and forwarded inside it. Each node
 sends the parts of the first layers first, and nodes send at the same time: both directions of a link are used.
 """
 
@@ -272,7 +269,7 @@ class UpdatedParameters:
 
     def _begin(self, **_: Any) -> None:
         """Begin all messages, in place of DeepSpeed's gather."""
-        # Behind what a failed backward has left under way, and what another engine gathers.
+        # After the remaining messages of a failed backward, and after the gathers of another engine.
         self._reducer.forget_if_broken_off()
         end_gathers()
         flats = self._optimizer.bit16_groups_flat

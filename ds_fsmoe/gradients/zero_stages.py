@@ -187,8 +187,7 @@ class Stages1And2:
     """Handles gradients with ZeRO: its hooks report them, and its buckets receive reduced ones.
 
     At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. If
-    memory
-    suffices for all gradients, micro-batches can be added up first, and the sum over ranks is made once.
+    memory suffices for all gradients, micro-batches can be added up first, and the sum over ranks is made once.
 
     Args:
         engine: the engine, with its optimizer.
@@ -235,8 +234,7 @@ class Stages1And2:
         """Return the partitions that have a gradient, in its order in memory: (number of elements, rank).
 
         It is ``None`` if ZeRO reads more of it than a rank's own part: Muon makes whole matrices orthogonal, ZenFlow
-        keeps
-        columns of all. It is also ``None`` if its order in memory differs from that of the partitions.
+        keeps columns of all. It is also ``None`` if its order in memory differs from that of the partitions.
         """
         optimizer = self.optimizer
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
@@ -407,8 +405,7 @@ class Stages1And2:
 def _of_one_stage(engine: Any) -> list[nn.Parameter]:
     """Return the parameters of a model that get a gradient, except those that several stages of a pipeline share.
 
-    DeepSpeed sums the gradients of these over the stages after all micro-batches, and then over the ranks of a
-    stage.
+    DeepSpeed sums the gradients of these over the stages after all micro-batches, and then over the ranks of a stage.
     """
     tied = engine.module.get_tied_weights_and_groups() if engine.pipeline_parallelism else ()
     shared = {id(weight) for weight, _ in tied}

@@ -2,8 +2,7 @@
 """Observes a layer's calls in steps that are traced and in steps that are timed.
 
 The runtime of layers makes one for each engine. The tracer receives the predicted time of each phase. The clock of
-steps
-receives the phases with the data for predicting them. In all other steps calls run without it.
+steps receives the phases with the data for predicting them. In all other steps calls run without it.
 """
 
 from __future__ import annotations

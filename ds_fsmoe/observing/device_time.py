@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how long work takes by the clock of its device, and separately how long the host takes to issue it.
 
-``measuring/stopwatch.py`` calls it. On CUDA work is timed by events, after a delay that keeps the device busy until
-the
-host has issued all of it. The host's clock would include the latency of a launch and Python's time, which are hidden
-on a
-busy device. On a CPU the thread that issues work also executes it, so there is one number.
+``measuring/stopwatch.py`` calls it. On CUDA work is timed by events, after a delay that keeps the device busy until the
+host has issued all of it. The host's clock would include the latency of a launch and Python's time, which are hidden on
+a busy device. On a CPU the thread that issues work also executes it, so there is one number.
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ def elapsed_ms(
     Args:
         device: the device that executes it.
         work: the work, issued on the current stream.
-        ahead: a pause before the work, which is not counted. It keeps a GPU waiting until the host has issued the
-        work.
+        ahead: a pause before the work, which is not counted. It keeps a GPU waiting until the host has issued the work.
             On a CPU work takes longer after a pause, as most tasks of a schedule do.
         host: the clock of the CPU.
     """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observes the calls of a layer with timers, metrics and checks that the layer itself does not know.
 
-An instrument is a function that receives each call before it is made, and wraps the parts of the call that it
-observes.
+An instrument is a function that receives each call before it is made, and wraps the parts of the call that it observes.
 The layers of one engine share one list of the active instruments; a layer outside of an engine has none.
 """
 

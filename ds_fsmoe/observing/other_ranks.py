@@ -29,7 +29,7 @@ from ds_fsmoe.observing.clock import Clock
 
 # ---- Sees from outside which waits of DeepSpeed's own last: its code pays nothing for that, and is not changed
 #
-# A watchdog looks at the stacks of all threads every second. A thread waits in the same collective as before if it is
+# A watchdog reads the stacks of all threads every second. A thread waits in the same collective as before if it is
 # at the same place, and no group of the process has begun a collective since.
 
 

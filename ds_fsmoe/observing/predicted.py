@@ -2,10 +2,8 @@
 """Predicts how long the phases of a layer take, from the sizes of each call, to compare with the measured times.
 
 The call observer and the autotuner call it. A schedule has no sizes, because running it needs none. Here it receives
-the
-sizes of a call and is simulated with costs: those of a cluster, or those measured here. This costs no time while the
-phase
-runs: the trace asks when it is written, a timed step when it is over.
+the sizes of a call and is simulated with costs: those of a cluster, or those measured here. This costs no time while
+the phase runs: the trace asks when it is written, a timed step when it is over.
 
 Letters: E experts of all ranks, C slots per expert, M width.
 """

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a step: its forwards and its backwards as a whole, and inside them each run of a layer, task by task.
 
-The engine starts its clock; the autotuner and trials of plans read it. A whole forward of the engine is one stretch,
-a
-backward with the reduction of gradients another; the optimizer's step is in neither. The part of a stretch outside
-of
-layers' runs is dense: the model without the experts' part of its layers. Under activation checkpointing, a
-recomputed
+The engine starts its clock; the autotuner and trials of plans read it. A whole forward of the engine is one stretch, a
+backward with the reduction of gradients another; the optimizer's step is in neither. The part of a stretch outside of
+layers' runs is dense: the model without the experts' part of its layers. Under activation checkpointing, a recomputed
 forward belongs to its backward.
 """
 
@@ -115,8 +112,7 @@ class StepClock:
 
     On CUDA it only records events: only reading waits for the device.
 
-    It always times the second forward in training and its backward, for the dense part. It also times the first
-    forward
+    It always times the second forward in training and its backward, for the dense part. It also times the first forward
     after an optimizer step, which may have to wait for updated parameters.
 
     Args:
@@ -218,13 +214,13 @@ class StepClock:
             schedule: the schedule of the run.
             label: the label of the phase, such as "L03/backward".
             about: a value to keep with the run.
-            takes_turns: whether another run continues while this one pauses.
+            is_interleaved: whether another run continues while this one pauses.
 
         Returns:
             The recorder for its tasks, or ``None`` if the run is not timed.
         """
         if not self.is_listening:
-            # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
+            # The layer was called in a forward that was timed, so this is a backward that was not reported.
             self._is_whole = self._is_whole and not self._is_on
             return None
         self._is_interleaved = self._is_interleaved or is_interleaved
@@ -271,8 +267,8 @@ class StepClock:
 
         Each is the largest over ranks, of the present record or else of the last reading.
 
-        The other ranks wait for the rank with the largest, but in their layers' runs, so their dense parts exclude
-        this wait.
+        The other ranks wait for the rank with the largest, but in their layers' runs, so their dense parts exclude this
+        wait.
 
         Args:
             group: the ranks; ``None``: all.

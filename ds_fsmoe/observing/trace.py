@@ -2,10 +2,8 @@
 """Traces when every task of chosen steps began and ended, on every lane, together with its prediction.
 
 The call observer and the trace of stock engines record with it. If torch's profiler or its NVTX ranges are on, each
-task
-is a range there too, under the same name. On the CPU the profiler records the caller's thread only, and those of the
-links
-if it profiles all threads.
+task is a range there too, under the same name. On the CPU the profiler records the caller's thread only, and those of
+the links if it profiles all threads.
 """
 
 from __future__ import annotations
@@ -46,13 +44,10 @@ class Tracer(Observer):
     """Records the runs of some steps and writes them to ``folder/rank{rank}.json`` when the last of the steps is over.
 
     One object serves all lanes of an engine. It is idle outside of the chosen steps. A job that ends early leaves a
-    file
-    with the recorded runs. :meth:`close` writes it, which the interpreter calls at its exit at the latest.
-    :meth:`save`
-    writes it for a watchdog that is about to end the process without the interpreter's exit.
+    file with the recorded runs. :meth:`close` writes it, which the interpreter calls at its exit at the latest.
+    :meth:`save` writes it for a watchdog that is about to end the process without the interpreter's exit.
 
-    The host waits for the device when the first step begins, to align the clocks, and after the last. In between,
-    times
+    The host waits for the device when the first step begins, to align the clocks, and after the last. In between, times
     are events on the lanes' streams.
     """
 
@@ -133,8 +128,8 @@ class Tracer(Observer):
 
         Args:
             schedule, label: see :class:`~ds_fsmoe.execution.lanes.Observer`.
-            expected: returns the predicted timeline, or raises ``ValueError``; then the trace has no prediction.
-                It is called when the trace is written.
+            expected: returns the predicted timeline, or raises ``ValueError``; then the trace has no prediction. It is
+                called when the trace is written.
         """
         if not self._is_on:
             return _NO_OBSERVER
@@ -221,7 +216,7 @@ class Tracer(Observer):
         try:
             write_trace(trace, self.path)
         except OSError as error:
-            # Training goes on without its trace.
+            # Training continues without its trace.
             logger.warning("the trace of rank %d was lost: %s", self._rank, error)
             return False
         return True
@@ -237,8 +232,8 @@ class Tracer(Observer):
     def _read(self, runs: Sequence[RunningTrace], reference: Any, unix_ns: int) -> list[TracedRun]:
         """Return the runs, in nanoseconds since 1970.
 
-        Times are taken from run to run, and from a run's start to its tasks: over a long time events are
-        microseconds off.
+        Times are taken from run to run, and from a run's start to its tasks: over a long time events are microseconds
+        off.
         """
         found = []
         for number, run in enumerate(runs):
@@ -318,7 +313,7 @@ class RunningTrace(Observer):
         self.ranges: list[Any] = [None] * len(tasks)
 
     def begin(self, index: int, task: Task) -> None:
-        # As torch's own code asks. A range that nobody sees costs more than all else here.
+        # As torch's own code asks. A range without a profiler costs more than all else here.
         if getattr(torch_profiler, "_is_profiler_enabled", True):
             self.ranges[index] = record_function(self.names[index]).__enter__()
         self.begins[index] = self.now()

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the state of each rank when a job hangs, fails, or receives SIGTERM.
 
-The runtime of layers makes one for each engine. A collective whose other ranks never arrive reports nothing. Each
-rank knows only its own task. So each rank writes a report to its own file, by default
-``fsmoe_reports/rank3.txt`` under the folder that was current when training began. It has the last task of the
-schedule
-that each lane began and finished, and the stacks of all threads. Nothing is written in a normal run. Callbacks then
-save
-other data before the process ends.
+The runtime of layers makes one for each engine. A collective whose other ranks never arrive reports nothing. Each rank
+knows only its own task. So each rank writes a report to its own file, by default ``fsmoe_reports/rank3.txt`` under the
+folder that was current when training began. It has the last task of the schedule that each lane began and finished, and
+the stacks of all threads. Nothing is written in a normal run. Callbacks then save other data before the process ends.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
 from ds_fsmoe.untrusted import read_regular
 
-# ---- Listens for the end of this process: an error that nobody catches, and SIGTERM, also while it is in a
+# ---- Listens for the end of this process: an uncaught error, and SIGTERM, also while it is in a
 # collective
 
 
@@ -179,7 +176,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-# ---- Says what each rank was doing when a job goes wrong: it hangs, it fails, or it is told to end
+# ---- Reports the state of each rank when a job hangs, fails, or receives SIGTERM
 
 
 __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
@@ -192,7 +189,7 @@ HANG_STATUS = 86
 # A disk or a driver that does not answer may not keep a process from ending. Launchers kill 30 s after SIGTERM.
 _REPORT_LIMIT_S = 10.0
 _AT_END_LIMIT_S = 5.0
-# A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
+# A job that continues after errors does not fill the disk: after this many reports a file begins again.
 _MAX_REPORTS = 8
 # Of a job of a thousand ranks it should still be read.
 _MOST_RANKS = 32
@@ -259,8 +256,7 @@ class Watchdog:
                 another watchdog of this process has it, the name is followed by a number.
             on_hang: called from the watchdog's thread, with the file, or ``None`` if it could not be written. If it
                 returns, the next hang is reported once a task has begun or finished.
-            first_use_s: the least timeout in seconds in the first run, which makes communicators and compiles
-            kernels.
+            first_use_s: the least timeout in seconds in the first run, which makes communicators and compiles kernels.
             host: the clock for checks and waits.
         """
         self.file = _own_file((report_file() if file is None else Path(file)).absolute())
@@ -394,7 +390,7 @@ class Watchdog:
             is_under_way = is_under_way or is_behind
         if self._is_first_use:
             self._labels.update(mark[0] for mark in marks if mark is not None)
-            # Another label means that a run is over; so does one that nobody is in.
+            # Another label means that a run is over; so does an empty one.
             self._is_first_use = len(self._labels) < 2 if is_under_way else not self._labels
             self._is_first_use &= is_behind or not lanes._has_run
         is_same = is_same and progress == self._last_progress
@@ -405,8 +401,7 @@ class Watchdog:
         """Return (True if a device still has work of runs to do, the progress of each lane).
 
         On CUDA this asks the driver, which may block one thread while another waits in it. Without an answer, the
-        device
-        counts as behind and the lanes as unmoved.
+        device counts as behind and the lanes as unmoved.
         """
         if self._asking is None or not self._asking.is_alive():
 

@@ -3,9 +3,8 @@
 
 The engine's state attaches it; ``ds_fsmoe.inference`` reads the profiles. A token's path is its first choices in the
 layers before, see :class:`~ds_fsmoe.planning.lina.popularity.PathProfile`. Counting costs the host milliseconds for
-each
-layer, so only a sample is counted: some tokens of one forward in many. Their choices are copied to the host without
-waiting, and counted there when the next forward begins.
+each layer, so only a sample is counted: some tokens of one forward in many. Their choices are copied to the host
+without waiting, and counted there when the next forward begins.
 
 Letters: S tokens, K choices of a token, L layers of a path, E experts.
 """

@@ -2,10 +2,8 @@
 """Writes a run's folder for ``ds_fsmoe report``: rank 0 the facts and a line for each step, every rank its trace.
 
 The engine makes it. A line has the loss, the times of the step's parts, the tokens of this rank, and memory. The
-engine's
-own methods are wrapped, so that stock and ours are measured in the same way. Times are those of this rank, from
-stamp to
-stamp: the host's clock on a CPU, events on CUDA, which are read when lines are written.
+engine's own methods are wrapped, so that stock and ours are measured in the same way. Times are those of this rank,
+from stamp to stamp: the host's clock on a CPU, events on CUDA, which are read when lines are written.
 """
 
 from __future__ import annotations
@@ -275,19 +273,19 @@ class Record:
         self._process = os.getpid()
         self._folder = folder if rank == 0 else None
         self.is_open = True
-        # Rank 0 alone writes; nobody else need look.
+        # Rank 0 alone writes, so only it checks.
         self._facts = {} if self._folder is None else _about(engine) | dict(facts or {})
         if self._folder is not None:
             clear_run(self._folder)
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
-        # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
+        # If reading a time needs no wait, a killed process leaves all its steps.
         counts = file is not None and first_layer is not None
         self.tokens = TokenCount(first_layer) if counts else None
         """The count of tokens; ``None``: nothing counts them."""
         self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, self.tokens)
         self.steps.at_stop = self.close
-        # With the engine, even if nobody ends it; or with the process.
+        # With the engine, even without a call of destroy; or with the process.
         self._end = weakref.finalize(engine, self._at_exit)
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -329,7 +327,7 @@ class Record:
         try:
             write(self._folder)
         except OSError as error:
-            # Training goes on without its record.
+            # Training continues without its record.
             logger.warning("%s: the run is no longer recorded: %s", self._folder, error)
             self._folder = None
 
@@ -360,7 +358,7 @@ def _about(engine: Any) -> dict[str, Any]:
             "accumulation": engine.gradient_accumulation_steps(),
             "all": engine.train_batch_size(),
         }
-        # The ranks of a model that is cut get the same tokens, or none.
+        # The ranks of a model-parallel model get the same tokens, or none.
         facts["token_ranks"] = engine.seq_dp_world_size
     return facts
 

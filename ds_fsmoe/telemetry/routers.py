@@ -2,15 +2,12 @@
 """Counts the decisions of routers, finds those of Hugging Face models, and makes numbers of them for DeepSpeed's
 monitors.
 
-The engine's telemetry calls it. Counts stay on the device, only in the steps that are reported. They are shared once
-at
-the end of such a step: one all-reduce of the same number of values on every rank, independent of the layers that
-ran.
+The engine's telemetry calls it. Counts stay on the device, only in the steps that are reported. They are shared once at
+the end of such a step: one all-reduce of the same number of values on every rank, independent of the layers that ran.
 
 A family of Hugging Face declares its recordable outputs:
 ``_can_record_outputs = {"router_logits": OutputRecorder(ARouter, index=0)}``, or just a class. This module does not
-import
-transformers.
+import transformers.
 """
 
 from __future__ import annotations
@@ -181,8 +178,8 @@ class RouterMetrics:
     The constructor is collective with pipeline stages.
 
     Args:
-        layers: label of each layer -> (E, ranks with the same tokens) on this rank, in an order that is the same
-            on every rank that runs them.
+        layers: label of each layer -> (E, ranks with the same tokens) on this rank, in an order that is the same on
+            every rank that runs them.
         device: the device of the layers.
         stage: the stage of this rank; ``None``: there are no stages.
     """
@@ -259,8 +256,8 @@ class RouterMetrics:
         own[-_NUM_COUNTS:][: len(others)] += torch.stack(scalars)
 
     def read(self, gates: Mapping[str, Any]) -> dict[str, LayerLoad]:
-        """Return the counts by label (``stage1/L00`` where there are stages), and stop counting.
-        Collective over all ranks of the job; it waits for the device.
+        """Return the counts by label (``stage1/L00`` where there are stages), and stop counting. Collective over all
+        ranks of the job; it waits for the device.
 
         Args:
             gates: the gates passed to :meth:`listen`.
@@ -321,9 +318,8 @@ def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, f
 def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[str, float]:
     """Return the numbers of one decision on expert placement, and those of each layer if ``is_detailed``.
 
-    ``balance`` is the rows of the fullest rank over the mean, in the layer where it is highest. ``expected_balance``
-    is the
-    same after the decision. ``moved`` is the number of exchanges of two experts. ``gain_ms`` is the predicted
+    ``balance`` is the rows of the fullest rank over the mean, in the layer where it is highest. ``expected_balance`` is
+    the same after the decision. ``moved`` is the number of exchanges of two experts. ``gain_ms`` is the predicted
     decrease of the step time; it is left out if times are unknown. Both are sums over layers.
 
     Args:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the experts that tokens choose, concurrently with training: it waits neither for the device nor for the disk.
 
-``ds_fsmoe/engine/routing_data.py`` makes it. A layer's choices are converted to a small dtype on the device, copied
-to the
-host without waiting, and written by a thread.
+``ds_fsmoe/engine/routing_data.py`` makes it. A layer's choices are converted to a small dtype on the device, copied to
+the host without waiting, and written by a thread.
 """
 
 from __future__ import annotations

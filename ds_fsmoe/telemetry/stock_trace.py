@@ -2,8 +2,7 @@
 """Traces stock DeepSpeed's steps in the form of ours: its all-to-alls, experts and gradients, task by task.
 
 The engine's telemetry makes it with ``"enabled": false`` and a trace in the block. DeepSpeed's own engine and layers
-run
-then; functions of its communication module are distinguished by their callers, experts by hooks on their module. No
+run then; functions of its communication module are distinguished by their callers, experts by hooks on their module. No
 computation changes. Stock's other work appears as idle time between tasks, as in our own traces.
 """
 
@@ -63,7 +62,7 @@ class StockTracer(Tracer):
         """Whether a collective is under way: those that DeepSpeed uses inside it are not separate tasks."""
         self._watch()
 
-    # ---- who is told of what
+    # ---- hooks and wrapped functions
 
     def _watch(self) -> None:
         module, step = self._engine.module, self._engine.step
