@@ -54,9 +54,7 @@ def _is_there(module: str) -> bool:
 
 
 def main() -> None:
-    """Call ``install``, then run the script as ``__main__`` like ``python SCRIPT.py``, or the module like ``python
-    -m``.
-    """
+    """Call ``install``, then run the script as ``__main__`` like ``python SCRIPT.py`` would, or the module."""
     script, is_module, rest, given = split_arguments(sys.argv[1:])
     try:
         block = None if given is None else read_given(given)

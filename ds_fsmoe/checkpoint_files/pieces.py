@@ -253,9 +253,9 @@ def _end_to_end(shapes: Mapping[str, Any], rank: int, world: int) -> Iterator[Pi
 
 # ---- Says where in files consecutive elements of a tensor are, and copies no others out of them, file by file
 #
-# Of a part of experts they are in the parts that another layout has saved. Experts with the same layout in both follow one
-# another, so ranges of one are ranges of the other. Else they are put together expert by expert, or by some rows: never
-# more of a parameter is in memory.
+# Elements of a part of experts are in the parts of another layout. Experts with the same layout in both follow one
+# another, so ranges of one are ranges of the other. Otherwise they are joined expert by expert, or by some rows:
+# memory never has more of a parameter.
 
 
 _OPEN_FILES = 1024

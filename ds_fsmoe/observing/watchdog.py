@@ -390,7 +390,7 @@ class Watchdog:
             is_under_way = is_under_way or is_behind
         if self._is_first_use:
             self._labels.update(mark[0] for mark in marks if mark is not None)
-            # Another label means that a run is over; so does an empty one.
+            # Another label means that a run is over; so does an idle lane.
             self._is_first_use = len(self._labels) < 2 if is_under_way else not self._labels
             self._is_first_use &= is_behind or not lanes._has_run
         is_same = is_same and progress == self._last_progress
