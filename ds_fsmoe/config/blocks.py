@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the fields of the ``"fsmoe"`` block of ds_config.json, their types and defaults.
 
-Every default means "the best that exists by now". ``reading.py`` checks combinations of fields, and every folder reads
-the result.
+Every default means "the best that exists by now". ``reading.py`` checks combinations of fields. The engine, the
+layers
+and the autotuner read the result.
 """
 
 from __future__ import annotations

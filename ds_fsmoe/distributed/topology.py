@@ -163,8 +163,8 @@ class Layout:
         """Return the groups of ranks that have to agree on a capacity derived from their tokens.
 
         Ranks of a block exchange slots, and ranks of an ESP group gather them. An MP group whose ranks have the same
-        tokens sends one set of slots in parts. The result is the blocks themselves if each block has all copies of its
-        tokens.
+        tokens sends one set of slots in parts. The result is the blocks themselves if each block has all tokens of the
+        ranks tied to it.
 
         Args:
             same_tokens: whether the ranks of an MP group have the same tokens; otherwise each has its own.

@@ -251,7 +251,8 @@ class FSMoEState:
 
         Raises:
             DisagreementError: on every rank, if plans differ between ranks.
-            MeasuringError: on every rank, the same in pipeline stages, where only the ranks of one stage share plans.
+            MeasuringError: the same in pipeline stages, where only the ranks of one stage share plans; on every
+            rank.
         """
         if self.watch is not None:
             self.watch.plans_changed()

@@ -175,7 +175,7 @@ class FlatGradients:
         return prepare
 
     def readiness(self, ready_of: Callable[[nn.Parameter], int], num_windows: int) -> BufferReadiness:
-        """Return how many bytes exist before each window, if ``ready_of`` returns the window before which a gradient
+        """Return how many elements exist before each window; ``ready_of`` returns the window before which a gradient
         comes."""
         ready = tuple(
             sum(each.numel() for each in self.parameters if ready_of(each) <= window) for window in range(num_windows)
