@@ -9,10 +9,9 @@ Saving and ``convert`` call it.
     folder/step200.6f2a90c1.saving    being written, or left behind by a save that was killed
     folder/step100.6f2a90c1.before    the earlier folder of a tag, while the new one is moved to its place
 
-The eight digits belong to one save, so that two jobs never write into one folder. Renaming a folder is one step of
-the
-file system. Between two of them there is a moment at which a tag that is overwritten has no
-folder; :func:`recover` repairs that, unless the save is still in progress.
+The eight digits belong to one save, so that two jobs never write into one folder. Renaming a folder is one step of the
+file system. Between two of them there is a moment at which a tag that is overwritten has no folder; :func:`recover`
+repairs that, unless the save is still in progress.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the fields of the ``"fsmoe"`` block of ds_config.json, their types and defaults.
 
-Every default means "the best that exists by now". ``reading.py`` checks combinations of fields. The engine, the
-layers
+Every default means "the best that exists by now". ``reading.py`` checks combinations of fields. The engine, the layers
 and the autotuner read the result.
 """
 

@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces DeepSpeed's own reduction of gradients: without ZeRO, and at its stages 1 and 2.
 
-Each class decides which parameters have gradients, and by what and when they are divided. It writes reduced
-gradients
+Each class decides which parameters have gradients, and by what and when they are divided. It writes reduced gradients
 where DeepSpeed reads them. ``reduction`` makes one of them.
 
-*Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of ``L = 1/dp * sum
-over
-d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens. Every rank r starts its
-backward with dL_r/dL_r = 1, and gradients are sent between ranks as tokens were. A
-rank's gradient of its own parameter is therefore the sum of dL_r/dw over all ranks r whose tokens it computed. It
-remains
-to count them. A pipeline stage has mp *
-dp = ep * esp * edp ranks.
+*Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of
+``L = 1/dp * sum over d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens.
+Every rank r starts its backward with dL_r/dL_r = 1, and gradients are sent between ranks as tokens were. A rank's
+gradient of its own parameter is therefore the sum of dL_r/dw over all ranks r whose tokens it computed. It remains to
+count them. A pipeline stage has mp * dp = ep * esp * edp ranks.
 
 - Dense parameters and gates see the rank's own tokens: summed over DP, divided by dp.
-- An expert shard computes the tokens of its whole block of ep * esp ranks: the all-to-all sends those of ep ranks,
-the
+- An expert shard computes the tokens of its whole block of ep * esp ranks: the all-to-all sends those of ep ranks, the
   all-gather those of all esp ranks of each. The reduce-scatter adds the shards' partial outputs, y_r = sum over s of
-  y_rs, hence dL_r/dy_rs = dL_r/dy_r for every shard s: its backward is an all-gather without any factor, and the
-  shard
+  y_rs, hence dL_r/dy_rs = dL_r/dy_r for every shard s: its backward is an all-gather without any factor, and the shard
   has its dL_r/dw_s for each r of the block, complete and exactly once. EDP has one rank in every block: summed over
-  EDP,
-  divided by dp, and not by edp, which would leave a factor that depends on ep and esp. The bias of the output is
-  added
-  by one shard alone, and the others' gradient of it is zero.
+  EDP, divided by dp, and not by edp, which would leave a factor that depends on ep and esp. The bias of the output is
+  added by one shard alone, and the others' gradient of it is zero.
 - With tensor parallelism mp ranks compute the same L_d. Where they have the same tokens, each sends its 1/mp of the
-  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy. Every slot
-  then reaches an expert once, with its full gradient. The gate has the full gradient on each of the mp ranks: all as
-  above.
+  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy. Every slot then
+  reaches an expert once, with its full gradient. The gate has the full gradient on each of the mp ranks: all as above.
 - Where the mp ranks have different tokens of one sequence, nothing changes for experts. The gate, and the other
-  parameters of the layer that are equal on them, process the rank's own tokens only: it is summed over MP first,
-  before DeepSpeed's hooks see
-  it. An auxiliary loss is computed mp times then, and the layer divides it by mp.
+  parameters of the layer that are equal on them, process the rank's own tokens only. Their gradients are summed over MP
+  first, before DeepSpeed's hooks see them. An auxiliary loss is computed mp times then, and the layer divides it by mp.
 
-DeepSpeed 0.19.8 does the same at every stage: experts (``group_name`` of ``ep_size_{ep*esp}``) over EDP, all else
-over
-DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``average_tensor`` of
-zero/stage_1_and_2.py).
+DeepSpeed 0.19.8 does the same at every stage: experts (``group_name`` of ``ep_size_{ep*esp}``) over EDP, all else over
+DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``average_tensor`` of zero/stage_1_and_2.py).
 """
 
 from __future__ import annotations

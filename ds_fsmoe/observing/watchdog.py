@@ -221,18 +221,15 @@ class Watchdog:
       and the launcher then ends the job. A wait for ranks that work with files is only reported.
     - A hang of another rank, which its watchdog reports through the job's store; this process continues.
     - An uncaught error is observed through ``sys.excepthook``; an error of a run is passed to :meth:`failed`.
-    - SIGTERM, also while the main thread waits in a collective: then the earlier handler runs, or the process ends.
-      It stays as it is if it is ignored or an event loop handles signals. Only a watchdog that is made in the main
-      thread handles it.
+    - SIGTERM, also while the main thread waits in a collective: then the earlier handler runs, or the process ends. It
+      stays as it is if it is ignored or an event loop handles signals. Only a watchdog that is made in the main thread
+      handles it.
 
-    After a report each of ``at_end`` is called with its reason, to save data that would be lost with the process.
-    They
+    After a report each of ``at_end`` is called with its reason, to save data that would be lost with the process. They
     run in a separate thread and have 5 s in total, so that a second hang does not keep the process alive. After an
-    error
-    the job may also continue.
+    error the job may also continue.
 
-    This costs the lanes nothing: the watchdog checks every second, or four times per ``hang_timeout_s``, and does
-    not
+    This costs the lanes nothing: the watchdog checks every second, or four times per ``hang_timeout_s``, and does not
     keep them alive. It cannot observe a thread that never releases the interpreter's lock.
     """
 
