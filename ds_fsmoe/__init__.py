@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast, exact, flexible training of Mixture-of-Experts models with DeepSpeed.
+"""Trains Mixture-of-Experts models with DeepSpeed: fast, exact, flexible.
 
-Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported when it is
-first used. In a process that a launcher has started, it asks NCCL for the order in which collectives begin: that has to
-be done ahead of the first process group (see ``distributed/launch_order.py``). It also has DeepSpeed's engines looked
-at, once DeepSpeed is imported: one that does not read an enabled block says so (see ``door.py``).
+Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported at its first use.
+In a process that a launcher has started, it asks NCCL for the order in which collectives begin. That has to precede the
+first process group (see ``distributed/launch_order.py``). It also observes DeepSpeed's engines once DeepSpeed is
+imported: an engine that does not read an enabled block logs a warning (see ``door.py``).
 
-Public is what ``__all__`` lists, and what a gate of one's own is made with: ``TokenChoiceGate``'s module and
-``components/gate.py``. All else is internal and may change with any version.
+Public names are those in ``__all__``, and the names for writing a gate: those of ``TokenChoiceGate``'s module and of
+``components/gate.py``. All others are internal and may change with any version.
 """
 
 from __future__ import annotations

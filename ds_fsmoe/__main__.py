@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m ds_fsmoe``: the console script, for where none is installed."""
+"""Runs the console script as ``python -m ds_fsmoe``, for environments where it is not installed."""
 
 from ds_fsmoe.cli import main
 

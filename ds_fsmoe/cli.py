@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script ``ds_fsmoe``. Each command imports its modules when it runs."""
+"""Implements the console script ``ds_fsmoe``. Each command imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0 if all is well, 1 if the command found something that is not, 2 for a wrong argument.
+        The exit status: 0 if all is well, 1 if the command found a problem, 2 for a wrong argument.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     moved = MOVED.get(arguments[0]) if arguments else None

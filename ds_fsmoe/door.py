@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the door to DeepSpeed from the environment, and watches for engines that were made without one.
+"""Calls ``install()`` from the environment, and warns of engines that do not read the block.
 
-The wheel puts ``ds_fsmoe_door.pth`` beside the package. With ``DS_FSMOE`` set, an interpreter that starts comes here by
-it; without the variable it imports nothing. All that waits until DeepSpeed is imported: by then ``install()`` has to be
-done, and no sooner, as it takes torch and DeepSpeed.
+The wheel puts ``ds_fsmoe_door.pth`` next to the package. With ``DS_FSMOE`` set, a starting interpreter imports this
+module through it; without the variable it imports nothing. ``install()`` has to run when DeepSpeed is imported, and not
+earlier, as it needs torch and DeepSpeed. ``ds_fsmoe/__init__.py`` calls :func:`watch_engines`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ON, _OFF = ("1", "true"), ("", "0", "false")
 
 
 def open_by_variable() -> None:
-    """Do ``install()`` as soon as DeepSpeed has been imported, if ``DS_FSMOE`` says so."""
+    """Run ``install()`` as soon as DeepSpeed has been imported, if ``DS_FSMOE`` asks for it."""
     if os.environ.get(VARIABLE, "").lower() not in _OFF:
         Finder("deepspeed", _install).begin()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logger of ds_fsmoe. It is separate from DeepSpeed's, which shows warnings only by default.
+"""Provides the logger of ds_fsmoe. It is separate from DeepSpeed's, which shows only warnings by default.
 
-``logging.getLogger("ds_fsmoe").setLevel(...)`` makes it quieter; an application that configures logging before it
+``logging.getLogger("ds_fsmoe").setLevel(...)`` makes it quieter. An application that configures logging before it
 imports us keeps its own handlers.
 """
 
@@ -47,7 +47,7 @@ if not logger.handlers and not logging.getLogger().handlers:
 
 
 def log_on_rank_0(message: str, level: int = logging.INFO) -> None:
-    """Log once per job: on rank 0, or on every process where there is no process group yet to tell them apart."""
+    """Log once per job: on rank 0, or on every process while there is no process group."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.log(level, message)
 
@@ -57,8 +57,8 @@ def progress_on_rank_0(what: str, total: int | None = None, unit: str = "steps")
 
     Args:
         what: the work.
-        total: the number of units in all; ``None``: not known.
-        unit: of what is counted, as a plural.
+        total: the number of units in all; ``None`` if unknown.
+        unit: the unit of the count, as a plural.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return Progress(what, total, unit, is_shown=is_first, say=log_on_rank_0)

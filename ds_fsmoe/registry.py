@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shelf: every part of a layer by kind and name.
+"""Registers every part of a layer by kind and name: gates, orders, all-to-alls and experts.
 
-A part is one file in its kind's folder under ``ds_fsmoe/components`` with one decorator, or a class with the same
-decorator in a module that the user names in ``"fsmoe": {"plugins": [...]}``. Nothing else has to be edited.
+A part is a class with a decorator in its kind's folder under ``ds_fsmoe/components``, or in a module that the user
+names in ``"fsmoe": {"plugins": [...]}``. No other file has to be edited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Part = TypeVar("Part", bound=type)
 
 
 def register(kind: str, name: str) -> Callable[[Part], Part]:
-    """Class decorator that puts a part on the shelf.
+    """Return a class decorator that registers a part.
 
     Args:
         kind: ``"gate"``, ``"order"``, ``"alltoall"`` or ``"expert"``.
@@ -50,7 +50,7 @@ def register(kind: str, name: str) -> Callable[[Part], Part]:
 
 
 def register_gate(name: str) -> Callable[[Part], Part]:
-    """Class decorator for a subclass of ``GateBase``: ``@register_gate("mine")``.
+    """Return a class decorator for a subclass of ``GateBase``: ``@register_gate("mine")``.
 
     Args:
         name: the word that users write in ``fsmoe.gate``.
@@ -74,7 +74,7 @@ def register_gate(name: str) -> Callable[[Part], Part]:
 
 
 def register_order(name: str) -> Callable[[Part], Part]:
-    """Class decorator for a subclass of ``OrderBase``: ``@register_order("mine")``.
+    """Return a class decorator for a subclass of ``OrderBase``: ``@register_order("mine")``.
 
     Args:
         name: the word that users write in ``fsmoe.order``.
@@ -98,7 +98,7 @@ def register_order(name: str) -> Callable[[Part], Part]:
 
 
 def register_alltoall(name: str) -> Callable[[Part], Part]:
-    """Class decorator for a subclass of ``AllToAllBase``: ``@register_alltoall("mine")``.
+    """Return a class decorator for a subclass of ``AllToAllBase``: ``@register_alltoall("mine")``.
 
     Args:
         name: the word that users write in ``fsmoe.alltoall``.
@@ -122,7 +122,8 @@ def register_alltoall(name: str) -> Callable[[Part], Part]:
 
 
 def register_expert(name: str) -> Callable[[Part], Part]:
-    """Class decorator for an ``nn.Module`` made with ``(model_dim, expert_dim)``: ``@register_expert("mine")``.
+    """Return a class decorator for an ``nn.Module`` made with ``(model_dim, expert_dim)``:
+    ``@register_expert("mine")``.
 
     Args:
         name: the word that users write in ``MOELayer(expert_impl=...)``.
@@ -150,7 +151,7 @@ def register_expert(name: str) -> Callable[[Part], Part]:
 
 
 def known(kind: str) -> tuple[str, ...]:
-    """Names on the shelf for one kind, sorted. Imports the kind's folder, and with it torch."""
+    """Return the registered names of one kind, sorted. It imports the kind's folder, and with it torch."""
     folder = importlib.import_module(_FOLDER_OF_KIND[kind])
     for module in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{folder.__name__}.{module.name}")
@@ -158,7 +159,7 @@ def known(kind: str) -> tuple[str, ...]:
 
 
 def lookup(kind: str, name: str) -> type:
-    """The class of a part.
+    """Return the class of a part.
 
     Raises:
         ValueError: no such part; the message lists the choices.

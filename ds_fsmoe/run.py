@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an untouched training script with the ``"fsmoe"`` block honoured.
+"""Runs an unchanged training script with the ``"fsmoe"`` block active.
 
 ``deepspeed --module ds_fsmoe.run [--fsmoe FILE|JSON] train.py --its --own arguments``; ``--module NAME`` in place of
 the script runs a module, as ``python -m NAME`` does.
 
-Where the script's DeepSpeed config is out of reach, ``--fsmoe`` gives the block from outside.
+If the script's DeepSpeed config cannot be edited, ``--fsmoe`` passes the block from outside.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ USAGE = (
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, bool, list[str], str | None]:
-    """The script or module, whether it is a module, what it is to find in ``sys.argv[1:]``, and the value of
-    ``--fsmoe``, if that was given.
+    """Return the script or module, True for a module, its ``sys.argv[1:]``, and the value of ``--fsmoe`` if there is
+    one.
 
-    DeepSpeed's launcher puts ``--local_rank=N`` in front of all arguments, so here in front of the script's name; the
-    script gets it in front of its own arguments, as it would without us.
+    DeepSpeed's launcher puts ``--local_rank=N`` in front of all arguments, so in front of the script's name. The script
+    receives it in front of its own arguments, as it would without us.
 
     Raises:
-        SystemExit: no script or module, or one that is not there, with the reason.
+        SystemExit: there is no script or module, or it does not exist, with the reason.
     """
     try:
         given, options, rest = take_option(arguments)
@@ -54,7 +54,7 @@ def _is_there(module: str) -> bool:
 
 
 def main() -> None:
-    """Install, then run the script as ``__main__`` the way ``python SCRIPT.py`` would, or ``python -m NAME``."""
+    """Call ``install``, then run the script as ``__main__`` like ``python SCRIPT.py`` would, or the module."""
     script, is_module, rest, given = split_arguments(sys.argv[1:])
     try:
         block = None if given is None else read_given(given)

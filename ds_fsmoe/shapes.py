@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says by pydantic what data may look like that anybody may have written, and in a line each what is wrong with it."""
+"""Checks untrusted data against pydantic models, and describes each mistake in one line.
+
+The config, the files of runs and of checkpoints, and plans are read through it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ _MOST_ERRORS = 200
 
 
 class StrictShape(BaseModel):
-    """Reads an object strictly: an unknown key and a value of another kind are errors."""
+    """Reads an object strictly: an unknown key or a value of another kind is an error."""
 
     # Strict: "2" is not 2 and 1 is not true; data says what it means. A field with an alias is written by that, the
     # field's word; its own name is the word that this project had for it before, and is read as well.
@@ -78,13 +81,13 @@ them."""
 
 
 class Known(BaseModel):
-    """Reads of an object what is known, and leaves the rest alone; numbers need not be finite."""
+    """Reads the known fields of an object and ignores the others; numbers need not be finite."""
 
     model_config = ConfigDict(strict=True, defer_build=True)
 
 
 def error_in(value: Any, shape: type[BaseModel]) -> ValidationError | None:
-    """Return what Pydantic says of a value that does not have a shape."""
+    """Return pydantic's error for a value that does not have a shape; ``None`` if it has."""
     try:
         shape.model_validate(value)
     except ValidationError as error:
@@ -93,7 +96,7 @@ def error_in(value: Any, shape: type[BaseModel]) -> ValidationError | None:
 
 
 def fits(value: Any, shape: type[BaseModel]) -> bool:
-    """Return whether a value has a shape."""
+    """Return True if a value has a shape."""
     return error_in(value, shape) is None
 
 
@@ -101,7 +104,7 @@ def made(kind: type[_T], value: Any) -> _T:
     """Return the object of a dataclass that data describes.
 
     Raises:
-        ValueError: the data does not fit the fields; the message says in one line what is wrong first.
+        ValueError: the data does not fit the fields; the message has the first mistake in one line.
     """
     try:
         return _adapter(kind).validate_python(value)
@@ -129,14 +132,14 @@ def sentences(
     elsewhere: Callable[[str], str | None] = lambda path: None,
     musts: Mapping[str, str] = {},
 ) -> list[str]:
-    """Return Pydantic's errors in this project's form, one per path: ``path = value: must be ...``.
+    """Return pydantic's errors in this project's form, one per path: ``path = value: must be ...``.
 
     Args:
-        error: what Pydantic says.
-        shape: by which it was read.
-        root: what stands ahead of every path.
+        error: pydantic's error.
+        shape: the shape by which the value was read.
+        root: the prefix of every path.
         elsewhere: returns where to write a well-known key that belongs somewhere else.
-        musts: path of a field of words -> how its choices are said.
+        musts: path of a field of words -> text of its choices.
     """
     found: dict[str, list[str]] = {}
     ends: dict[str, str] = {}
@@ -175,13 +178,13 @@ def sentences(
 def unknown_key(
     parent: str, key: str, words: list[tuple[str, ...]], elsewhere: str | None = None, is_listed: bool = True
 ) -> str:
-    """Return a sentence with the nearest known key, or, if none is near, with all of them.
+    """Return a sentence with the nearest known key or, if none is near, with all of them.
 
     Args:
-        parent: the path of the object that has the key.
+        parent: the path of the key's object.
         key: the key.
         words: the words of each known key, today's first.
-        elsewhere: where the key belongs, if that is known.
+        elsewhere: the right place of the key, if known.
         is_listed: whether all known keys may be listed.
     """
     today = {word: each[0] for each in words for word in each}
@@ -193,13 +196,13 @@ def unknown_key(
 
 
 def near(value: Any, choices: Sequence[str]) -> str:
-    """Return the end of a sentence about a value that is none of the choices: the nearest one, if any is near."""
+    """Return the end of a sentence about an unknown value: the nearest choice, if any is near."""
     found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is written in JSON."""
+    """Return a value in JSON."""
     return json.dumps(value, default=repr)
 
 
@@ -209,18 +212,18 @@ def words_for(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def known_keys(shape: type[BaseModel]) -> list[tuple[str, ...]]:
-    """Return, for every field of a shape, the words that it may be written by, today's first."""
+    """Return, for every field of a shape, the words by which it may be written, today's first."""
     return [words_for(name, field) for name, field in shape.model_fields.items()]
 
 
 def shape_in(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the shape that a field holds, if it holds one."""
+    """Return the shape inside a field; ``None`` if it has none."""
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def shape_at(shape: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
-    """Return the shape of the object at a location: the words that lead to it."""
+    """Return the shape of the object at a location: the words of the path to it."""
     for word in location:
         fields = shape.model_fields.items()
         shape = next(inner for name, field in fields if word in words_for(name, field) and (inner := shape_in(field)))
@@ -228,14 +231,14 @@ def shape_at(shape: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]
 
 
 def field_at(shape: type[BaseModel], location: Sequence[Any]) -> FieldInfo | None:
-    """Return the field that is at a location, or whose list has an element there; ``None`` where there is none."""
+    """Return the field at a location, or the field whose list has an element there; ``None`` if there is none."""
     words = [each for each in location if not isinstance(each, int)]
     fields = shape_at(shape, words[:-1]).model_fields.items() if words else ()
     return next((field for name, field in fields if words[-1] in words_for(name, field)), None)
 
 
 def example_of(field: FieldInfo | None) -> Any:
-    """Return a value that a field may have, as it is written in JSON: its first example, or else its default."""
+    """Return a valid value of a field in JSON: its first example, or else its default."""
     if field is None or field.examples:
         return field and field.examples and field.examples[0]
     return None if field.default is PydanticUndefined else field.default

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files that anybody may have written: regular ones, up to a size; and says how large what they name may be.
+"""Reads untrusted files: regular ones only, up to a size; and bounds the sizes that they may name.
 
-The bounds are beyond any real model or cluster. They keep a few bytes from taking all memory, or all day.
+Readers of files of runs, clusters, plans and checkpoints call it. The bounds are above any real model or cluster.
+Without them a few bytes could use up all memory, or a day.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> IO[bytes]:
-    """Open a regular file to read its bytes; never anything else, such as a pipe or a device.
+    """Open a regular file to read its bytes; refuse anything else, such as a pipe or a device.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -53,12 +54,12 @@ def open_regular(path: Path, *, follow_links: bool = True) -> IO[bytes]:
 
 
 def read_regular(path: Path, *, follow_links: bool = True, most_bytes: int = MOST_RUN_BYTES) -> str:
-    """Return the text of a regular file, in UTF-8; never read anything else, such as a pipe or a device.
+    """Return the text of a regular file, in UTF-8; refuse anything else, such as a pipe or a device.
 
     Args:
         path: the file.
-        follow_links: whether it may be a link.
-        most_bytes: how large it may be.
+        follow_links: whether the file may be a link.
+        most_bytes: the largest size of the file.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is too large.
@@ -74,7 +75,7 @@ def read_regular(path: Path, *, follow_links: bool = True, most_bytes: int = MOS
 
 
 def read_json(path: Path, *, follow_links: bool = True, most_bytes: int = MOST_BYTES) -> Any:
-    """Return what a regular file says in JSON.
+    """Return the JSON content of a regular file.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is too large.
@@ -84,7 +85,7 @@ def read_json(path: Path, *, follow_links: bool = True, most_bytes: int = MOST_B
 
 
 def parsed(text: str) -> Any:
-    """Return what a text says in JSON.
+    """Return the JSON content of a text.
 
     Raises:
         ValueError: it is not JSON, or is nested too deeply to be read.
@@ -96,7 +97,7 @@ def parsed(text: str) -> Any:
 
 
 def opener(flags: int) -> Callable[[str, int], int]:
-    """Return what opens a file with these flags, and says in words that it does not follow a link."""
+    """Return a function that opens a file with these flags, and whose error names a link that it does not follow."""
 
     def opened(path: str, _: int) -> int:
         try:
@@ -113,25 +114,25 @@ def check_regular(path: Path, number: int) -> None:
     """Check that an open file is a regular one.
 
     Raises:
-        OSError: it is something else.
+        OSError: it is no regular file.
     """
     if not stat.S_ISREG(os.fstat(number).st_mode):
         raise no_file(path)
 
 
 def no_file(path: Path) -> OSError:
-    """Return the error of a path that is no regular file."""
+    """Return the error for a path that is no regular file."""
     return OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def problem_of(path: Path, folder: Path) -> str | None:
-    """Return why a file must not be opened, in words; ``None`` if it may be.
+    """Return the reason why a file must not be opened, in words; ``None`` if it may be.
 
     Opening a FIFO or a device may wait forever, and a link may lead to any file of the user.
 
     Args:
         path: the file.
-        folder: the folder that it has to be in, also after all links are followed.
+        folder: the folder that must contain it, also after all links are followed.
     """
     try:
         mode = path.lstat().st_mode

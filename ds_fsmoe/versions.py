@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of this package and the versions of others it works with, stated once.
+"""Defines the version of this package and the supported versions of others, in one place.
 
 ``setup.py`` builds the package's requirements from this table and ``ds_fsmoe.engine.compat`` checks it when training
 starts. The file imports nothing, so that both can read it.

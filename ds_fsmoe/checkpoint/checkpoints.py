@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves DeepSpeed's checkpoints so that a kill at any moment leaves the last good one, and checks them when reading.
 
-The files and their names are DeepSpeed's. Beside them are ``fsmoe.json`` (sizes, versions, checksums) and one small
-file for each rank, with its random generators and its plans: a run that loads them continues bit for bit.
+The engine calls it for each save and load; ``saving`` and ``loading`` do the single steps. The files and their names
+are DeepSpeed's. Next to them are ``fsmoe.json`` (sizes, versions, checksums) and one small file for each rank, with its
+random generators and its plans: a run that loads them continues bit for bit.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Checkpoints:
 
     @cached_property
     def _parts(self) -> dict[str, PartSizes]:
-        """Return how each parameter that is spread over ranks is cut. Walks through the model, once."""
+        """Return how each parameter that is spread over ranks is split, from one pass over the model."""
         return {name: PartSizes.of(part, stage_of(self._engine)) for name, _, part in parts_in(self._engine.module)}
 
     def save(
@@ -77,16 +78,16 @@ class Checkpoints:
         Args:
             folder: the folder of all tags.
             tag: a name, or a path in the folder.
-            write: writes DeepSpeed's files into the folder under the name it is given.
-            save_latest: whether ``latest`` is to name it.
-            client_state: what the user saves with it; a warning is logged for what could not be read again.
+            write: writes DeepSpeed's files into the folder of the given name.
+            save_latest: whether ``latest`` names it afterwards.
+            client_state: the user's data; a warning is logged for data that could not be read again.
 
         Returns:
-            What ``write`` has returned.
+            The result of ``write``.
 
         Raises:
-            CheckpointError: on every rank, if one could not do its part; ``latest`` and its tag are unchanged. Only
-                where ``latest`` itself cannot be written is the new tag there already.
+            CheckpointError: on every rank, if one rank fails; ``latest`` and its tag are unchanged. The new tag exists
+                already if only ``latest`` itself could not be written.
         """
         self.check_tag(folder, tag, save_latest)
         place = Path(folder) / tag
@@ -102,7 +103,7 @@ class Checkpoints:
         """Check that all ranks save under the same tag, and that it can be found again.
 
         Raises:
-            CheckpointError: on every rank, if they do not, or if it cannot be.
+            CheckpointError: on every rank, if tags differ, or if the tag cannot be found again.
         """
         # A folder may be named otherwise on another host.
         facts = {"tag": tag, "save_dir is given": bool(folder), "save_latest": bool(save_latest)}
@@ -111,19 +112,19 @@ class Checkpoints:
             tags.check_new(folder, tag)
 
     def load(self, folder: Path, tag: str | None, read: Callable[..., Any], asked: dict[str, Any]) -> Any:
-        """Check a tag, read it, and continue from it.
+        """Check a tag, read it, and restore the state of the run from it.
 
         Args:
             folder: the folder of all tags.
-            tag: the tag, or ``None`` for what ``latest`` names.
+            tag: the tag, or ``None`` for the one in ``latest``.
             read: DeepSpeed's own function that reads a tag of a folder.
-            asked: which parts of it to read, by the argument names of DeepSpeed's ``load_checkpoint``.
+            asked: the parts to read, by the argument names of DeepSpeed's ``load_checkpoint``.
 
         Returns:
-            What ``read`` has returned.
+            The result of ``read``.
 
         Raises:
-            CheckpointError: on every rank, with what is wrong with which file.
+            CheckpointError: on every rank; names each file and its problem.
         """
         ranks = self._ranks
         with_optimizer = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
@@ -189,15 +190,15 @@ class Checkpoints:
 
         Args:
             folder: the folder of all tags.
-            tag: the tag, or ``None`` for what ``latest`` names.
-            asked: which parts of it to read.
+            tag: the tag, or ``None`` for the one in ``latest``.
+            asked: the parts to read.
             with_optimizer: whether states of the optimizer are among them.
 
         Returns:
-            The tag and what was read of it before loading.
+            The tag and its manifest; ``None`` for a tag of stock DeepSpeed.
 
         Raises:
-            CheckpointError: on every rank, with what is wrong with which file.
+            CheckpointError: on every rank; names each file and its problem.
         """
         ranks = self._ranks
         what = f"reading {folder / tags.LATEST}"
@@ -229,11 +230,10 @@ class Checkpoints:
             raise CheckpointError(f"{place} was overwritten while it was read: load it again")
 
     def _read_state(self, place: Path, manifest: Manifest | None, layout: Comparison) -> RankState | None:
-        """Return what this rank continues with after loading. It is read before, so that an error leaves the engine
-        unchanged.
+        """Read the state that this rank continues with after loading, before the engine is changed.
 
         Returns:
-            ``None`` where the checkpoint has no such state.
+            ``None`` if the checkpoint has no such state.
 
         Raises:
             CheckpointError: on every rank, if the state of one is damaged.
@@ -250,8 +250,12 @@ class Checkpoints:
         return self._ranks.together(f"reading {own}", lambda: read_rank_state(own, self._engine.fsmoe, fits))
 
     def _paths_of_others(self, place: Path, manifest: Manifest | None) -> dict[str, PathProfile] | None:
-        """Return which experts had followed which, of ranks that were not as many: each of those now takes what some of
-        them had counted, since all that is summed over ranks where it is used. ``None``: nothing of that is there."""
+        """Return the path profiles for this rank from those of a job with another number of ranks; ``None`` if there
+        are none.
+
+        Each of the present ranks gets the counts of some saved ranks, since profiles are summed over ranks where they
+        are used.
+        """
         paths = self._engine.fsmoe.paths
         if paths is None or manifest is None or manifest.sizes.pp > 1 or self._engine.use_node_local_storage():
             return None
@@ -272,8 +276,8 @@ class Checkpoints:
             go_on_with(self._engine.fsmoe, own.plans)
 
     def _hidden_differences(self, place: Path, index: Index | None) -> list[str]:
-        """Return, in words, why states have to be moved although the layout is the same by its numbers. Without an
-        index, each rank's states are assumed to be where this job would have put them."""
+        """Return, in words, why states have to be moved although the layout has the same numbers. Without an index,
+        each rank's states are assumed to be where this job would have put them."""
         if not all(on_every_rank(reads_own_states(self._engine))):
             return ["BF16_Optimizer without ZeRO, whose own states DeepSpeed does not find"]
 
@@ -301,7 +305,7 @@ class Checkpoints:
             )
 
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
-        """Check, before anything is loaded, that the states are of this optimizer."""
+        """Check, before anything is loaded, that the states belong to this optimizer."""
         now = optimizer_name(self._engine)
         if index is not None and index.optimizer != now:
             raise CheckpointError(
@@ -320,7 +324,7 @@ class Checkpoints:
             ) from error
 
     def _check_files(self, place: Path, manifest: Manifest, with_optimizer: bool, beside: list[int]) -> None:
-        """Check every file once, among the ranks that share this one's file system."""
+        """Check every file once, among the ranks that share this rank's file system."""
         names = manifests.names_read(manifest, with_optimizer)
         if self._engine.use_node_local_storage():
             # Of the files of other nodes nothing can be said here.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says how a job is laid out over ranks and pipeline stages, and compares it with how a checkpoint was.
+"""Describes how a job is distributed over ranks and pipeline stages, and compares it with the layout of a checkpoint.
 
-Each stage of a pipeline has layers of its own. So a rank compares what it has, all ranks tell each other, and what is
-decided by it is the same on every one. A checkpoint may move to other ranks within each stage. To another number of
-stages, or to stages with other layers, it does not: DeepSpeed's files have what a whole stage has.
+``saving`` and ``loading`` call it. Each stage of a pipeline has its own layers. So a rank compares its own part, ranks
+exchange the results, and the decision is the same on every rank. A checkpoint may move to other ranks within each
+stage. It cannot move to another number of stages, or to stages with other layers: DeepSpeed's files have a whole stage
+each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TIE = "_synchronize_tied_weights"
 
 
 def sizes_of(engine: Any) -> Sizes:
-    """Return how an engine's job is laid out."""
+    """Return the layout of an engine's job."""
     running = engine.fsmoe.running
     dtype = next((str(each.dtype) for each in engine.module.parameters()), "none")
     return Sizes(
@@ -41,24 +42,23 @@ def sizes_of(engine: Any) -> Sizes:
 
 
 def stock_layers(engine: Any) -> dict[str, FSMoELayer]:
-    """Return path -> every layer within a ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have
-    files."""
+    """Return path -> layer within a ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have files."""
     return {path: each for path, each in engine.fsmoe.layers.items() if isinstance(each, FSMoELayer)}
 
 
 def stage_of(engine: Any) -> int:
-    """Return the number of the stage that this rank has; 0 without stages."""
+    """Return the number of this rank's stage; 0 without stages."""
     return engine.stage_id if has_known_stages(engine) else 0
 
 
 def has_known_stages(engine: Any) -> bool:
-    """Return whether the model is a ``PipelineModule`` of several stages, with no tensor-parallel ranks in them."""
+    """Return True if the model is a ``PipelineModule`` of several stages, without tensor-parallel ranks in them."""
     running = engine.fsmoe.running
     return engine.pipeline_parallelism and running.pp_size > 1 and running.mp_size == 1
 
 
 def described(engine: Any) -> StageOfLayers | None:
-    """Describe the stage that this rank has; ``None`` without stages."""
+    """Describe this rank's stage; ``None`` without stages."""
     if not has_known_stages(engine):
         return None
     model, number = engine.module, engine.stage_id
@@ -81,13 +81,14 @@ def described(engine: Any) -> StageOfLayers | None:
 def without_tying(engine: Any) -> AbstractContextManager[None]:
     """Keep stages from sharing tied parameters inside the block; :func:`tie` shares them on all stages.
 
-    DeepSpeed shares it while it loads a stage without MoE layers, and not with one: the first would wait for the other.
+    DeepSpeed shares them while it loads a stage without MoE layers, and not in a stage with them: the former would wait
+    for the latter.
     """
     return replaced(engine.module, _TIE, lambda: None) if engine.pipeline_parallelism else nullcontext()
 
 
 def tie(engine: Any) -> None:
-    """Broadcast the parameters that stages share, from the first of them. Collective; no rank may have failed
+    """Broadcast the parameters that stages share, from the first of these stages. Collective; no rank may have failed
     before."""
     if engine.pipeline_parallelism:
         getattr(engine.module, _TIE)()
@@ -97,7 +98,7 @@ def check_stages(engine: Any, place: Path, manifest: Manifest) -> None:
     """Check that each stage of a checkpoint has the layers that it has in this job.
 
     Raises:
-        CheckpointError: the number of stages is another one, or a stage has other layers.
+        CheckpointError: the number of stages or the layers of a stage differ.
     """
     was, now = manifest.sizes.pp, engine.fsmoe.running.pp_size
     if was != now:
@@ -126,12 +127,12 @@ class Comparison:
         ranks: the ranks of its job.
         place: the folder of the tag.
         manifest: the manifest of the tag; ``None`` for a tag of stock DeepSpeed.
-        parts: how parameters are spread over this job's ranks.
+        parts: the distribution of parameters over this job's ranks.
 
     Attributes:
-        differences: what differs, in words; the same on every rank.
+        differences: the differences, in words; the same on every rank.
         is_recut: whether the files of this rank's experts would differ, had this job saved them.
-        is_recut_anywhere: whether those of any rank would.
+        is_recut_anywhere: whether those of any rank would differ.
         has_parts_anywhere: whether a rank has parts of a Hugging Face model's experts.
     """
 
@@ -147,17 +148,18 @@ class Comparison:
         self.has_parts_anywhere = any(parts for *_, parts in of_ranks)
 
     def is_relaid(self, differences: Sequence[str]) -> bool:
-        """Return whether what DeepSpeed is to read of this rank's weights is made of several files: where files have
-        pieces or parts, and these are cut otherwise or only of experts.
+        """Return True if this rank's weights for DeepSpeed have to be assembled from several files.
+
+        This applies where files have pieces or parts, and their layout differs or they have experts only.
 
         Args:
-            differences: all that differs, in words.
+            differences: all differences, in words.
         """
         return bool(differences) if self._is_partitioned() else bool(self._parts)
 
     def is_compared(self) -> bool:
-        """Return whether to compare parameters with the model's before any is changed: pieces and parts of one model
-        could be put into another without an error."""
+        """Return True if parameters have to be compared with the model's before a change: pieces and parts of one model
+        could be loaded into another without an error."""
         sizes, manifest = sizes_of(self._engine), self._manifest
         has_other_stages = sizes.pp > 1 and not (manifest is not None and manifest.stages)
         if sizes.mp > 1 or has_other_stages or self._engine.use_node_local_storage():
@@ -165,12 +167,12 @@ class Comparison:
         return self.has_parts_anywhere or self._is_partitioned() or bool(manifest is not None and manifest.parts)
 
     def _is_partitioned(self) -> bool:
-        """Return whether weights are shared out over ranks there or here, as at ZeRO 3."""
+        """Return True if ZeRO 3 has partitioned the weights, in the checkpoint or in this job."""
         stages = 0 if self._manifest is None else self._manifest.sizes.zero_stage, sizes_of(self._engine).zero_stage
         return self._manifest is not None and STAGE_3 in stages
 
     def _own(self) -> tuple[list[str], bool, bool]:
-        """Return the differences in words; whether the files of this rank's experts differ; whether it has parts."""
+        """Return the differences in words; True if the files of this rank's experts differ; True if it has parts."""
         manifest, sizes, has_parts = self._manifest, sizes_of(self._engine), bool(self._parts)
         if manifest is None:
             # Stock's, and whatever else has no manifest, has whole experts.
@@ -195,7 +197,7 @@ def check_model(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str
     """Check that a checkpoint has the stages and the MoE layers of this job's model, whose parts are given.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: its stages or layers differ.
     """
     check_stages(engine, place, manifest)
     now = {name: layer.total_experts for name, layer in stock_layers(engine).items()}
@@ -210,10 +212,10 @@ def check_model(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str
 
 
 def check_reach(engine: Any, place: Path, differences: Sequence[str]) -> None:
-    """Check that this rank can read all that a move to another layout takes.
+    """Check that this rank can read all files that a move to another layout needs.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: files are missing.
     """
     if sizes_of(engine).mp > 1 or any(each.startswith("mp ") for each in differences):
         raise CheckpointError(f"{place}: the number of tensor-parallel ranks cannot change")
@@ -222,8 +224,8 @@ def check_reach(engine: Any, place: Path, differences: Sequence[str]) -> None:
 
 
 def check_packing(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str, PartSizes]) -> None:
-    """Refuse to go on with another ``ep_size`` than then, where times have chosen it: a job that goes on as it was
-    keeps its layout.
+    """Refuse to continue with another ``ep_size`` than the saved one, if measured times have chosen it: a job that
+    continues keeps its layout.
 
     Raises:
         CheckpointError: times have chosen another ``ep_size``.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes DeepSpeed read files safely while our engine loads: nothing in them is run, and experts are cut as this
-job's are. Of files of another layout a rank reads the ranges that it keeps.
+"""Makes DeepSpeed read files safely while our engine loads: no code in them runs, and experts get this job's layout.
 
-Experts of Hugging Face models may have been spread over other ranks, and ZeRO 3 may have cut every parameter, or has
-now. Below ZeRO 3 DeepSpeed wants one file with this rank's weights; at ZeRO 3 one with what is not optimized, and one
-with the pieces that are.
+``checkpoints`` calls it for each load. From files of another layout a rank reads only its own ranges. Experts of
+Hugging Face models may have been spread over other ranks, and ZeRO 3 may have partitioned parameters, then or now.
+Below ZeRO 3 DeepSpeed needs one file with this rank's weights. At ZeRO 3 it needs one with frozen parameters, and one
+with the pieces of optimized ones.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ def trusted_classes(names: list[str]) -> tuple[Any, ...]:
 
 
 class Relaid:
-    """Makes, for DeepSpeed to load, the files of weights that this rank would have saved, from those of another layout.
+    """Makes the files of weights that this rank would have saved, from those of another layout, for DeepSpeed to load.
 
     Args:
         engine: our engine.
         whole: the checkpoint.
-        sources: says where elements are that this rank has of a parameter, by its name here, or of its state. Without
-            a state: of its weights.
-        parts: name -> what this rank has of it, of parameters that are spread over ranks.
-        sharper: whether weights are taken from the optimizer's copies where there are any.
-        with_optimizer: whether the files of its states may be read where weights are elsewhere.
+        sources: returns where this rank's elements of a parameter, by its name here, or of its state are. Without a
+            state: of its weights.
+        parts: name -> this rank's part, for parameters that are spread over ranks.
+        sharper: whether weights come from the optimizer's copies, if there are any.
+        with_optimizer: whether the files of the optimizer's states may be read even if weights are elsewhere.
         rounds: whether weights may get their values from the optimizer's copies afterwards.
 
     Attributes:
-        main_file: the file of this rank's stage that DeepSpeed is to read, from which all else is made.
-        main_files: those of all stages, of which DeepSpeed picks this rank's.
+        main_file: the file of this rank's stage that DeepSpeed will read, from which the rest is made.
+        main_files: the files of all stages, of which DeepSpeed picks this rank's.
         rounds: whether weights have to get their values from the optimizer's copies, of which each rank reads its own:
-            ZeRO 3 has saved no others, and whole they would be twice as many bytes as the weights.
-        has_filled_masters: whether the optimizer has got its copies of the parameters with them.
+            ZeRO 3 has saved no weights, and whole copies would be twice as many bytes as the weights.
+        has_filled_masters: whether the optimizer's copies of the parameters are already filled.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Relaid:
         return own
 
     def _item(self, name: str) -> str | None:
-        """Return the state that has a parameter's weights; ``None``: the weights have them."""
+        """Return the state that has a parameter's weights; ``None`` if the saved weights have them."""
         return MASTER if self._sharper and self._whole.has_state(name, MASTER) else None
 
     def _frozen(self) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of parameters that are not optimized."""
+        """Return this rank's pieces of frozen parameters."""
         found = {}
         for name in self._engine._get_zero_frozen_param_attributes(lambda parameter: None):
             parameter = self._engine.module.get_parameter(name)
@@ -195,12 +195,12 @@ class Reading:
 
     @cached_property
     def index(self) -> Index | None:
-        """The index of the optimizer's states; ``None`` if there is none."""
+        """Return the index of the optimizer's states; ``None`` if there is none."""
         return read_index(self._place, self._manifest)
 
     @cached_property
     def whole(self) -> Whole:
-        """The whole parameters of the tag, read when first needed: only to move states from another layout."""
+        """Return the whole parameters of the tag, read when first needed, to move states from another layout."""
         return Whole(self._place, self._trusted, stage_of(self._engine), lambda *_: self.index)
 
     @cached_property
@@ -214,13 +214,14 @@ class Reading:
         """Make DeepSpeed load through this reader within the block.
 
         Args:
-            recut: whether experts are cut into another number of shards than they were.
+            resharded: whether the number of shards of experts differs from the saved one.
             strict: whether every saved parameter of an expert has to exist here.
-            sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
-            relaid: whether the file of weights is made of others: of those of ranks with the experts of Hugging Face
-                models, or of another layout with ZeRO 3 on one side.
-            moved: whether states of the optimizer are to be loaded from another layout; without them its files need not
-                be there.
+            sharper: whether this job's weights have more digits than the saved ones; then they come from the
+                optimizer's copies.
+            relaid: whether the file of weights is assembled from several: from ranks with experts of Hugging Face
+                models, or from another layout with ZeRO 3 on one side.
+            moved: whether states of the optimizer are loaded from another layout; otherwise their files may be
+            missing.
             rounds: whether weights may get their values from the optimizer's copies after these are filled.
         """
         files = self._engine.checkpoint_engine
@@ -236,7 +237,7 @@ class Reading:
         first: dict[str, Any] = {}
 
         def load(path: str, map_location: Any = None) -> Any:
-            # DeepSpeed reads the first file once more, after a look at how many there should be.
+            # DeepSpeed reads the first file once more, after it has read how many there should be.
             if (found := first.get(path)) is not None:
                 first[path] = None
                 return found
@@ -271,7 +272,7 @@ class Reading:
             yield
 
     def _in_place(self, name: str, main: str) -> dict[str, Any]:
-        """Return what a file of weights holds, which stay in the file; what scripts have saved beside them does not."""
+        """Return the content of a file of weights; these stay in the file, while the data of scripts is read."""
         found = copy(self.whole.file(name))
         if name == main:
             found["module"] = copy(found["module"])
@@ -280,24 +281,24 @@ class Reading:
         return found
 
     def _layer_in(self, file: str) -> str | None:
-        """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
+        """Return the path of the pipeline layer in a file of one layer; ``None`` for another file."""
         stages = () if self._manifest is None else self._manifest.stages
         return next((each.files[file] for each in stages if file in each.files), None)
 
     def _check_named(self, path: Path) -> None:
-        """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
+        """Refuse a file that the manifest does not name, since no checksum was checked."""
         name = str(path).removeprefix(f"{self._place}/")
         if self._manifest is not None and name != str(path) and name not in self._manifest.files:
             raise CheckpointError(f"{path} is not listed in {NAME}: it does not belong to this checkpoint")
 
     def check_weights(self, strict: bool) -> None:
-        """Check, before anything is loaded, that the weights are of this model.
+        """Check, before anything is loaded, that the weights belong to this model.
 
         Args:
-            strict: whether parameters may be missing on neither side.
+            strict: whether parameters of both sides must be the same.
 
         Raises:
-            CheckpointError: they are of another; the message names parameters and shapes.
+            CheckpointError: they belong to another model; names parameters and shapes.
         """
         here, there = shapes_of(self._engine.module), self.whole.shapes(stage_of(self._engine))
         wrong = [
@@ -316,7 +317,7 @@ class Reading:
         """Check, before anything is loaded, that the optimizer's states can be moved to this layout.
 
         Raises:
-            CheckpointError: they cannot be; the message says why.
+            CheckpointError: they cannot be moved; names the reason.
         """
         optimizer_states.check_states(self._engine, self.whole.states_of(stage_of(self._engine)), self._place)
 
@@ -324,7 +325,7 @@ class Reading:
         """Load the optimizer's states; called after the weights are loaded.
 
         Raises:
-            CheckpointError: they cannot be put here; see :func:`~ds_fsmoe.checkpoint.optimizer_states.fill`.
+            CheckpointError: they do not fit here; see :func:`~ds_fsmoe.checkpoint.optimizer_states.fill`.
         """
         index = self.whole.states_of(stage_of(self._engine))
         assert index is not None
@@ -355,7 +356,7 @@ class Reading:
         return found
 
     def _sources(self, name: str, item: str | None, first: int, size: int) -> Iterator[Source]:
-        """Return where elements are that this rank has of a parameter, by its name here, or of its state."""
+        """Return where this rank's elements of a parameter, by its name here, or of its state are."""
         expert = expert_name(name)
         if expert is not None:
             meant, here = self._meant(expert)
@@ -364,7 +365,7 @@ class Reading:
         return self.whole.sources(name, item, first, size, self._parts.get(name))
 
     def _meant(self, expert: ExpertName) -> tuple[str, ExpertPart | None]:
-        """Return the model's name for an expert's parameter, and which shard of it this rank has."""
+        """Return the model's name for an expert's parameter, and this rank's shard of it."""
         esp = self._engine.fsmoe.block.esp_size
         layer = self._engine.fsmoe.layers[expert.layer]
         meant, shard = Numbering(layer.total_experts, layer.ep_size, esp).meant(expert.number)
@@ -377,7 +378,7 @@ class Reading:
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> whole shape of every parameter and buffer that is saved, but those of experts with own files."""
+    """Return name -> whole shape of every saved parameter and buffer, except those of experts with own files."""
     found = {}
     for name, each in model.state_dict(keep_vars=True).items():
         if torch.is_tensor(each) and expert_name(name) is None:

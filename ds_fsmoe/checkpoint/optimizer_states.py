@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the tensors of DeepSpeed's optimizers by parameter and element, whichever wrapper is around them.
+"""Finds the tensors of DeepSpeed's optimizers by parameter and element, under every wrapper.
 
-One view serves both directions: :func:`index_of` says where a checkpoint will have them; :func:`fill` fills them from
-a checkpoint of another layout.
+Saving and loading call it, and so does the placement of experts when it moves them. One view serves both directions:
+:func:`index_of` describes where a checkpoint will have them; :func:`fill` fills them from a checkpoint of another
+layout.
 
-At ZeRO 3 DeepSpeed flattens each parameter, cuts it into one piece for each of its ranks, and lays a rank's pieces of a
-sub-group of parameters end to end.
+At ZeRO 3 DeepSpeed flattens each parameter and splits it into one piece for each of its ranks. A rank's pieces of a
+sub-group of parameters are concatenated.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ Sources = Callable[[str, str, int, int], Iterable[Source]]
 
 @dataclass
 class LiveGroup:
-    """The parameters that are in the same tensors of an optimizer.
+    """Describes the parameters that share tensors of an optimizer.
 
     Attributes:
         names: the names of all parameters in the group, on any rank.
-        pieces: the pieces of them that are on this rank.
+        pieces: their pieces on this rank.
         master: the tensor that is optimized; ``None``: the parameter itself.
         state: the optimizer's state for it.
         options: the optimizer's settings.
@@ -92,7 +93,7 @@ class LiveGroup:
 
 
 def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
-    """Map every parameter of this rank -> its name, with the expert's number over all ranks or that of a part."""
+    """Return this rank's parameters -> names in files, with the expert's number over all ranks or that of a part."""
     found = {}
 
     @cache
@@ -111,7 +112,7 @@ def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
 
 
 def live_groups(engine: Any) -> list[LiveGroup] | None:
-    """Return the groups of an engine without tensor parallelism; ``None`` if its optimizer is not known."""
+    """Return the groups of an engine without tensor parallelism; ``None`` for an unknown optimizer."""
     outer, names = engine.optimizer, names_in_files(engine)
     base = outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", None)
     if base is None:
@@ -132,7 +133,7 @@ def live_groups(engine: Any) -> list[LiveGroup] | None:
 
 
 def _at_stage_3(outer: Any, base: Any, names: Mapping[nn.Parameter, str]) -> list[LiveGroup] | None:
-    """Return the groups of ZeRO 3's optimizer; ``None`` where its tensors are not in memory."""
+    """Return the groups of ZeRO 3's optimizer; ``None`` if its tensors are not in memory."""
     found: list[LiveGroup] = []
     # In this order the states are numbered in the file.
     order = sorted(range(len(outer.fp16_groups)), key=outer.sub_group_to_group_id.__getitem__)
@@ -187,12 +188,12 @@ def _end_to_end(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter,
 
 
 def piece_of(parameter: nn.Parameter, name: str, at: int = 0) -> Piece | None:
-    """Return which elements of a parameter this rank has; ``None`` where it has padding alone.
+    """Return this rank's elements of a parameter; ``None`` if it has only padding.
 
     Args:
-        parameter: a parameter, which ZeRO 3 may have shared out.
+        parameter: a parameter, which ZeRO 3 may have partitioned.
         name: its name in the files.
-        at: where its piece begins in the tensor that holds it.
+        at: the start of its piece in the tensor that has it.
     """
     if not hasattr(parameter, "ds_tensor"):
         return Piece(name, 0, parameter.numel(), at)
@@ -207,7 +208,7 @@ def index_of(engine: Any, file: str, frozen_file: str | None = None) -> Index | 
     Args:
         engine: our engine.
         file: the file that DeepSpeed writes them to.
-        frozen_file: the file that has this rank's pieces of the parameters that are not optimized, at ZeRO 3.
+        frozen_file: the file with this rank's pieces of frozen parameters, at ZeRO 3.
 
     Returns:
         ``None`` if the optimizer has states that cannot be moved to another layout.
@@ -234,7 +235,7 @@ def index_of(engine: Any, file: str, frozen_file: str | None = None) -> Index | 
 
 
 def _frozen_groups(engine: Any, file: str) -> Iterator[Group]:
-    """Return where this rank's pieces of what is not optimized will be: in its file of weights, at ZeRO 3."""
+    """Return where this rank's pieces of frozen parameters will be at ZeRO 3: in its file of weights."""
     for parameter, name in names_in_files(engine).items():
         if is_optimized_parameter(parameter) or not hasattr(parameter, "ds_id"):
             continue
@@ -248,12 +249,12 @@ def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: 
     Args:
         engine: the engine, whose parameters are loaded already.
         index: the index of the checkpoint; of this rank's stage, in a pipeline.
-        sources: says where the checkpoint's states are.
+        sources: returns where the checkpoint's states are.
         place: the checkpoint's folder, for messages.
         has_masters: whether the optimizer has its copies of the parameters already.
 
     Raises:
-        CheckpointError: one of the two lacks parameters of the other, or states cannot be put here.
+        CheckpointError: one of the two lacks parameters of the other, or states do not fit here.
     """
     groups = live_groups(engine)
     if groups is None:
@@ -289,7 +290,7 @@ def fill(engine: Any, index: Index, sources: Sources, place: Path, has_masters: 
 
 
 def _with_states(index: Index) -> dict[str, Group]:
-    """Return kind -> a group with states of it: numbers of experts and ranks differ by layout."""
+    """Return kind -> group with states of it: numbers of experts and ranks differ by layout."""
     of_names = {piece.name: group for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
     found: dict[str, Group] = {}
     for name, group in of_names.items():
@@ -305,7 +306,7 @@ def _kind(name: str) -> str:
 
 def refresh_masters(engine: Any) -> None:
     """Refresh the optimizer's copies after only weights were loaded. DeepSpeed does so with ZeRO only; in a pipeline,
-    before stages share what they have in common."""
+    before stages share their common parameters."""
     is_due = not engine.zero_optimization() or engine.pipeline_parallelism
     if is_due and hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
@@ -324,8 +325,10 @@ def round_weights(engine: Any) -> None:
 
 
 def reads_own_states(engine: Any) -> bool:
-    """Return whether DeepSpeed reads the states of the optimizer that it has written. What it makes of bf16 in a
-    pipeline without ZeRO, it looks for where it has not put it."""
+    """Return True if DeepSpeed can read the optimizer states that it has written.
+
+    For bf16 in a pipeline without ZeRO, it looks for them in another place than it wrote them to.
+    """
     return engine.zero_optimization() or not isinstance(engine.optimizer, BF16_Optimizer)
 
 
@@ -338,7 +341,7 @@ def check_states(engine: Any, index: Index | None, place: Path) -> None:
         place: the checkpoint's folder, for messages.
 
     Raises:
-        CheckpointError: they cannot be; the message says why.
+        CheckpointError: they cannot be moved; names the reason.
     """
     now = optimizer_name(engine)
     if index is None:
@@ -358,12 +361,12 @@ def check_states(engine: Any, index: Index | None, place: Path) -> None:
 
 
 def optimizer_name(engine: Any) -> str:
-    """Return the name of the optimizer class that computes, without DeepSpeed's wrapper."""
+    """Return the name of the optimizer class that computes, inside DeepSpeed's wrapper."""
     return "none" if engine.optimizer is None else type(_base(engine.optimizer)).__name__
 
 
 def check_settings(engine: Any, place: Path) -> None:
-    """Check, after loading, states whose optimizer is not known, such as those of stock DeepSpeed.
+    """Check, after loading, states of an unknown optimizer, such as those of stock DeepSpeed.
 
     Raises:
         CheckpointError: the optimizer's groups lack settings that it needs, because they came from another one.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores what a rank goes on with as plain data with a checkpoint: its random generators, so that it goes on drawing
-where it stopped, and the plans that an engine has settled on, so that they are not measured again.
+"""Stores the state that a rank continues with as plain data: its random generators and the plans of its engine.
 
-The contents of each message decide in which order numbers are summed: a run that continues with other plans gets
-other last bits.
+``saving`` writes it and ``checkpoints`` reads it. A restored run continues its random numbers, and skips measuring. The
+contents of each message decide the order in which numbers are summed: a run with other plans has other last bits.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def check_random_states(states: dict[str, Any]) -> None:
     """Check that :func:`set_random_states` would succeed; every generator keeps its state.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: the generators do not take them.
+        KeyError, TypeError, ValueError, RuntimeError: the generators refuse them.
     """
     before = random_states()
     try:
@@ -86,8 +85,11 @@ def check_random_states(states: dict[str, Any]) -> None:
 
 
 def is_settled(state: FSMoEState) -> bool:
-    """Return whether there are plans to keep: the autotuner, if there is one, has chosen and tried them, and layers
-    that are cut by their bytes have been."""
+    """Return True if there are plans to keep.
+
+    The autotuner, if there is one, has then chosen and tried them, and layers that are chunked by their bytes are
+    chunked.
+    """
     tuner = state.autotune
     if state.micro_ops is not None and state.micro_ops.is_wanted:
         return False
@@ -120,7 +122,7 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReadPlans:
-    """The plans that were read of a checkpoint and can be run."""
+    """Holds the plans that were read from a checkpoint and can be run."""
 
     layers: Mapping[str, LayerPlan]
     """Maps each layer's label -> its plan."""
@@ -137,7 +139,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     """Turn the result of :func:`plans_of` into plans again.
 
     Raises:
-        KeyError, TypeError, ValueError: they are not such plans, or are those of another model.
+        KeyError, TypeError, ValueError: they have another form, or belong to another model.
     """
     inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
     if set(layers) != inner.keys():
@@ -165,7 +167,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
 
 @dataclass(frozen=True)
 class RankState:
-    """The random states and the plans of one rank."""
+    """Holds the random states and the plans of one rank."""
 
     random: dict[str, Any] | None
     """The random states; ``None``: they are not for this layout."""
@@ -181,11 +183,11 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
     Args:
         file: the file of this rank.
         state: the state of the engine that will continue with it.
-        plans_fit: whether the layout is the one that the plans are for.
+        plans_fit: whether the layout is the one of the plans.
 
     Raises:
         CheckpointError: the file has another version.
-        Exception: anything else is wrong with the file.
+        Exception: the file is damaged in another way.
     """
     loaded = read_file(file)
     if loaded["format"] != STATE_FORMAT:
@@ -201,14 +203,14 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
 
 
 def read_paths(files: Iterable[Path], profiler: PathProfiler) -> dict[str, PathProfile]:
-    """Read what ranks had counted of paths, and add it up: label -> profile, empty ones where nothing was counted.
+    """Read the path profiles of ranks and add them up: label -> profile, empty where nothing was counted.
 
     Args:
         files: the files of these ranks.
-        profiler: what counts in this job.
+        profiler: the profiler of this job.
 
     Raises:
-        Exception: something is wrong with a file.
+        Exception: a file is damaged.
     """
     states = [state for file in files if (state := read_file(file).get("paths")) is not None]
     none = {
@@ -220,13 +222,13 @@ def read_paths(files: Iterable[Path], profiler: PathProfiler) -> dict[str, PathP
 
 
 def _most_chunks(allowed: PipelineDegreeBlock) -> int:
-    """Return the largest degree that a plan may have; a schedule of very many chunks would take hours to write."""
+    """Return the largest number of chunks that a plan may have; to write a schedule of very many would take hours."""
     asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
     return max(_MIN_MAX_CHUNKS, allowed.max, *asked)
 
 
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
-    """Use these plans from now on, without measuring. Collective; called before the next forward.
+    """Use plans from now on, without measuring. Collective; called before the next forward.
 
     Raises:
         DisagreementError: on every rank, if ranks have different plans.
@@ -249,7 +251,7 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
 
 
 def _degree(facts: Mapping[str, Any]) -> int:
-    """Return the number of chunks; older plans have a share for each chunk instead (unequal shares never paid)."""
+    """Return the number of chunks; older plans have a share for each chunk instead (unequal shares brought no gain)."""
     return len(facts["shares"]) if "shares" in facts else facts["degree"]
 
 

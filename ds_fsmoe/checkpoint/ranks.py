@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the steps of a save or load on all ranks or none: an error on one ends them on all, with its cause.
 
-A rank that fails takes part in the next comparison of errors, wherever the others reach it. So between two of them
-there must be no other collective: DeepSpeed's barriers become comparisons, too.
+``checkpoints``, ``saving`` and the engine call it. A failed rank takes part in the next comparison of errors, wherever
+the others reach it. Between two comparisons there must be no other collective: DeepSpeed's barriers become comparisons,
+too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of an engine's job, during one save or load. Every method is collective.
+    """Represents the ranks of an engine's job during one save or load. Every method is collective.
 
     Args:
         engine: our engine.
@@ -44,11 +45,11 @@ class Ranks:
         """Check that all ranks are about to do the same thing.
 
         Args:
-            what: what they do, for the message.
+            what: the operation, for the message.
             facts: the values to compare, by name.
 
         Raises:
-            CheckpointError: on every rank, saying which rank has which value.
+            CheckpointError: on every rank; names each rank and its value.
         """
         try:
             check_agreement({name: str(each) for name, each in facts.items()}, None, what)
@@ -56,14 +57,14 @@ class Ranks:
             raise CheckpointError(str(error)) from error
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
-        """Do something on each rank, and raise the errors of all on every one.
+        """Run a function on each rank, and raise the errors of all on every rank.
 
         Args:
-            what: what is done, for the message.
-            act: does it, without collectives other than :meth:`meet`.
+            what: the operation, for the message.
+            act: the function, without collectives other than :meth:`barrier`.
 
         Returns:
-            What ``act`` has returned.
+            The result of ``act``.
 
         Raises:
             CheckpointError: on every rank, with the errors of those that failed.
@@ -80,15 +81,15 @@ class Ranks:
         return result[0]
 
     def on_leaders(self, what: str, act: Callable[[], Any]) -> None:
-        """Do something on one rank of each file system; see :meth:`together`."""
+        """Run a function on one rank of each file system; see :meth:`together`."""
         self.together(what, act if self.is_leader else lambda: None)
 
     def for_leaders(self, value: _T) -> _T:
-        """Return rank 0's value on one rank of each file system at least."""
+        """Return rank 0's value, at least on one rank of each file system."""
         return from_first_rank(value) if self._is_local else value
 
     def sharing_files(self) -> list[int]:
-        """Return the ranks that share this one's file system, this one among them, in ascending order."""
+        """Return the ranks that share this rank's file system, itself included, in ascending order."""
         if not self._is_local:
             return list(range(dist.get_world_size()))
         found: dict[object, list[int]] = {}
@@ -105,7 +106,7 @@ class Ranks:
 
     @contextmanager
     def at_barriers(self) -> Iterator[None]:
-        """Make ranks :meth:`meet` where DeepSpeed's engine waits at a barrier, within the block."""
+        """Make ranks run :meth:`barrier` where DeepSpeed's engine waits at a barrier, within the block."""
         with replaced(stock_engine, "dist", _Barrier(stock_engine.dist, self.barrier)):
             yield
 
@@ -130,7 +131,7 @@ class Ranks:
 
 @contextmanager
 def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object or module within the block; then restore its own, if it had one."""
+    """Replace an attribute of an object or module within the block; then restore the original, if there was one."""
     own = {each: found for each, found in vars(thing).items() if each == name}
     setattr(thing, name, value)
     try:

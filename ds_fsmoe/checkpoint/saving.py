@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a checkpoint: all ranks write it into a folder of its own and describe it; then one of them publishes it.
-Puts the whole weights of a model together on the first rank, too.
+"""Saves a checkpoint: all ranks write it into a new folder and describe it; then one of them publishes it.
 
-Experts of Hugging Face models, which are spread over ranks, have one file for each part of them. At ZeRO 3 there are no
-such files, since the pieces of all parameters are in the files of all ranks.
+It also gathers the whole weights of a model on the first rank. ``checkpoints`` and the engine call it. Experts of
+Hugging Face models, which are spread over ranks, have one file for each part of them. At ZeRO 3 there are no such
+files, since the files of all ranks have the pieces of all parameters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def state_file(rank: int) -> str:
 
 
 def states_file(engine: Any, place: Path) -> str:
-    """Return where DeepSpeed writes the states of this rank's optimizer, in the folder of a tag."""
+    """Return the file in the folder of a tag to which DeepSpeed writes the states of this rank's optimizer."""
     if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
         return Path(engine._get_zero_ckpt_name(str(place.parent), place.name)).name
     if not engine.has_moe_layers:  # a stage of a pipeline
@@ -68,14 +68,14 @@ def states_file(engine: Any, place: Path) -> str:
 
 
 class Saving:
-    """One save. Every method is collective.
+    """Runs one save. Every method is collective.
 
     Args:
         engine: our engine.
         ranks: the ranks of its job.
         folder: the folder of all tags.
         tag: a name, or a path in the folder, the same on all ranks.
-        parts: how each parameter that is spread over ranks is cut.
+        parts: name -> the split of each parameter that is spread over ranks.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, folder: Path, tag: str, parts: dict[str, PartSizes]) -> None:
@@ -91,11 +91,11 @@ class Saving:
         """Write a tag, publish it, and make ``latest`` name it.
 
         Args:
-            write: writes DeepSpeed's files into the folder under the name it is given.
-            save_latest: whether ``latest`` is to name it.
+            write: writes DeepSpeed's files into the folder of the given name.
+            save_latest: whether ``latest`` names it afterwards.
 
         Returns:
-            What ``write`` has returned.
+            The result of ``write``.
 
         Raises:
             CheckpointError: on every rank; see :meth:`~ds_fsmoe.checkpoint.checkpoints.Checkpoints.save`.
@@ -130,8 +130,8 @@ class Saving:
             )
 
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
-        What is of one rank alone does not go into the file of all."""
+        """Record the files that this rank writes, since it has to sync them: another host may not have them in memory.
+        The parts of one rank are left out of the file of all ranks."""
         parts, own_main_file = set(self._parts), main_file(stage_of(self._engine))
         is_misleading = bool(parts) and misleads_others(self._engine)
 
@@ -149,8 +149,10 @@ class Saving:
         return noted
 
     def _write_state(self, own: Path) -> None:
-        """Write what a rank goes on with; and the config of a Hugging Face model, by which its weights can be written
-        under published names."""
+        """Write the state that a rank continues with, and the config of a Hugging Face model.
+
+        The weights of such a model can be written under published names by its config.
+        """
         text = config_text(self._engine.module) if self._parts and self._ranks.is_leader else None
         if text is not None:
             (self._place / CONFIG).write_text(text, "utf-8")
@@ -184,7 +186,8 @@ class Saving:
             )
 
     def _describe(self) -> None:
-        """Compute every file's checksum, on each rank for a part of the files it sees, and write the manifest."""
+        """Compute every file's checksum, on each rank for a part of the files on its file system, and write the
+        manifest."""
         place, ranks = self._place, self._ranks
         mine = _share(ranks.together(f"listing {place}", lambda: manifests.names_in(place)))
 
@@ -233,10 +236,10 @@ class Saving:
 
 
 def _share(names: Sequence[str]) -> list[str]:
-    """Return the files that this rank sums up. Each is summed up once, by a rank that sees it. Collective.
+    """Return the files whose checksum this rank computes: each once, by a rank that can read it. Collective.
 
     Args:
-        names: the files that this rank sees.
+        names: the files that this rank can read.
     """
     own = dist.get_rank()
     ranks_of: dict[str, list[int]] = {}
@@ -288,12 +291,12 @@ _TOPS = {"module", "optimizer", "optimizer_state_dict"}
 
 
 def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
-    """Write this rank's experts, on one rank of those that have the same.
+    """Write this rank's experts, on one of the ranks that have the same ones.
 
     Args:
         engine: our engine.
         place: the folder of the tag.
-        exclude_frozen: whether to leave out what is not trained.
+        exclude_frozen: whether to leave out frozen parameters.
     """
     parts = list(parts_in(engine.module))
     if not parts or engine.zero_optimization_partition_weights():
@@ -314,7 +317,7 @@ def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """Return the state that DeepSpeed writes for all ranks, without the parts of one rank.
 
     Args:
-        state: what would be in the file of weights of a stage below 3.
+        state: the content of the file of weights at a ZeRO stage below 3.
         names: the parameters that are spread over ranks.
     """
     kept = {
@@ -326,7 +329,7 @@ def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def misleads_others(engine: Any) -> bool:
-    """Return whether DeepSpeed's own readers would take parts of experts for whole ones, or find some nowhere."""
+    """Return True if DeepSpeed's own readers would mistake parts of experts for whole ones, or would miss some."""
     is_below_3 = engine.zero_optimization_stage() < STAGE_3
     return any(
         part.num_parts > 1 or (is_below_3 and not parameter.requires_grad)
@@ -355,18 +358,18 @@ def for_others(state: dict[str, Any], is_misleading: bool) -> dict[str, Any]:
 def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
     """Return the state dict that the model would have in one process, on the CPU; collective over all ranks.
 
-    One parameter at a time is put together, and only the first rank keeps it; of a pipeline, the first rank of each
-    stage until the first of all has it. Their names are those that a ``PipelineModule`` has of all its layers.
+    Parameters are gathered one at a time, and only the first rank keeps them; in a pipeline, the first rank of each
+    stage until the first of all has them. Names are those of a ``PipelineModule`` with all layers.
 
     Args:
         engine: the engine that ``initialize`` has returned.
-        exclude_frozen_parameters: whether to leave out what is not trained.
+        exclude_frozen_parameters: whether to leave out frozen parameters.
 
     Returns:
         Name -> tensor, in the model's own shapes; ``None`` on all ranks but the first.
 
     Raises:
-        RuntimeError: experts would have to move for it, and the engine is in inference.
+        RuntimeError: experts would have to move, and the engine is in inference.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -433,7 +436,7 @@ def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Te
     """Return a whole parameter of which ranks have parts, on the CPU of one rank; ``None`` on the others."""
     own, is_first = value.detach(), dist.get_rank() == first
     if part is None or part.num_parts == 1:
-        # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
+        # In separate memory: ZeRO 3 releases gathered parameters, and training continues with the rest.
         return own.to("cpu", copy=True) if is_first else None
     group = stock_groups._get_expert_parallel_group(value.group_name)
     if first not in dist.get_process_group_ranks(group):

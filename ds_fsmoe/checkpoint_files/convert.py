@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a checkpoint to other forms and back: stock DeepSpeed's files, one set of fp32 weights, Mixtral's names."""
+"""Converts a checkpoint to other forms and back: stock DeepSpeed's files, one set of fp32 weights, Mixtral's names.
+
+The command ``ds_fsmoe convert`` calls it. ``whole`` reads the checkpoint, ``huggingface`` writes safetensors.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,10 @@ ConversionProgress = Iterator[tuple[str, int]]
 
 
 def find_tag(source: Path, tag: str | None) -> Path:
-    """Return the folder of a tag: the named one, or the one that ``latest`` names, or ``source`` itself.
+    """Return the folder of a tag: the given one, or the one in ``latest``, or ``source`` itself.
 
     Raises:
-        CheckpointError: there is none, or the tag could lead out of the folder.
+        CheckpointError: there is no such tag, or it could lead out of the folder.
     """
     source = Path(os.path.abspath(source))  # "." has no name, and what is made of a tag has that of its folder
     if tag is not None:
@@ -75,10 +78,10 @@ def find_tag(source: Path, tag: str | None) -> Path:
 
 
 def check_tag(tag: str) -> None:
-    """Check that a tag that a user names is the name of a folder beside the others.
+    """Check that a user's tag is the name of a folder next to the others.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the tag is not such a name.
     """
     if not tags.is_inside(tag) or tag != tag.strip():
         raise CheckpointError(f"--tag {tag!r}: must be the name of a folder, without .. and surrounding blanks")
@@ -90,7 +93,7 @@ def open_checked(place: Path) -> Whole:
     """Open a tag, and check every file that has a checksum against it.
 
     Raises:
-        CheckpointError: a file is damaged; the message says which and how.
+        CheckpointError: a file is damaged; names the file and the problem.
     """
     if place.is_dir():
         manifest = read_manifest(place)
@@ -105,19 +108,19 @@ def open_checked(place: Path) -> Whole:
 def export_tensors(
     whole: Whole, target: Path, form: Form, renames: Sequence[Rename], dtype: str | None, limit_bytes: int
 ) -> ConversionProgress:
-    """Write the weights of a checkpoint as safetensors, in the optimizer's precision where it is known.
+    """Write the weights of a checkpoint as safetensors, in the optimizer's precision if that is known.
 
     Args:
         whole: the checkpoint.
-        target: the folder to be made.
+        target: the new folder.
         form: ``"fp32"`` keeps the model's names, ``"huggingface"`` writes Mixtral's.
         renames: the renames that are applied to the names after that.
         dtype: the type of floating numbers; by default fp32 for ``"fp32"``, the model's types for ``"huggingface"``.
         limit_bytes: the largest size of a file.
 
     Raises:
-        CheckpointError: two parameters would have one name, or have it already, on two stages of a pipeline.
-        FileExistsError: the folder is there and not empty.
+        CheckpointError: two parameters would have one name, or two pipeline stages have one name already.
+        FileExistsError: the folder exists and is not empty.
     """
     whole.check_shared()
     if form == "huggingface" and (whole.place / CONFIG).is_file():
@@ -158,15 +161,16 @@ def export_tensors(
 
 
 def export_stock(whole: Whole, target: Path) -> ConversionProgress:
-    """Write files that stock DeepSpeed loads. Shards and parts of experts are joined; then the optimizer's states,
-    which are cut as these are, are left out.
+    """Write files that stock DeepSpeed loads, with shards and parts of experts joined.
+
+    If any are joined, the optimizer's states are left out, since they are split in the same way.
 
     Args:
         whole: the checkpoint.
-        target: the folder of checkpoints to be made; the tag keeps its name.
+        target: the new folder of checkpoints; the tag keeps its name.
 
     Raises:
-        FileExistsError: the folder is there and not empty.
+        FileExistsError: the folder exists and is not empty.
     """
 
     def write(folder: Path) -> ConversionProgress:
@@ -210,18 +214,18 @@ def _write_experts(
 
 
 def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Rename]) -> ConversionProgress:
-    """Write safetensors with Mixtral's or DeepSpeed's names as a checkpoint of weights alone.
+    """Write safetensors with Mixtral's or DeepSpeed's names as a checkpoint of weights only.
 
     Args:
-        source: a file, or a folder of them.
-        target: the folder of checkpoints to be made.
+        source: a safetensors file, or a folder of them.
+        target: the new folder of checkpoints.
         tag: the checkpoint's name.
         renames: the renames that are applied before the names are made DeepSpeed's.
 
     Raises:
         CheckpointError: no experts, unequal numbers of a parameter's experts, two parameters of one name, or a tag that
             is not valid.
-        FileExistsError: the folder is there and not empty.
+        FileExistsError: the folder exists and is not empty.
     """
     check_tag(tag)
     found: dict[str, UnreadTensor] = {}
@@ -286,13 +290,13 @@ def _dense_state(dense: dict[str, torch.Tensor], num_experts: Sequence[int]) -> 
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders names by the values of the numbers in them: more digits make a larger number."""
+    """Return a sort key that orders names by the values of their numbers: 10 comes after 9."""
     texts = re.split(r"([0-9]+)", name)
     return [(len(each.lstrip("0")), each.lstrip("0")) if i % 2 else (-1, each) for i, each in enumerate(texts)]
 
 
 def _into(target: Path, write: Callable[[Path], ConversionProgress], source: Whole | None = None) -> ConversionProgress:
-    """Write a folder that appears whole or not at all, and that comes from one checkpoint alone."""
+    """Write a folder completely or not at all, from one checkpoint only."""
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which part of a whole expert parameter a rank has: a description that every such parameter carries.
+"""Describes which part of a whole expert parameter a rank has; every such parameter has such a description.
 
-Letters: E experts of all ranks, e = E / ep those of one rank, r the rank of an adapter.
+Conversion, saving, loading and placement read it. Letters: E experts of all ranks, e = E / ep experts of one rank, r
+the rank of an adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NAME = re.compile(rf"^(?P<name>.+){_SIGN}(?P<number>[0-9]{{1,9}})$")
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes which shard of each of its experts a rank has, of a parameter of layout ``"stacked"``."""
+    """Describes a rank's shard of each of its experts, for a parameter of layout ``"stacked"``."""
 
     count: int
     """The ranks that share an expert."""
@@ -47,7 +48,7 @@ class Shard:
         """Return this shard of a tensor with all of some experts.
 
         Raises:
-            ValueError: the shards would not be equally large.
+            ValueError: the shards would have unequal sizes.
         """
         if self.dim is None:
             return torch.zeros_like(whole) if self.index else whole
@@ -59,14 +60,14 @@ class Shard:
         return each.select(self.dim + 1, self.index).flatten(self.dim, self.dim + 1)
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole of all shards, in their order."""
+        """Return the whole tensor of all shards, in their order."""
         if self.dim is None:
             return shards[0]
         pieces = [each.unflatten(self.dim, (self.pieces, -1)) for each in shards]
         return torch.stack(pieces, dim=self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def scaled(self, shape: Sequence[int], up: bool) -> tuple[int, ...]:
-        """Return the whole shape of that of a shard, or the other way round."""
+        """Return the whole shape for the shape of a shard, or the reverse."""
         sizes = list(shape)
         if self.dim is not None:
             sizes[self.dim] = sizes[self.dim] * self.count if up else sizes[self.dim] // self.count
@@ -99,29 +100,29 @@ class ExpertPart:
 
     @property
     def num_local(self) -> int:
-        """The number of experts of this rank."""
+        """Return the number of experts of this rank."""
         return self.num_experts // self.ep_size
 
     @property
     def num_parts(self) -> int:
-        """The number of ranks that have different parts: rank ``i * shards + s`` has shard s of EP rank i's experts."""
+        """Return the number of different parts: rank ``i * shards + s`` has shard s of EP rank i's experts."""
         return self.ep_size * (1 if self.shard is None else self.shard.count)
 
     @property
     def number(self) -> int:
-        """The number of this part among all, by which checkpoints name it."""
+        """Return the number of this part among all, by which checkpoints name it."""
         return self.ep_rank if self.shard is None else self.ep_rank * self.shard.count + self.shard.index
 
     @property
     def experts(self) -> range:
-        """The experts of this rank."""
+        """Return the experts of this rank."""
         return range(self.ep_rank * self.num_local, (self.ep_rank + 1) * self.num_local)
 
     def part_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a parameter of a shape.
+        """Return the shape of this rank's part of a parameter.
 
         Raises:
-            ValueError: the shape does not hold E experts.
+            ValueError: the shape has not E experts.
         """
         dim = self._dim_of(whole, self.num_experts)
         mine = (*whole[:dim], whole[dim] // self.ep_size, *whole[dim + 1 :])
@@ -131,17 +132,17 @@ class ExpertPart:
         """Return the shape of a whole parameter from that of a part.
 
         Raises:
-            ValueError: the shape does not hold this rank's experts.
+            ValueError: the shape has not the number of this rank's experts.
         """
         dim = self._dim_of(part, self.num_local)
         whole = (*part[:dim], part[dim] * self.ep_size, *part[dim + 1 :])
         return whole if self.shard is None else self.shard.scaled(whole, up=True)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole parameter; of ``"stacked"`` ones without shards a view.
+        """Return this rank's part of a whole parameter; for ``"stacked"`` ones without shards, a view.
 
         Raises:
-            ValueError: the tensor does not hold E experts.
+            ValueError: the tensor has not E experts.
         """
         dim = self._dim_of(whole.shape, self.num_experts)
         if self.layout == "stacked":
@@ -155,10 +156,10 @@ class ExpertPart:
         """Return the whole parameter, in new memory.
 
         Args:
-            parts: those of the ranks, in the order of ``ep_rank``, and for each of these shard by shard.
+            parts: the parts of the ranks, in the order of ``ep_rank``, and for each of these shard by shard.
 
         Raises:
-            ValueError: too few or too many of them, or one that does not hold its rank's experts.
+            ValueError: there are too few or too many parts, or one lacks experts of its rank.
         """
         parts = list(parts)
         if len(parts) != self.num_parts:
@@ -173,11 +174,11 @@ class ExpertPart:
         return torch.cat([each.unflatten(1, (-1, self.num_local)) for each in parts], dim=2).flatten(1)
 
     def in_order(self, whole: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-        """Return a whole parameter whose experts lie elsewhere in the model's own order, in new memory.
+        """Return a whole parameter, whose experts are placed elsewhere, in the model's own order, in new memory.
 
         Args:
-            whole: as :meth:`join` returns it.
-            places: [E]: where in it each expert lies.
+            whole: the result of :meth:`join`.
+            places: [E]: the place of each expert in it.
         """
         dim = LAYOUTS.index(self.layout)
         sizes = (self.num_experts, -1) if self.layout == "stacked" else (-1, self.num_experts)
@@ -203,12 +204,13 @@ def of_one_expert(cut: ShardDim, index: int, count: int) -> ExpertPart:
 
 
 def part_of(parameter: torch.Tensor) -> ExpertPart | None:
-    """Return the part that a parameter is, ``None`` where it is not one of experts of a Hugging Face model."""
+    """Return the part of the whole that a parameter is; ``None`` if it is not one of experts of a Hugging Face
+    model."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def describe_as(parameter: torch.Tensor, part: ExpertPart) -> None:
-    """Mark a parameter with the part of a whole that it is."""
+    """Mark a parameter with its part of the whole."""
     setattr(parameter, _ATTRIBUTE, part)
 
 
@@ -225,17 +227,17 @@ def part_name(name: str, number: int) -> str:
 
 
 def whole_name(name: str) -> str:
-    """Return the name of the whole parameter, of a part's name; another name is returned as it is."""
+    """Return the whole parameter's name for a part's name; another name is returned as it is."""
     found = _NAME.match(name)
     return name if found is None else found["name"]
 
 
 def part_number(name: str) -> int | None:
-    """Return which part a name means; ``None`` for the name of something that has no parts."""
+    """Return the number of the part in a name; ``None`` for a name without parts."""
     found = _NAME.match(name)
     return None if found is None else int(found["number"])
 
 
 def parts_file(number: int, stage: int = 0) -> str:
-    """Return the name of the file with the parts of one number of all parameters of a stage's experts."""
+    """Return the name of the file with one part of all expert parameters of a stage."""
     return f"experts_{number:05d}_mp_rank_{stage:02d}_model_states.pt"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes files whose experts only ds_fsmoe can put together refuse to be read by others, with the command to use.
+"""Makes files whose experts only ds_fsmoe can join refuse other readers, with the command to use.
 
-DeepSpeed's ``zero_to_fp32`` and ``ds_to_universal`` would take a rank's experts for all of them. They, and stock's
-engine, unpickle a whole file, and a guard in it is an error when it is unpickled. Our own reader passes it over.
+``saving`` adds guards, ``reading`` skips them. DeepSpeed's ``zero_to_fp32`` and ``ds_to_universal`` would take a rank's
+experts for all of them. They and stock's engine unpickle a whole file, and a guard raises an error when it is
+unpickled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def use_ds_fsmoe_convert(sentence: str) -> None:
 
 
 def skip_guard(sentence: str) -> None:
-    """Do nothing, where our own reader unpickles a guard."""
+    """Skip a guard: our own reader unpickles this function in its place."""
 
 
 SKIPPED_GUARD = (skip_guard, f"{__name__}.{use_ds_fsmoe_convert.__name__}")
@@ -59,12 +60,13 @@ class _Guard:
 
 
 def guarded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a file, with a guard in front."""
+    """Return the content of a file, with a guard as its first entry."""
     return {KEY: _Guard()} | state
 
 
 def write_script(folder: Path) -> None:
-    """Write a script into a folder of checkpoints that makes fp32 weights of them, under the name of DeepSpeed's."""
+    """Write a script into a folder of checkpoints that makes fp32 weights of them, under the name of DeepSpeed's
+    script."""
     script = folder / "zero_to_fp32.py"
     write_whole(script, _SCRIPT)
     script.chmod(script.stat().st_mode | stat.S_IXUSR)

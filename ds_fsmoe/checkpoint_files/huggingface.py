@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of safetensors files as Hugging Face lays them out: ``model.safetensors``, or parts and an index of them.
+"""Reads and writes folders of safetensors files in Hugging Face's form: ``model.safetensors``, or parts with an index.
 
-The weights of a Hugging Face model are written as its ``save_pretrained`` would, without its ranks. A checkpoint has
-the model's own config beside its files. transformers makes an empty model of it, which knows the names that published
-checkpoints of the family have: some keep each expert's matrices apart.
+``convert`` calls it. The weights of a Hugging Face model are written as its ``save_pretrained`` would, without its
+ranks. A checkpoint has the model's own config. transformers makes an empty model from it, which knows the names of
+published checkpoints of the family: some have each expert's matrices apart.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Convert = Callable[[str], torch.Tensor]
 
 
 def config_text(model: torch.nn.Module) -> str | None:
-    """Return the config of the Hugging Face model in a model, as its ``save_pretrained`` would write it; ``None`` where
-    there is no such model."""
+    """Return the config of the Hugging Face model in a model, as its ``save_pretrained`` would write it; ``None``
+    without such a model."""
     for module in model.modules():
         if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
             dtype = str(module.dtype).removeprefix("torch.")
@@ -56,13 +56,13 @@ def write_pretrained(
     Args:
         whole: the checkpoint.
         folder: an existing folder.
-        like: returns a tensor without data for a name of the model, in the data type that is to be written.
-        read: returns the weights of that name, in that type.
+        like: returns a tensor without data for a name of the model, in the dtype to write.
+        read: returns the weights of that name, in that dtype.
         limit_bytes: the largest size of a file.
-        dtype: the data type of ``read``, which the config is to name; ``None`` for that of the checkpoint.
+        dtype: the dtype of ``read``, for the config; ``None`` for that of the checkpoint.
 
     Yields:
-        Each file once it is written, and its number of bytes.
+        Each written file, and its number of bytes.
 
     Raises:
         CheckpointError: the model has adapters, or transformers does not know it.
@@ -96,7 +96,7 @@ def _layer_of(name: str) -> str:
 
 
 def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> dict[str, UnreadTensor]:
-    """Return the tensors of one layer under published names, not read yet."""
+    """Return the tensors of one layer under published names, still unread."""
     from transformers.core_model_loading import revert_weight_conversion
 
     kept: dict[str, torch.Tensor] = {}
@@ -114,14 +114,15 @@ def _converted(model: Any, names: list[str], like: Convert, read: Convert) -> di
 
 
 def _empty_model(path: Path, num_tensors: int) -> Any:
-    """Return the model of a config, without memory for its weights, and without a look at the network.
+    """Return the model of a config, without memory for its weights and without access to the network.
 
     Args:
-        path: the config, which anybody may have written.
-        num_tensors: the tensors of its checkpoint: a model has not many more modules than these.
+        path: the config, which is untrusted.
+        num_tensors: the number of tensors of its checkpoint, which bounds the number of modules.
 
     Raises:
-        CheckpointError: it cannot be built, has no experts that follow transformers' contract, or is far too large.
+        CheckpointError: the model cannot be built, has no experts that follow transformers' contract, or is far too
+            large.
     """
     if (problem := problem_of(path, path.parent)) is not None:
         raise CheckpointError(problem)
@@ -153,7 +154,7 @@ def _checked(said: Any) -> Any:
     """Return a config without the names of code to run, which may be on the Hub.
 
     Raises:
-        ValueError: it has far too many layers.
+        ValueError: the config has far too many layers.
     """
     if isinstance(said, list):
         return [_checked(each) for each in said]
@@ -166,14 +167,14 @@ def _checked(said: Any) -> Any:
 
 
 def _has_experts(kind: Any) -> bool:
-    """Return whether the file of a class of models has experts that follow the contract of transformers 5."""
+    """Return True if the file of a class of models has experts that follow the contract of transformers 5."""
     there = () if kind is None else vars(sys.modules[kind.__module__]).values()
     return any(isinstance(each, type) and hasattr(each, "_apply_gate") for each in there)
 
 
 @contextmanager
 def _at_most(num_modules: int) -> Iterator[None]:
-    """Raise a ValueError as soon as more modules than so many are made."""
+    """Raise a ValueError as soon as more modules than the limit are made."""
     made = itertools.count(1)
 
     def count(*_: Any) -> None:
@@ -195,7 +196,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class UnreadTensor:
-    """A tensor that has not been read yet.
+    """Represents a tensor that has not been read yet.
 
     Attributes:
         shape: the tensor's shape.
@@ -212,12 +213,12 @@ def write_tensors(sources: Mapping[str, UnreadTensor], folder: Path, limit_bytes
     """Write tensors into a folder, part by part, so that only one part is in memory at a time.
 
     Args:
-        sources: maps each name -> its tensor.
+        sources: name -> tensor.
         folder: an existing folder.
         limit_bytes: the largest size of a part; a larger tensor has a part to itself.
 
     Yields:
-        Each file once it is written, and its number of bytes.
+        Each written file, and its number of bytes.
     """
     parts: list[list[str]] = [[]]
     size_bytes = 0
@@ -246,7 +247,7 @@ def read_tensors(path: Path) -> dict[str, UnreadTensor]:
     """Return all tensors of a file, or of a folder of files, without reading their data.
 
     Raises:
-        CheckpointError: there are none, one is damaged, a part is missing, or two have the same name.
+        CheckpointError: there are no tensors, one is damaged, a part is missing, or two have the same name.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest ``fsmoe.json`` of a checkpoint: its sizes, layout, versions, and a checksum of every file.
+"""Reads and writes ``fsmoe.json``, the manifest of a checkpoint: its layout, versions, and a checksum of every file.
 
-It is JSON, as the other files that describe a checkpoint: any content is either understood or refused with a clear
-message, and reading it runs nothing.
+Saving writes it, loading and ``convert`` check files by it. It is JSON, as the other files that describe a checkpoint:
+any content is either understood or refused with a clear message. Reading it runs no code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STAGE_3 = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """The layout of a job, by which states of optimizers are cut."""
+    """Describes the layout of a job, by which states of optimizers are split."""
 
     world: Positive
     mp: Positive
@@ -66,7 +66,7 @@ def _not_alike(cut: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one MoE layer."""
+    """Describes the sizes of one MoE layer."""
 
     path: StrictStr
     num_experts: Positive
@@ -79,7 +79,7 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class PartSizes:
-    """How one parameter of a Hugging Face model's experts was spread over ranks."""
+    """Describes how one parameter of a Hugging Face model's experts was spread over ranks."""
 
     layout: Layout
     num_experts: Positive
@@ -106,7 +106,7 @@ class PartSizes:
         """Return the description of the first part.
 
         Raises:
-            ValueError: there is no such part.
+            ValueError: there is no first part.
         """
         dim = None if self.cut == FIRST else int(self.cut)
         shard = None if self.shards == 1 else Shard(self.shards, 0, dim, self.pieces)
@@ -115,7 +115,7 @@ class PartSizes:
 
 @dataclass(frozen=True)
 class FileSum:
-    """The size and the checksum of one file."""
+    """Holds the size and the checksum of one file."""
 
     size_bytes: Counted
     sha256: StrictStr
@@ -133,7 +133,7 @@ FileName = Annotated[StrictStr, AfterValidator(_in_folder)]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole manifest of a checkpoint."""
+    """Represents the whole manifest of a checkpoint."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     sizes: Sizes
@@ -161,7 +161,7 @@ def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | 
         make: builds the result from the JSON data; may raise any error on a wrong value.
 
     Raises:
-        CheckpointError: it cannot be read, has another format, or does not suit ``make``.
+        CheckpointError: the file cannot be read, has another format, or is refused by ``make``.
     """
     if not os.path.lexists(path):
         return None
@@ -195,7 +195,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a checkpoint; return ``None`` if there is none, as stock DeepSpeed writes none.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the manifest cannot be read.
     """
     return read_described(folder / NAME, FORMAT, _manifest)
 
@@ -219,7 +219,7 @@ def sum_of(path: Path) -> FileSum:
     """Return the size and the checksum of a file as it is now.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb", buffering=0) as opened:
         digest = hashlib.file_digest(opened, "sha256")
@@ -227,7 +227,8 @@ def sum_of(path: Path) -> FileSum:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return every file of a checkpoint being written, except those that describe it, in the same order everywhere."""
+    """Return every file of a checkpoint being written, except those that describe it, in the same order on every
+    rank."""
     return sorted(each for each in _files_in(folder) if each.rpartition("/")[2] not in (NAME, OWNER))
 
 
@@ -242,7 +243,7 @@ def _files_in(folder: Path | str, before: str = "") -> Iterator[str]:
 
 
 def names_read(manifest: Manifest, with_optimizer: bool) -> list[str]:
-    """Return the files that a load reads, sorted. Below ZeRO 3 only states of the optimizer are in files of their own.
+    """Return the files that a load reads, sorted. Below ZeRO 3 only states of the optimizer are in separate files.
 
     Args:
         manifest: the manifest of the checkpoint.
@@ -281,11 +282,11 @@ def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> 
 
 
 def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
-    """Return the files that a manifest should list and does not, one sentence each: their changes would go unnoticed.
+    """Return a sentence for each file that a manifest lacks, since its changes would be unnoticed.
 
     Args:
         folder: the folder of the checkpoint.
-        manifest: the manifest that was read there; ``None`` if there is none, as in stock DeepSpeed's.
+        manifest: its manifest; ``None`` if there is none, as for stock DeepSpeed.
     """
     ours = sorted(each.name for each in folder.glob(f"{OURS}*") if each.name != OWNER)
     if manifest is None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what names of parameters and files of a checkpoint mean: which expert, which shard of it, which stage of a
-pipeline; and what other programs call the same.
+"""Parses names of parameters and files of a checkpoint: expert, shard, pipeline stage; and other programs' names.
 
-DeepSpeed numbers experts by the ranks of an expert-parallel group. Where experts are cut into ``esp`` shards it is
-told of a group of ``ep * esp`` ranks, so that its numbers run over shards: no shard is written over another. Number
-``n`` is on rank ``n // (E / ep)`` of that group; neighbours there hold shards of the same experts.
+Saving, loading and ``convert`` call it. DeepSpeed numbers experts by the ranks of an expert-parallel group. If experts
+are split into ``esp`` shards, it receives a group of ``ep * esp`` ranks. Its numbers then run over shards, so no shard
+overwrites another. Number ``n`` is on rank ``n // (E / ep)`` of that group; consecutive ranks there have shards of the
+same experts.
 
-It writes the number of the stage where other jobs have that of a tensor-parallel rank (``mp_rank_01``), in the names of
-experts' files too, so no stage writes over another. A stage with MoE layers has its other weights in one file; a stage
+It writes the number of the stage in the place of a tensor-parallel rank's (``mp_rank_01``), also in the names of
+experts' files. So no stage overwrites another. A stage with MoE layers has its other weights in one file. A stage
 without has a file for each of its layers, in which names begin at the layer.
 """
 
@@ -37,7 +37,7 @@ _STAGE = re.compile(r"(?:^|_)mp_rank_(?P<stage>[0-9]{1,9})_")
 
 @dataclass(frozen=True)
 class ExpertName:
-    """The name of an expert's parameter, as a checkpoint has it."""
+    """Represents the name of an expert's parameter in a checkpoint."""
 
     layer: str
     """The path of the MoE layer."""
@@ -56,7 +56,7 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 class ExpertFile(NamedTuple):
-    """The parts of the name of an expert's file."""
+    """Represents the parts of the name of an expert's file."""
 
     stage: int
     """The stage of the pipeline; 0 without stages."""
@@ -77,7 +77,7 @@ def expert_file(name: str) -> ExpertFile | None:
 
 @dataclass(frozen=True)
 class Numbering:
-    """The numbers of the experts and shards of one layer in one layout.
+    """Maps the experts and shards of one layer in one layout to numbers.
 
     Attributes:
         num_experts: the number of experts E.
@@ -90,7 +90,7 @@ class Numbering:
     esp: int
 
     def meant(self, number: int) -> tuple[int, int]:
-        """Return the expert and the shard that a number means, both from 0."""
+        """Return the expert and the shard of a number, both from 0."""
         local = self.num_experts // self.ep
         rank, of_rank = divmod(number, local)
         return rank // self.esp * local + of_rank, rank % self.esp
@@ -104,7 +104,7 @@ class Numbering:
 
 @dataclass(frozen=True)
 class StageOfLayers:
-    """One stage of a pipeline."""
+    """Describes one stage of a pipeline."""
 
     first: Counted
     """The number of its first layer in the pipeline."""
@@ -124,7 +124,7 @@ class StageOfLayers:
 
     @property
     def layers(self) -> str:
-        """Its layers, in words."""
+        """Return its layers, in words."""
         return f"layers {self.first} to {self.end - 1}" if self.end > self.first else "no layers"
 
 
@@ -134,7 +134,7 @@ def main_file(stage: int) -> str:
 
 
 def stage_of_file(name: str) -> int:
-    """Return the stage that a file belongs to; 0 for a file whose name does not say so."""
+    """Return the stage of a file; 0 for a name without a stage."""
     found = _STAGE.search(name)
     return 0 if found is None else int(found["stage"])
 
@@ -165,7 +165,7 @@ Rename = tuple[re.Pattern[str], str]
 
 
 def read_rename(text: str) -> Rename:
-    """Parse ``PATTERN=REPLACEMENT``, as :func:`re.sub` takes them.
+    """Parse ``PATTERN=REPLACEMENT``, in the form of :func:`re.sub`.
 
     Raises:
         ValueError: the text has another form.
@@ -183,7 +183,7 @@ def renamed(name: str, renames: Sequence[Rename]) -> str:
     """Return a name after all renames, applied in order.
 
     Raises:
-        ValueError: a replacement names a group that its pattern does not have.
+        ValueError: a replacement names a group that its pattern lacks.
     """
     for pattern, replacement in renames:
         try:
@@ -194,7 +194,7 @@ def renamed(name: str, renames: Sequence[Rename]) -> str:
 
 
 def to_huggingface(name: str) -> str:
-    """Return a name as Mixtral's checkpoints have it."""
+    """Return a name in the form of Mixtral's checkpoints."""
     expert = expert_name(name)
     if expert is not None:
         return f"{expert.layer}.experts.{expert.number}.{expert.parameter}"
@@ -205,7 +205,7 @@ def to_huggingface(name: str) -> str:
 
 
 def from_huggingface(names: Iterable[str]) -> dict[str, str]:
-    """Map each Hugging Face name -> DeepSpeed's name; names that are DeepSpeed's already stay."""
+    """Return Hugging Face name -> DeepSpeed's name; names that are DeepSpeed's already stay."""
     names = list(names)
     theirs = {name: _THEIR_EXPERT.match(name) for name in names if expert_name(name) is None}
     layers = {found["layer"] for found in theirs.values() if found is not None}
@@ -224,7 +224,7 @@ def from_huggingface(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AutoEPExperts:
-    """A parameter of all experts of a layer, of which AutoEP has saved each expert's matrices in a file."""
+    """Represents a parameter of all experts of a layer, of which AutoEP has saved each expert's matrices in a file."""
 
     layer: int
     """The running number of the MoE layer."""
@@ -235,7 +235,7 @@ class AutoEPExperts:
     """Those that make up an expert's part of the parameter, one behind the other."""
 
     def keys(self, number: int) -> list[str]:
-        """Return the names that the file of an expert has for its matrices."""
+        """Return the names of its matrices in the file of an expert."""
         return [f"{self.prefix}.{each}.{number}" for each in self.matrices]
 
 
@@ -243,10 +243,10 @@ def names_of_auto_ep(main: Mapping[str, Any]) -> tuple[dict[str, str], dict[str,
     """Return the names that the Hugging Face model has for the parameters that AutoEP saved.
 
     Args:
-        main: what the file of weights holds.
+        main: the content of the file of weights.
 
     Returns:
-        Name -> the name in that file, of what no expert has; name -> where it is, of the parameters of experts.
+        Name -> name in that file, for parameters outside of experts; name -> location, for those of experts.
     """
     stacked, names = {}, {name: name for name in main["module"]}
     for layer in main[AUTO_EP_LAYERS]:
@@ -259,7 +259,7 @@ def names_of_auto_ep(main: Mapping[str, Any]) -> tuple[dict[str, str], dict[str,
 
 
 def _rename_router(names: dict[str, str], path: str) -> None:
-    """Rename the parameters around the experts of a layer to the names that the model has for them."""
+    """Rename the parameters around the experts of a layer to the model's names."""
     inner = {name.removeprefix(path): name for name in names if name.startswith(path)}
     # The same router by its own name, "gate" for example.
     aliases = {

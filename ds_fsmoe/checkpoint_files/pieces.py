@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index ``fsmoe_pieces.json``: where in a checkpoint's files each parameter's optimizer states are; and where any
-consecutive elements of a tensor are.
+"""Reads and writes the index ``fsmoe_pieces.json``: where each parameter's optimizer states are in a checkpoint's
+files.
 
-DeepSpeed lays parameters end to end and cuts the result by ranks. Where each parameter is becomes known on saving,
-and is written down; so the states can be read in any other layout, and by programs without ranks.
+It also finds consecutive elements of any tensor in the files. DeepSpeed concatenates parameters and splits the result
+by ranks. The place of each parameter is known when saving and is recorded then. So the states can be read in any other
+layout, and by programs without ranks. Saving, loading and ``whole`` call this module.
 
-Of stock's weights at ZeRO 3 it follows from the files. DeepSpeed cuts each flattened parameter into equal pieces, one
-for each rank, and lays a rank's pieces of a sub-group of parameters end to end, in the order of ``param_shapes``.
+For stock's weights at ZeRO 3 the places follow from the files. DeepSpeed splits each flattened parameter into equal
+pieces, one for each rank. It concatenates a rank's pieces of a sub-group of parameters, in the order of
+``param_shapes``.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ Keys = tuple[StrictStr | StrictInt, ...]
 
 
 class Piece(NamedTuple):
-    """The elements ``first`` to ``first + size`` of a parameter; they begin at element ``at`` of a group's tensors."""
+    """Represents the elements ``first`` to ``first + size`` of a parameter; they begin at element ``at`` of a group's
+    tensors."""
 
     name: StrictStr
     """The parameter's name in the files: with the number of the expert, over all ranks."""
@@ -60,11 +63,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters whose states are in the same tensors of one file.
+    """Describes the parameters whose states are in the same tensors of one file.
 
     Attributes:
         file: the file's name in the folder.
-        items: maps the name of a state (``"fp32"``, ``"exp_avg"``) -> the keys and indices of its tensor in the file.
+        items: the name of a state (``"fp32"``, ``"exp_avg"``) -> the keys and indices of its tensor in the file.
         scalars: the states that are one number for all parameters, such as ``"step"``.
         options: the optimizer's settings for the group, such as ``"lr"``.
         pieces: the pieces of parameters in these tensors.
@@ -79,7 +82,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a checkpoint's optimizer states.
+    """Represents the index of a checkpoint's optimizer states.
 
     Attributes:
         optimizer: the name of the optimizer's class.
@@ -93,7 +96,8 @@ class Index:
 
     @property
     def numel(self) -> int:
-        """The number of all elements that are optimized or in pieces; of copies once, of each pipeline stage."""
+        """Return the number of all elements that are optimized or in pieces; copies count once for each pipeline
+        stage."""
         found = {
             (stage, piece.name, piece.first, piece.size)
             for group in self.groups
@@ -108,7 +112,7 @@ class Index:
 
 
 def merged(indices: Iterable[Index]) -> Index:
-    """Merge the indices of all ranks; entries that several ranks have are kept once."""
+    """Merge the indices of all ranks; entries of several ranks are kept once."""
     groups: dict[tuple[str, Keys, tuple[str, ...]], Group] = {}
     scaler: Mapping[str, float | bool] = {}
     optimizer = ""
@@ -128,8 +132,8 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
         manifest: the manifest there; ``None`` if there is none.
 
     Raises:
-        CheckpointError: it cannot be read, or its pieces do not make up whole parameters, or the files that the
-            manifest names cannot have them.
+        CheckpointError: it cannot be read, its pieces are not whole parameters, or the files of the manifest cannot
+            have them.
     """
 
     def make(found: Mapping[str, Any]) -> Index:
@@ -146,8 +150,10 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index | None:
 
 
 def _check_cover(index: Index) -> None:
-    """Check that the pieces of each parameter lie end to end from its first element on, in one file or in copies, and
-    that all experts have as many of them."""
+    """Check that the pieces of each parameter are consecutive from its first element on, in one file or in copies.
+
+    All experts must have as many pieces.
+    """
     # Each pipeline stage has a parameter that several share.
     sizes: dict[tuple[str, int], dict[int, int]] = {}
     in_files: set[tuple[str, str, int]] = set()
@@ -177,7 +183,7 @@ def _check_cover(index: Index) -> None:
 
 
 def _check_bounds(index: Index, manifest: Manifest) -> None:
-    """Check that there are no more pieces than the ranks of then can have made, and that files can have them."""
+    """Check that the number of pieces is possible for the ranks that saved them, and that files can have them."""
     num_pieces = sum(len(group.pieces) for group in index.groups)
     most = len({piece.name for group in index.groups for piece in group.pieces}) * manifest.sizes.world
     if num_pieces > most:
@@ -202,15 +208,15 @@ _WEIGHTS_OF_RANK = re.compile(r"^zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_mo
 
 
 def stock_index(names: Iterable[str], main: Mapping[str, Any], read: Callable[[str], Any]) -> Index:
-    """Return an index of the weights alone: only DeepSpeed knows the layout of the optimizer states.
+    """Return an index of the weights only: the layout of the optimizer states is private to DeepSpeed.
 
     Args:
         names: the files of the checkpoint.
-        main: what the first rank's file of weights holds.
+        main: the content of the first rank's file of weights.
         read: reads a file.
 
     Raises:
-        CheckpointError: files of ranks are missing, or parameters were shared out over some of the ranks.
+        CheckpointError: files of ranks are missing, or parameters were partitioned over some of the ranks.
     """
     names = list(names)
     states, weights = _by_rank(names, _STATES_OF_RANK), _by_rank(names, _WEIGHTS_OF_RANK)
@@ -247,9 +253,9 @@ def _end_to_end(shapes: Mapping[str, Any], rank: int, world: int) -> Iterator[Pi
 
 # ---- Says where in files consecutive elements of a tensor are, and copies no others out of them, file by file
 #
-# Of a part of experts they are in the parts that another layout has saved. Experts that lie alike in both follow one
-# another, so ranges of one are ranges of the other. Else they are put together expert by expert, or by some rows: never
-# more of a parameter is in memory.
+# Elements of a part of experts are in the parts of another layout. Experts with the same layout in both follow one
+# another, so ranges of one are ranges of the other. Otherwise they are joined expert by expert, or by some rows:
+# memory never has more of a parameter.
 
 
 _OPEN_FILES = 1024
@@ -259,14 +265,14 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class Source:
-    """Consecutive elements of a flattened tensor.
+    """Represents consecutive elements of a flattened tensor.
 
     Attributes:
         file: the file that has them, or the first of several.
-        read: returns the tensor; of a mapped file no element is read by that.
+        read: returns the tensor; for a mapped file this reads no element.
         at: the first element.
         size: the number of elements.
-        dtype: the data type to which they are rounded; ``None``: as they are.
+        dtype: the dtype to which they are rounded; ``None``: unchanged.
     """
 
     file: str
@@ -276,10 +282,10 @@ class Source:
     dtype: torch.dtype | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the elements: a view of the file where they are not rounded.
+        """Return the elements; without rounding, a view of the file.
 
         Raises:
-            CheckpointError: the tensor has not as many.
+            CheckpointError: the tensor has fewer elements.
         """
         found = self.read().detach().reshape(-1)[self.at : self.at + self.size]
         if len(found) != self.size:
@@ -288,7 +294,7 @@ class Source:
 
 
 def joined(sources: Iterable[Source]) -> torch.Tensor:
-    """Return the elements of sources, one behind the other: of a single one as :meth:`Source.take` returns them."""
+    """Return the elements of sources, one after the other; for one source, the result of :meth:`Source.take`."""
     taken = [each.take() for each in sources]
     return taken[0] if len(taken) == 1 else torch.cat(taken or [torch.empty(0)])
 
@@ -300,14 +306,14 @@ class Copies:
         self._all: list[tuple[Source, torch.Tensor]] = []
 
     def add(self, sources: Iterable[Source], target: torch.Tensor) -> None:
-        """Copy the elements of sources into one flat tensor, one behind the other."""
+        """Add the elements of sources, one after the other, to the copies into one flat tensor."""
         at = 0
         for each in sources:
             self._all.append((each, target[at : at + each.size]))
             at += each.size
 
     def run(self) -> None:
-        """Copy all that was added.
+        """Copy all added elements.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -318,7 +324,7 @@ class Copies:
 
 
 class OpenFiles:
-    """Keeps the files of a folder open that were used last.
+    """Keeps the last used files of a folder open.
 
     Args:
         place: the folder.
@@ -337,7 +343,7 @@ class OpenFiles:
         """Return the value in a file under keys.
 
         Raises:
-            CheckpointError: it has nothing there.
+            CheckpointError: the file has no such keys.
         """
         found = self(name)
         try:
@@ -352,10 +358,10 @@ class SavedPieces:
     """Finds the pieces of parameters and states by their elements.
 
     Args:
-        index: where they are; ``None`` where that was not written down.
-        stage: the pipeline stage whose pieces count of what several have.
+        index: the index; ``None`` if there is none.
+        stage: the pipeline stage whose pieces count if several stages have a parameter.
         files: the files.
-        place: their folder, for messages.
+        place: the folder of the files, for messages.
     """
 
     def __init__(self, index: Index | None, stage: int, files: OpenFiles, place: Path) -> None:
@@ -363,7 +369,7 @@ class SavedPieces:
 
     @cached_property
     def _of(self) -> dict[str, list[tuple[Group, Piece]]]:
-        """Maps the name of a parameter -> its pieces in order. It is large with many ranks, and not needed by all."""
+        """Return name of a parameter -> its pieces in order; it is large with many ranks, and not always needed."""
         found: dict[str, list[tuple[Group, Piece]]] = {}
         groups = () if self._index is None else self._index.groups
         stages: dict[str, int] = {}
@@ -380,7 +386,7 @@ class SavedPieces:
         return found
 
     def has(self, name: str, item: str) -> bool:
-        """Return whether there is an item of a parameter."""
+        """Return True if a parameter has an item."""
         return any(item in group.items for group, _ in self._of.get(name, ()))
 
     def sources(
@@ -396,7 +402,7 @@ class SavedPieces:
             dtype: see :class:`Source`.
 
         Raises:
-            CheckpointError: some are missing.
+            CheckpointError: elements are missing.
         """
         pieces, at, end = self._of.get(name, ()), first, first + size
         for number in range(max(0, bisect.bisect_right(pieces, first, key=_first) - 1), len(pieces)):
@@ -433,11 +439,11 @@ def elements_of_part(
 
     Args:
         was: the first of the saved parts.
-        here: the part that is wanted.
+        here: the wanted part.
         shape: the shape of the whole parameter.
         first: the first element of the flattened part.
         size: the number of elements.
-        saved: says where the elements of saved parts are.
+        saved: returns where the elements of saved parts are.
     """
     if _lie_alike(was, here):
         count, index = (1, 0) if here.shard is None else (here.shard.count, here.shard.index)
@@ -460,7 +466,7 @@ def elements_of_part(
 
 
 def _lie_alike(was: ExpertPart, here: ExpertPart) -> bool:
-    """Return whether the parts of all ranks, one behind the other, are the same in both."""
+    """Return True if the concatenated parts of all ranks are the same in both."""
     if was.layout == "innermost":
         return was.ep_size == here.ep_size
     a, b = was.shard, here.shard

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes a tag whole or not at all, even if a process is killed: it is written beside its place, then moved there.
+"""Publishes a tag completely or not at all, even if a process is killed: it is written under another name, then moved.
+
+Saving and ``convert`` call it.
 
 ::
 
     folder/step100                    published; ``latest`` names it
     folder/step200.6f2a90c1.saving    being written, or left behind by a save that was killed
-    folder/step100.6f2a90c1.before    what stood at a tag's place, for as long as it takes to put the new one there
+    folder/step100.6f2a90c1.before    the earlier folder of a tag, while the new one is moved to its place
 
 The eight digits belong to one save, so that two jobs never write into one folder. Renaming a folder is one step of the
-file system. Only between two of them is there a moment at which a tag is saved over and has no folder;
-:func:`recover` sets that right, unless the save is still under way.
+file system. Between two of them there is a moment at which a tag that is overwritten has no folder; :func:`recover`
+repairs that, unless the save is still in progress.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ds_fsmoe.untrusted import MOST_RUN_BYTES, problem_of
 
 logger = logging.getLogger("ds_fsmoe")
 
-# How long a tag may have no folder before a save that may be under way is taken for one that was killed.
+# How long a tag may have no folder before a save that may be in progress counts as killed.
 _ATTEMPTS, _BETWEEN_ATTEMPTS_S = 40, 0.05
 _TRIES = 3
 
@@ -43,10 +45,10 @@ class Publication:
     Args:
         folder: the folder of all tags.
         tag: a name, or a path in the folder.
-        token: eight hexadecimal digits that no other save has.
+        token: eight hexadecimal digits, unique to this save.
 
     Attributes:
-        unfinished: where the tag is written to.
+        unfinished: the folder that the tag is written to.
     """
 
     def __init__(self, folder: Path, tag: str, token: str) -> None:
@@ -61,7 +63,7 @@ class Publication:
         """Make a folder for this save alone, and remove the remains of killed saves of this tag.
 
         Raises:
-            CheckpointError: the tag's place is taken by something other than a folder.
+            CheckpointError: the tag's place has something other than a folder.
             OSError: the file system refuses.
         """
         if self._place.is_symlink() or (self._place.exists() and not self._place.is_dir()):
@@ -85,10 +87,10 @@ class Publication:
             raise
 
     def sync(self, done: Collection[Path] = ()) -> None:
-        """Wait until all that was written is on disk.
+        """Wait until all written files are on disk.
 
         Args:
-            done: the files that are.
+            done: the files that are already on disk.
 
         Raises:
             OSError: a part of it is lost.
@@ -100,7 +102,7 @@ class Publication:
         """Move the written files to the tag's place. Other files in an existing folder stay in it.
 
         Raises:
-            CheckpointError: another job has saved this tag, or removed what was written, since :meth:`begin`.
+            CheckpointError: another job has saved this tag, or removed the written files, since :meth:`begin`.
             OSError: the file system refuses.
         """
         owner = owner_of(self.unfinished)
@@ -122,7 +124,7 @@ class Publication:
         self.end()
 
     def abandon(self) -> None:
-        """Remove the written files, and nothing else; called after an error."""
+        """Remove only the written files; called after an error."""
         if self._ownership is not None:
             owner = owner_of(self.unfinished)
             if owner is not None and owner.token == self._token:
@@ -130,7 +132,7 @@ class Publication:
         self.end()
 
     def end(self) -> None:
-        """Release the folder to others."""
+        """Release the folder to other jobs."""
         if self._ownership is not None:
             self._ownership.release()
 
@@ -159,17 +161,17 @@ class Publication:
 
 
 def recover(folder: Path, tag: str) -> bool:
-    """Put back a tag that a killed save had moved away. Wait for a save that is under way.
+    """Restore a tag that a killed save had moved away. It waits for a save in progress.
 
     Args:
         folder: the folder of all tags.
-        tag: the tag; one that is outside of the folder is left as it is.
+        tag: the tag; one outside of the folder is unchanged.
 
     Returns:
-        Whether that was needed.
+        True if a tag was restored.
 
     Raises:
-        CheckpointError: a save is under way and does not go on.
+        CheckpointError: a save is in progress and makes no progress.
         OSError: the file system refuses.
     """
     place = folder / tag
@@ -209,8 +211,8 @@ def _clear(folder: Path, tag: str) -> None:
 
 
 def _leftovers(place: Path, ending: str) -> list[tuple[Path, Owner | None]]:
-    """Return the folders of unfinished saves of a tag, in the order in which they were changed, and as far as that can
-    still be read, which process saves or has saved."""
+    """Return (folder, process that saves or has saved) for the unfinished saves of a tag, in the order of their
+    changes; ``None`` for an unknown process."""
     pattern = re.compile(rf"{re.escape(place.name)}\.([0-9a-f]{{8}}){re.escape(ending)}")
     found = []
     for each in place.parent.iterdir() if place.parent.is_dir() else ():
@@ -222,7 +224,7 @@ def _leftovers(place: Path, ending: str) -> list[tuple[Path, Owner | None]]:
 
 
 def _saver(place: Path, token: str) -> Owner | None:
-    """Return which process has saved a tag under a token, as far as that can still be read."""
+    """Return the process that has saved a tag under a token; ``None`` if it is unknown."""
     for each in (place.parent / f"{place.name}.{token}{SAVING}", place):
         owner = owner_of(each)
         if owner is not None and owner.token == token:
@@ -231,7 +233,7 @@ def _saver(place: Path, token: str) -> Owner | None:
 
 
 def state_of(place: Path) -> str:
-    """Return a value that stays the same until somebody saves the tag."""
+    """Return a value that stays the same until the tag is saved again."""
     try:
         path = place / manifests.NAME
         if problem_of(path, place) is None and path.stat().st_size <= MOST_RUN_BYTES:

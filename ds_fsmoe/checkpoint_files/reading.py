@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of checkpoints without running anything in them: tensors, plain data, and classes that are allowed.
+"""Reads files of checkpoints without running code in them: tensors, plain data, and allowed classes.
 
-A file that :func:`torch.save` has written is a pickle, and a pickle may name any function to be called. Here it may
-name those of :data:`PLAIN` and what the user trusts, and nothing else.
+``whole`` and loading call it. A file that :func:`torch.save` has written is a pickle, and a pickle may name any
+function to be called. Here it may name those of :data:`PLAIN` and those that the user trusts; all others are refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _refuse(what: str) -> pickle.UnpicklingError:
 
 
 def encode_latin1(text: Any, codec: Any = None) -> bytes:
-    """Replace ``_codecs.encode``, by which files hold bytes; other codecs take minutes over a short text."""
+    """Replace ``_codecs.encode``, by which files hold bytes; other codecs take minutes for a short text."""
     if type(text) is not str or codec != "latin1":
         raise pickle.UnpicklingError(f"_codecs.encode by {codec!r}: only latin1 is read")
     return text.encode("latin1")
@@ -60,7 +60,7 @@ def no_bytes() -> bytes:
 
 
 class _Kind:
-    """Stands in for ``numpy.dtype``."""
+    """Replaces ``numpy.dtype``."""
 
     size_bytes: int
 
@@ -83,14 +83,14 @@ class _Kind:
 
 
 class _ArrayType:
-    """Stands in for ``numpy.ndarray``, which may only be named."""
+    """Replaces ``numpy.ndarray``, which may only be named."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         raise _refuse("numpy.ndarray is called")
 
 
 class _Array:
-    """Stands in for an array."""
+    """Represents an array."""
 
     def __init__(self) -> None:
         self.is_filled = False
@@ -150,7 +150,7 @@ NUMPY: tuple[Any, ...] = (
 
 
 class Anything:
-    """Stands in for an object of a class that is trusted, or of one that nobody will use."""
+    """Represents an object of a class that is trusted, or of one that is not used."""
 
     def __new__(cls, *_: Any, **__: Any) -> Anything:
         return super().__new__(cls)
@@ -162,7 +162,7 @@ class Anything:
 # ---- Reads files without running anything in them
 
 
-# What people keep beside their weights, and what holds only data. numpy's arrays are looked at for themselves.
+# What people keep with their weights, and what has only data. numpy's arrays are checked separately.
 PLAIN: tuple[Any, ...] = (
     argparse.Namespace,
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path),
@@ -193,12 +193,12 @@ def read_file(
 
     Args:
         path: a file that :func:`torch.save` has written.
-        trusted: classes that it may name beside the plain ones; or pairs of a class and the name that it replaces.
+        trusted: classes that it may name besides the plain ones; or pairs of a class and the name that it replaces.
         map_location: the argument of that name of :func:`torch.load`.
         in_place: whether tensors stay in the file until they are used.
 
     Raises:
-        CheckpointError: it is damaged, or names something else.
+        CheckpointError: the file is damaged, or names another class.
     """
     if (problem := problem_of(path, path.parent)) is not None:
         raise CheckpointError(problem)
@@ -238,11 +238,11 @@ def _trusted_by_script() -> list[Any]:
 
 @contextmanager
 def _allowed(*classes: Any) -> Iterator[None]:
-    """Allow files to name these classes, and nothing else, within the block."""
+    """Allow files to name only these classes within the block."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(list(classes))
-    # torch allows every codec by itself, and what it allows goes before what it is told.
+    # torch itself allows every codec, and its own list precedes the one passed to it.
     by_itself = _weights_only_unpickler._get_allowed_globals()
     bytes_by = {name: by_itself[name] for _, name in BYTES if name in by_itself}
     by_itself |= {name: function for function, name in BYTES if name in by_itself}
@@ -255,7 +255,7 @@ def _allowed(*classes: Any) -> Iterator[None]:
 
 
 def _names_numpy(path: Path) -> bool:
-    """Return whether a file may hold numpy's objects."""
+    """Return True if a file may hold numpy's objects."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no file, or one in the older format, of which that is not known
@@ -267,7 +267,7 @@ def _go_through(path: Path, trusted: Sequence[Any]) -> None:
     """Unpickle a file with stand-ins for numpy's classes and for trusted ones; tensors are not read.
 
     Raises:
-        UnpicklingError: its arrays are not what numpy would have written.
+        UnpicklingError: its arrays differ from those that numpy writes.
     """
     with _allowed(*PLAIN, *STAND_INS, *((Anything, _full_name(each)) for each in trusted)):
         try:

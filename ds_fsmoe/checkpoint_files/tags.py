@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of checkpoints: those that can be saved under, those of unfinished saves, and the one in ``latest``."""
+"""Handles the names of checkpoints: those for new saves, those of unfinished saves, and the one in ``latest``.
+
+Every module of checkpoints calls it, and raises its :class:`CheckpointError`.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ _NO_TAGS = "none"
 
 
 class CheckpointError(RuntimeError):
-    """Raised when a checkpoint cannot be written, or cannot be trusted; the message names the file."""
+    """Says that a checkpoint cannot be written, or cannot be trusted; the message names the file."""
 
 
 def is_inside(tag: str) -> bool:
-    """Return whether a tag names something in the folder of all tags."""
+    """Return True if a tag names something in the folder of all tags."""
     path = PurePath(tag)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in tag
 
@@ -33,7 +36,7 @@ def check_new(folder: str | Path, tag: str) -> None:
     """Check that a checkpoint can be saved under a tag, and found again.
 
     Raises:
-        CheckpointError: it cannot be.
+        CheckpointError: it cannot be saved or found.
     """
     problem = None
     parts = PurePath(tag).parts
@@ -63,7 +66,7 @@ def latest(folder: Path) -> str | None:
     """Return the tag in ``latest``, or ``None`` if there is no such file.
 
     Raises:
-        CheckpointError: it cannot be read, is empty, or names something outside of the folder.
+        CheckpointError: the file cannot be read, is empty, or names something outside of the folder.
     """
     path = folder / LATEST
     if not os.path.lexists(path):
@@ -86,10 +89,11 @@ def latest(folder: Path) -> str | None:
 
 
 def latest_there(folder: Path) -> str:
-    """Return the tag in ``latest``. Without such a file DeepSpeed only warns, and training would start from scratch.
+    """Return the tag in ``latest``; refuse a folder without this file, where DeepSpeed only warns and trains from
+    scratch.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no such file, or it cannot be read.
     """
     tag = latest(folder)
     if tag is None:
@@ -98,7 +102,7 @@ def latest_there(folder: Path) -> str:
 
 
 def found_in(folder: Path) -> str:
-    """Return the content of a folder without the wanted checkpoint, and an advice, for messages."""
+    """Return the content of a folder without the wanted checkpoint, and advice, for messages."""
     if any(folder.glob("*mp_rank_*_model_states.pt")):
         own = folder.absolute()
         return f"this is the folder of one checkpoint: call load_checkpoint({str(own.parent)!r}, tag={own.name!r})"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint's parameters as whole tensors, however ranks and shards cut its files. Reading needs no ranks."""
+"""Reads a checkpoint's parameters as whole tensors, for every layout of its files over ranks and shards.
+
+It needs no ranks. ``convert`` reads a whole checkpoint by it, and loading reads single ranges.
+"""
 
 from __future__ import annotations
 
@@ -58,28 +61,28 @@ _OF_TENSOR_PARALLEL_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
 
 
 class Whole:
-    """Reads one tag of a checkpoint piece by piece.
+    """Reads one tag of a checkpoint in pieces.
 
     Names are the model's own, with experts numbered from 0 to E - 1.
 
     Args:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
-        stage: the pipeline stage whose values are returned of what several stages have under one name.
+        stage: the pipeline stage whose values are returned if several stages have one name.
         index: reads the index of the optimizer states of a folder, given its manifest.
 
     Attributes:
-        place: that folder.
-        file: returns what a file holds, with tensors that stay in it.
-        numbering: maps the path of each MoE layer -> how its files number experts.
-        index: where the optimizer's states are; ``None`` where that was not written down.
+        place: the folder of the tag.
+        file: returns the content of a file; tensors stay in the file.
+        numbering: path of each MoE layer -> how its files number experts.
+        index: the places of the optimizer's states; ``None`` if there is no index.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
-        is_shared_out: whether ZeRO 3 has saved it, with the weights in pieces.
-        main_files: the file of each pipeline stage with what is not of single ranks; without stages, one.
+        is_shared_out: True if ZeRO 3 has saved it, with the weights in pieces.
+        main_files: the file of each pipeline stage with the data of no single rank; without stages, one.
         num_stages: the number of pipeline stages.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or has tensor parallelism, or stages that it does not describe.
+        CheckpointError: it is no checkpoint, or has tensor parallelism, or stages without a description.
     """
 
     def __init__(
@@ -136,12 +139,12 @@ class Whole:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def main(self, stage: int = 0) -> dict[str, Any]:
-        """Return the data that DeepSpeed stores beside the non-expert weights of a stage, and these weights as
-        ``"module"``: at ZeRO 3 buffers alone have their values there."""
+        """Return DeepSpeed's data of a stage, with its non-expert weights as ``"module"``: at ZeRO 3 only buffers have
+        their values there."""
         return self.file(self.main_files[stage])
 
     def states_of(self, stage: int) -> Index | None:
-        """Return the index of the optimizer states that a stage has; ``None`` where that was not written down."""
+        """Return the index of the optimizer states of a stage; ``None`` if there is none."""
         if self.index is None:
             return None
         return replace(
@@ -149,7 +152,7 @@ class Whole:
         )
 
     def files(self) -> Iterator[Path]:
-        """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
+        """Return the checkpoint's files, except those that describe it; other files in its folder are ignored.
 
         Raises:
             CheckpointError: one of them must not be opened.
@@ -167,7 +170,7 @@ class Whole:
         return [each for each in found if not each.name.startswith(OURS)]
 
     def names(self) -> Iterable[str]:
-        """The names of all parameters and buffers; those that stages share are listed once."""
+        """Return the names of all parameters and buffers; those that stages share are listed once."""
         found: dict[str, None] = {}
         for stage in range(self.num_stages):
             found |= dict.fromkeys(self.dense_names_of(stage))
@@ -178,7 +181,7 @@ class Whole:
         return found
 
     def dense_names_of(self, stage: int) -> Iterator[str]:
-        """The names of those that are in no expert's own file, none of which is opened."""
+        """Return the names of parameters and buffers outside of experts' own files, without opening these."""
         yield from self._dense[stage]
         yield from self._stacked
         if not self.is_shared_out:
@@ -187,19 +190,19 @@ class Whole:
             yield from (name for name in parts if part_name(name, 0) in there)
 
     def shapes(self, stage: int = 0) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of a stage's parameters and buffers, whole, but those that experts' own files have."""
+        """Return name -> shape of a stage's parameters and buffers, whole, except those in experts' own files."""
         names = (each for each in self.dense_names_of(stage) if expert_name(each) is None)
         return {
             each: self._shape(each) for each in names if each in self._first or torch.is_tensor(self._weights_of(each))
         }
 
     def parameters_of(self, layer: str) -> set[str]:
-        """Return the parameters and buffers of one expert of a layer, under the names that the expert gives them."""
+        """Return the parameters and buffers of one expert of a layer, by the names within the expert."""
         return {each.parameter for each in self._names_in(self.file_of(layer, self.numbering[layer].number(0, 0)))}
 
     @property
     def dense_files(self) -> set[str]:
-        """The files with parameters that no single rank has, together with DeepSpeed's data of each stage."""
+        """Return the files with parameters of no single rank, together with DeepSpeed's data of each stage."""
         stages = () if self.manifest is None else self.manifest.stages
         return {*self.main_files, *(file for stage in stages for file in stage.files)}
 
@@ -208,7 +211,7 @@ class Whole:
         return str(ExpertFile(*self._layer_at[layer], number))
 
     def weights(self, name: str) -> torch.Tensor:
-        """Return a parameter's weights as the model has them, in its data type.
+        """Return a parameter's weights in the model's shape and dtype.
 
         Raises:
             CheckpointError: there is no such parameter.
@@ -218,7 +221,7 @@ class Whole:
         return self.part(name, None)
 
     def like(self, name: str) -> torch.Tensor:
-        """Return a tensor of the shape and data type that :meth:`weights` has, on the meta device: nothing is read.
+        """Return a tensor of the shape and dtype of :meth:`weights`, on the meta device, without reading.
 
         Raises:
             CheckpointError: there is no such parameter.
@@ -228,7 +231,7 @@ class Whole:
         return torch.empty(shape, dtype=first.dtype or first.read().dtype, device="meta")
 
     def exact(self, name: str) -> torch.Tensor:
-        """Return a parameter in the optimizer's precision, or as the model has it where it is not optimized."""
+        """Return a parameter in the optimizer's precision, or the model's weights if it is not optimized."""
         return self.part(name, MASTER) if self.has_state(name, MASTER) else self.weights(name)
 
     def part(self, name: str, item: str | None, here: ExpertPart | None = None) -> torch.Tensor:
@@ -242,7 +245,7 @@ class Whole:
         return shape if expert_name(name) is None else shape[1:]
 
     def has_state(self, name: str, item: str) -> bool:
-        """Return whether the optimizer had such a state."""
+        """Return True if the optimizer had such a state."""
         return self._saved_states.has(self._saved_name(self._optimized(name), 0), item)
 
     def _optimized(self, name: str) -> str:
@@ -253,7 +256,7 @@ class Whole:
     def sources(
         self, name: str, item: str | None, first: int, size: int, here: ExpertPart | None = None
     ) -> Iterator[Source]:
-        """Return where consecutive elements of a parameter are, or of a part of it; none is read by that.
+        """Return where consecutive elements of a parameter, or of a part of it, are; it reads none of them.
 
         Args:
             name: the parameter's name in the model.
@@ -261,7 +264,7 @@ class Whole:
                 precision, or its weights in fp32 where that is not known.
             first: the first element of the flattened parameter or part.
             size: the number of elements.
-            here: the part, of an expert parameter; a shard of one expert of DeepSpeed's is a part of it.
+            here: the part of an expert parameter; a shard of one of DeepSpeed's experts is a part of it.
 
         Raises:
             CheckpointError: there is no such parameter, or elements of its state are missing.
@@ -281,7 +284,7 @@ class Whole:
         return elements_of_part(was, here or was.all_of_it(), self._shape(name), first, size, saved)
 
     def _was(self, name: str, here: ExpertPart | None) -> ExpertPart | None:
-        """Return the first of the parts that were saved of a parameter; ``None`` where it is whole there and here."""
+        """Return the first saved part of a parameter; ``None`` if it is whole in the files and here."""
         if name in self._first:
             return self._first[name]
         expert = expert_name(name)
@@ -295,7 +298,7 @@ class Whole:
         return of_one_expert(cuts.get(expert.parameter, "whole"), 0, num_shards)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole shape of a parameter or buffer; that of an expert of DeepSpeed's begins with a 1."""
+        """Return the whole shape of a parameter or buffer; for an expert of DeepSpeed's it begins with a 1."""
         if name not in self._shapes:
             was, shape = self._was(name, None), tuple(self._shape_of(self._optimized(self._saved_name(name, 0))))
             shape = shape if expert_name(name) is None else (1, *shape)
@@ -305,7 +308,7 @@ class Whole:
     def _saved(
         self, saved: str, item: str | None, first: int, size: int, dtype: torch.dtype | None = None
     ) -> Iterator[Source]:
-        """Return where elements are of a tensor, or of its state, that a rank had saved."""
+        """Return where elements of a rank's saved tensor, or of its state, are."""
         if item is not None:
             return self._saved_states.sources(saved, item, first, size)
         if not self._is_partitioned(saved):
@@ -318,11 +321,11 @@ class Whole:
         return self._saved_states.sources(found, MASTER, first, size, dtype or own)
 
     def _is_partitioned(self, name: str) -> bool:
-        """Return whether ZeRO 3 has saved a tensor in pieces, as it does all but buffers."""
+        """Return True if ZeRO 3 has saved a tensor in pieces, as it does all except buffers."""
         return self.is_shared_out and name not in self._buffers
 
     def _saved_name(self, name: str, number: int) -> str:
-        """Return the name that the files have for a shard or part of a parameter."""
+        """Return the name of a shard or part of a parameter in the files."""
         if name in self._first:
             return part_name(name, number)
         expert = expert_name(name)
@@ -342,7 +345,7 @@ class Whole:
         return self.file.at(file, keys)
 
     def _place_of(self, saved: str) -> tuple[str, Keys]:
-        """Return the file that has a tensor, and its keys there."""
+        """Return the file that has a tensor, and its keys in this file."""
         expert, number, whole = expert_name(saved), part_number(saved), whole_name(saved)
         if expert is not None:
             return self.file_of(expert.layer, expert.number), (saved,)
@@ -354,14 +357,14 @@ class Whole:
         return places.get(self._stage) or next(iter(places.values()), (self.main_files[0], ("module", saved)))
 
     def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
-        """Return stage -> file and keys in it, of parameters that no single rank has."""
+        """Return stage -> (file, keys in it), for parameters of no single rank."""
         return {stage: each[saved] for stage, each in self._dense.items() if saved in each}
 
     def check_shared(self) -> None:
         """Check that parameters of one name are the same on all stages.
 
         Raises:
-            CheckpointError: it is not, as of a ``TiedLayerSpec`` only its ``tied_weight_attr`` is.
+            CheckpointError: they differ, since only the ``tied_weight_attr`` of a ``TiedLayerSpec`` is shared.
         """
         for name in self.names():
             places = self._places_of(name)
@@ -373,10 +376,10 @@ class Whole:
                 )
 
     def _dense_places(self, renamed: Mapping[str, str] | None) -> dict[int, dict[str, tuple[str, Keys]]]:
-        """Return, for each stage, name -> file and keys in it, of what no single rank has.
+        """Return stage -> name -> (file, keys in it), for data of no single rank.
 
         Args:
-            renamed: name -> the name in the file, where these differ.
+            renamed: name -> name in the file, where they differ.
         """
         found: dict[int, dict[str, tuple[str, Keys]]] = {}
         for at, file in enumerate(self.main_files):

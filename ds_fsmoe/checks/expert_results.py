@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds, for ``fsmoe.debug.check_results``, which expert of which layer first made nan or infinity of finite numbers.
 
-One such number is everywhere after the next all-to-all, and gradients do not tell its origin. So each expert's rows are
-checked as they leave it, on the device and without waiting for it, and all ranks compare what was found, once before
-each optimizer step.
+The engine's state attaches it. One such number is on every rank after the next all-to-all, and gradients hide its
+origin. So each expert's output rows are checked on the device, without waiting for it. All ranks compare the findings
+once before each optimizer step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _GIVEN, _MADE = 1, 2
 
 
 class ExpertResultError(RuntimeError):
-    """An expert has made nan or infinity. The message, the same on all ranks, names layer, experts and step."""
+    """Says that an expert has made nan or infinity. The message, the same on all ranks, names layer, experts and
+    step."""
 
 
 class ExpertResults:
@@ -38,8 +39,8 @@ class ExpertResults:
 
     Args:
         group: the ranks that run the same layers; ``None``: all.
-        is_scaled: whether losses are scaled (fp16), so that an overflow is no error: DeepSpeed skips such a step, on
-            all ranks, and scales less.
+        is_scaled: whether losses are scaled (fp16), so that an overflow is no error: DeepSpeed skips such a step on all
+            ranks, and lowers the scale.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, is_scaled: bool) -> None:
@@ -52,10 +53,10 @@ class ExpertResults:
         """Add a layer, in the order in which layers are run.
 
         Args:
-            path: its path in the model.
+            path: the path of the layer in the model.
             num_experts: E, over all ranks.
-            experts: the expert in each place of this rank.
-            device: the device of its experts.
+            experts: [e]: the expert in each place of this rank.
+            device: the device of the layer's experts.
         """
         self._found_E[path] = torch.zeros(num_experts, dtype=torch.int32, device=device)
         self.place(path, experts)
@@ -64,8 +65,8 @@ class ExpertResults:
         """Set the experts that this rank computes from now on.
 
         Args:
-            path: the path of their layer in the model.
-            experts: the expert in each place of this rank.
+            path: the path of the layer in the model.
+            experts: [e]: the expert in each place of this rank.
         """
         if path in self._found_E:
             self._here[path] = torch.tensor([*experts], dtype=torch.int64, device=self._found_E[path].device)
@@ -97,14 +98,14 @@ class ExpertResults:
         self._found_E[path].scatter_reduce_(0, self._here[path], states_e.to(torch.int32), "amax")
 
     def check_rows(self, path: str, x_RM: torch.Tensor, y_RM: torch.Tensor, sizes: list[int]) -> None:
-        """The same for rows that lie expert by expert, of each as many as ``sizes`` says."""
+        """Check rows that are sorted by expert, with ``sizes`` rows for each."""
         self._note(path, _is_bad_row(x_RM, sizes), _is_bad_row(y_RM, sizes))
 
     def before_step(self, step: int) -> None:
         """Share the findings since the last step with all ranks. Collective.
 
         Raises:
-            ExpertResultError: raised on every rank, if something was found and losses are not scaled.
+            ExpertResultError: raised on every rank, if there is a finding and losses are not scaled.
         """
         if not self._found_E:
             return
@@ -133,18 +134,19 @@ class ExpertResults:
 
 
 def _is_bad_row(rows_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return the same for rows that lie expert by expert, of each as many as ``sizes`` says: [e]."""
+    """Return True for each expert whose rows have nan or infinity, [e]; rows are sorted by expert, with ``sizes`` rows
+    each."""
     bad_R = ~torch.isfinite(rows_RM.detach()).flatten(1).all(dim=1)
     return torch.stack([of_expert.any() for of_expert in bad_R.split(sizes)])
 
 
 def _is_bad(rows_NeCM: torch.Tensor) -> torch.Tensor:
-    """Return for each expert whether its rows hold nan or infinity: [e]."""
+    """Return True for each expert whose rows have nan or infinity, [e]."""
     return ~torch.isfinite(rows_NeCM.detach()).all(dim=3).all(dim=2).all(dim=0)
 
 
 class _Watched:
-    """An :class:`ExpertSet` whose calls are checked; all else is its own."""
+    """Wraps an :class:`ExpertSet` so that its calls are checked; the rest is unchanged."""
 
     def __init__(self, experts: ExpertSet, results: ExpertResults, path: str) -> None:
         self._experts, self._results, self._path = experts, results, path
@@ -153,7 +155,7 @@ class _Watched:
         return getattr(self._experts, name)
 
     def call(self, needs_backward: bool, rows: CallRows | None = None, *args: Any, **options: Any) -> ExpertCall:
-        """Return an :class:`ExpertCall` that is checked when it goes forward."""
+        """Return an :class:`ExpertCall` whose forward is checked."""
         call = self._experts.call(needs_backward, rows, *args, **options)
         forward, sizes = call.forward, {}
         if rows is not None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records and logs facts that are known once the layers of an engine have run in training, such as sizes."""
+"""Records and logs facts that are known once the layers of an engine have run in training, such as sizes.
+
+The runtime of layers attaches it; the autotuner reads the calls.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,9 @@ class FirstForwards:
         self._is_logged = False
 
     def watch(self, call: LayerCall) -> None:
-        """Compare the sizes that a layer's ranks exchange, before it is called, and record how the layer is called.
+        """Compare the sizes that a layer's ranks exchange, before its call, and record the call.
 
-        In the first forward in training, and in the first in evaluation, ranks compare what they will exchange:
+        In the first forward in training, and in the first in evaluation, ranks compare the sizes of their messages:
             different sizes would end the process, or hang.
 
         Args:
@@ -93,7 +96,7 @@ class FirstForwards:
         experts: ExpertSet,
         sizes: CallSizes,
     ) -> None:
-        # Slots are cut by their number for each expert, and rows by tokens.
+        # Slots are chunked by their number for each expert, and rows by tokens.
         can_be_cut_into = num_tokens if in_rows else sizes.capacity
         if max(degrees) > max(1, can_be_cut_into):
             self._many.append((label, can_be_cut_into, degrees))
@@ -118,7 +121,7 @@ class FirstForwards:
         return compared
 
     def watch_again(self) -> None:
-        """Keep the next call of each layer as if it were the first."""
+        """Record the next call of each layer as its first one."""
         self._keeps_calls = True
         self._checked.clear()
         self.calls.clear()
@@ -135,7 +138,7 @@ class FirstForwards:
 
 
 def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
-    """Return a sentence on layers with some empty chunks."""
+    """Return a sentence about layers with empty chunks."""
     label, num_slots, degrees = min(layers, key=lambda each: each[1])
     others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
     return (
@@ -149,13 +152,14 @@ def _compare(capacity: int | None, x_SM: torch.Tensor, path: str, group: dist.Pr
     """Compare slots and tokens between ranks. Collective over the group.
 
     Args:
-        capacity: the slots of an expert; ``None`` where rows travel, of which ranks may have different numbers.
+        capacity: the slots of an expert; ``None`` for unpadded dispatch, where ranks may have different numbers of
+            rows.
         x_SM: the tokens.
         path: the path of the layer in its model.
         group: the ranks.
 
     Raises:
-        DisagreementError: raised on every rank, if numbers of slots or types of tokens differ.
+        DisagreementError: raised on every rank, if numbers of slots or dtypes of tokens differ.
     """
     exchanged = {"dtype": str(x_SM.dtype).removeprefix("torch.")}
     if capacity is not None:
@@ -175,7 +179,7 @@ def _compare(capacity: int | None, x_SM: torch.Tensor, path: str, group: dist.Pr
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """The bytes kept for one call, or summed over several."""
+    """Holds the bytes kept for one call, or summed over several."""
 
     rows: int
     """The rows that came to the experts: [N, e, C, M]. N = ranks of the EP group x ranks of the ESP group."""
@@ -188,7 +192,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """The bytes that are known."""
+        """Return the sum of the known bytes."""
         return self.rows + self.hidden + self.rest
 
     def __add__(self, other: SavedBytes) -> SavedBytes:
@@ -205,13 +209,13 @@ def saved_bytes(
 ) -> SavedBytes:
     """Return the bytes that a call of these experts would keep now, under the current autocast.
 
-    Under activation checkpointing it is kept only while the layer's own backward lasts.
+    Under activation checkpointing they are kept only during the layer's own backward.
 
     Args:
         experts: the experts of this rank.
         sizes: the sizes of the call.
         device: the device of the rows.
-        recompute: whether all but the rows is computed again in the backward.
+        recompute: whether all except the rows is recomputed in the backward.
     """
     if isinstance(experts, StackedExperts):
         return _of_stacked(experts, sizes, recompute)
@@ -250,7 +254,7 @@ def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recomp
 
     Args:
         kept: the bytes of each layer.
-        otherwise: the bytes with the other choice of ``recompute``.
+        otherwise: the bytes of each layer with the other choice of ``recompute``.
         recompute: the choice of ``recompute``.
     """
     kept = list(kept)

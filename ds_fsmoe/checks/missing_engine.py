@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns where an engine is made that knows nothing of us, so that the block is never read."""
+"""Warns if an engine is made without ds_fsmoe, so that its block is never read.
+
+Layers outside of an engine of ours call it, and so do the hooks that ``ds_fsmoe/door.py`` puts on DeepSpeed's engines.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ _has_warned = False
 
 
 def warn_missing_engine(layer: Any, x: torch.Tensor) -> None:
-    """Say at a layer's first training forward that its engine is DeepSpeed's own; later forwards are not looked at.
+    """Warn at a layer's first training forward that its engine is DeepSpeed's own; later forwards are not checked.
 
     Args:
         layer: an ``FSMoELayer`` outside of an engine of ours.
-        x: its input, which is not looked at.
+        x: its input, which is unused.
     """
     if layer.training:
         layer.fsmoe.checks.remove(warn_missing_engine)
@@ -34,10 +37,10 @@ def warn_missing_engine(layer: Any, x: torch.Tensor) -> None:
 
 
 def warn_of_unread_block(engine: Any) -> None:
-    """Say that an engine does not read the block of its config, unless it is one of ours or the block is off.
+    """Warn that an engine ignores the block of its config, unless the engine is ours or the block is off.
 
     Args:
-        engine: an engine of DeepSpeed's that has been made.
+        engine: a complete engine of DeepSpeed's class.
     """
     ds_config = getattr(getattr(engine, "_config", None), "_param_dict", None)
     is_ours = any(each.__module__.startswith("ds_fsmoe.") for each in type(engine).mro())

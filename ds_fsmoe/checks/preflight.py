@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an enabled block before training against the model's layers and DeepSpeed's own blocks, and its surroundings.
+"""Checks an enabled block before training against the model's layers, DeepSpeed's own blocks and the environment.
 
-All of it runs on every rank before any process group is made, so a mistake costs seconds and not an allocation.
+The entry points and the engine call it. The checks run on every rank before any process group is made, so a mistake
+costs seconds and not an allocation.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ds_fsmoe.planning.schedule import Lane
 
 
 def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None, esp_size: int = 1) -> None:
-    """Check a model's MoE layers against the number of ranks and the gate asked for.
+    """Check a model's MoE layers against the number of ranks and the gate of the block.
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``num_experts``, ``ep_size`` and gate's ``k`` are read.
-        world_size: the number of ranks of the job; ``None`` where they are not known yet.
+        world_size: the number of ranks of the job; ``None`` if it is not known yet.
         gate: the block's gate, or ``None``.
         esp_size: the ranks that share an expert.
 
@@ -58,10 +59,10 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
 
 
 def check_gate_hooks(layers: Mapping[str, Any], gate: GateBlock | None) -> None:
-    """Refuse to replace a gate that a user has put hooks on: they would be lost.
+    """Refuse to replace a gate with a user's hooks, which would be lost.
 
     Raises:
-        ConfigError: names the layer and the way out.
+        ConfigError: names the layer and the remedy.
     """
     if gate is None or gate.type == "topk":
         return
@@ -79,12 +80,12 @@ def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``; ``ep_size`` and ``enable_expert_tensor_parallelism`` are read.
-        world_size: the number of ranks of the job; ``None`` where they are not known yet.
+        world_size: the number of ranks of the job; ``None`` if it is not known yet.
         mp_size: the number of tensor-parallel ranks.
         esp_size: the ranks that share an expert.
 
     Raises:
-        ConfigError: names layer, value and the way out.
+        ConfigError: names layer, value and remedy.
     """
     if mp_size == 1:
         return
@@ -128,10 +129,10 @@ def check_nodes(
         expert_before_data, mp_size, pp_size: sizes, see :func:`ds_fsmoe.distributed.topology.layout`.
 
     Returns:
-        A sentence for each thing that is allowed but costs more than it need.
+        A sentence for each allowed setting with an avoidable cost.
 
     Raises:
-        ConfigError: the nodes are not equally large; raised on every rank.
+        ConfigError: the nodes have unequal sizes; raised on every rank.
     """
     if block.esp_size == 1:
         return []
@@ -142,7 +143,7 @@ def check_nodes(
     sentences = []
     for ep_size in sorted({layer.deepspeed_moe.ep_size for layer in layers.values()}):
         largest = topology.world_size // pp_size // ep_size
-        # Where the ranks that share an expert would lie, for each size there is.
+        # The nodes of the ranks that would share an expert, for each size.
         at = {
             size: topology.place(
                 layout(
@@ -173,7 +174,7 @@ def check_zero_stage(ds_config: Mapping[str, Any], stock: Mapping[str, Any]) -> 
         stock: name -> a ``deepspeed.moe.layer.MoE``.
 
     Raises:
-        ConfigError: says what to change.
+        ConfigError: names the setting to change.
     """
     if stock and _zero_stage(ds_config) == 3:
         raise ConfigError(
@@ -249,7 +250,7 @@ def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
     """Refuse settings of DeepSpeed's own blocks that conflict with an enabled ``fsmoe`` block.
 
     Raises:
-        ConfigError: says what to change, all clashes at once.
+        ConfigError: names the settings to change, for all conflicts at once.
     """
     problems = [sentence for clashes, sentence in _CLASHES if clashes(ds_config)]
     if problems:
@@ -257,7 +258,7 @@ def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
 
 
 def untested(ds_config: Mapping[str, Any], device_type: str) -> list[str]:
-    """Return a sentence for each thing that runs and that has not been tested.
+    """Return a sentence for each setting that runs but is untested.
 
     Args:
         ds_config: the whole DeepSpeed config.
@@ -281,7 +282,7 @@ _SHARES_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def launcher_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a sentence for each thing that will prevent a restart."""
+    """Return a sentence for each setting of the launcher that will prevent a restart."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get(_SHARES_STORE) != "1"
     if restarts.isdigit() and int(restarts) > 0 and keeps_store:
@@ -293,7 +294,7 @@ def launcher_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def accelerate_warnings(world_size: int) -> list[str]:
-    """Return a sentence where Accelerate has counted other processes than the job has; Trainer stands on it.
+    """Return a sentence if Accelerate, on which Trainer is built, counts other processes than the job has.
 
     Args:
         world_size: the number of ranks of the job.
@@ -347,7 +348,7 @@ def speed_warnings(
 
 
 def _of_environment(environment: Mapping[str, str]) -> dict[str, bool]:
-    """Return sentences about the variables that CUDA, NCCL and torch read, and whether they apply."""
+    """Return sentence -> True if it applies, about the variables that CUDA, NCCL and torch read."""
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS = 1: kernels of all streams queue up in one line, so links and experts hardly "
         "overlap; leave it out, or use 8 or more, unless something else of the model needs it": (
@@ -374,5 +375,5 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, bool]:
 
 
 def _is_set(value: str | None) -> bool:
-    """Return whether a flag is set, as torch reads its environment."""
+    """Return True if a flag is set, by torch's reading of its environment."""
     return value is not None and value.strip().lower() in {"1", "y", "yes", "t", "true", "on"}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stops all ranks when nan or infinity enters a router (``fsmoe.debug.check_router``), and says where it came in.
+"""Stops all ranks when nan or infinity enters a router (``fsmoe.debug.check_router``), and names its origin.
 
-A router chooses for such a token as for any other, so nothing fails at once: the number spreads over the ranks with the
-    experts' results. A rank that stopped alone would leave the others waiting in their next all-to-all, so all of them
-    check together.
+The engine's state attaches it. A router chooses for such a token as for any other. The number then spreads over the
+ranks with the experts' results, without an error. A rank that stopped alone would leave the others waiting in their
+next all-to-all, so all of them check together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MOST_RANKS = 8  # that a message names
 
 
 class RouterInputError(RuntimeError):
-    """A router was given nan or infinity. The message, the same on all ranks, names layer, step and ranks."""
+    """Says that a router received nan or infinity. The message, the same on all ranks, names layer, step and ranks."""
 
 
 class RouterCheck:
-    """Checks the layers of one engine. It costs a wait for the device and an all-gather of one number in each layer.
+    """Checks the layers of one engine. The cost in each layer is a wait for the device and an all-gather of one number.
 
     Args:
         group: the ranks that run the same layers; ``None``: all.
@@ -38,7 +38,8 @@ class RouterCheck:
         """The optimizer step that is under way."""
 
     def watch(self, call: LayerCall) -> None:
-        """Check the input of a layer's gate first: in forwards in training, which all ranks do together."""
+        """Check the input of a layer's gate before the gate runs, in training forwards, which all ranks run
+        together."""
         if not call.is_training:
             return
         gate = call.gate

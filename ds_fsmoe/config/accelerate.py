@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Accelerate, and with it the Trainer of Hugging Face, from using the ``"auto"`` in our block as its own.
+"""Keeps Accelerate, and with it the Trainer of Hugging Face, from replacing the ``"auto"`` values of our block.
 
-In a DeepSpeed config ``"auto"`` is their word for "filled in from the training arguments". While it prepares a model,
-``accelerate.DeepSpeedPlugin`` walks over every field of the config, blocks it does not know included, and raises an
-error for an ``"auto"`` it has no value for. This happens before ``deepspeed.initialize`` is called, so it is the walk
-that has to leave our block out.
+The entry points call it. In a DeepSpeed config ``"auto"`` is Accelerate's word for "filled in from the training
+arguments". While it prepares a model, ``accelerate.DeepSpeedPlugin`` iterates over every field of the config, including
+unknown blocks. It raises an error for an ``"auto"`` without a value. This happens before ``deepspeed.initialize`` is
+called, so the iteration has to skip our block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULE, _CLASS, _METHOD = "accelerate.utils.dataclasses", "DeepSpeedPlugin", "f
 
 
 def leave_block_alone() -> None:
-    """Keep Accelerate from looking into our block from now on, whether it is imported already or later."""
+    """Keep Accelerate from reading our block from now on, whether it is imported already or later."""
     _finder.begin()
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of the ``"fsmoe"`` block of ds_config.json, their types and defaults.
+"""Defines the fields of the ``"fsmoe"`` block of ds_config.json, their types and defaults.
 
-Every default means "the best that exists by now". What a field means together with others is checked in ``reading.py``.
+Every default means "the best that exists by now". ``reading.py`` checks combinations of fields. The engine, the layers
+and the autotuner read the result.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Int = Annotated[int, _WHOLE]
 
 
 class NullIsAuto:
-    """Marks a field that takes ``null`` for "auto". In a DeepSpeed config "auto" is a word of Accelerate's too, which
-    gives it another meaning, so it can be avoided."""
+    """Marks a field that accepts ``null`` for "auto". Accelerate gives "auto" in a DeepSpeed config another meaning, so
+    users can avoid the word."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_before_validator_function(lambda value: "auto" if value is None else value, handler(source))
@@ -44,12 +45,13 @@ class NullIsAuto:
 
 
 class OrAlone:
-    """Marks a block that may be written as the value of one of its fields, or of two that are mostly the same, alone.
+    """Marks a block that may be written as a single value: that of one of its fields, or of two with mostly equal
+    values.
 
     Args:
         names: the fields.
         kinds: the Python types of such a value.
-        words: for these types in an error, and their JSON schema.
+        words: the words for these types in an error, and their JSON schema.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ AUTO_SWITCH = OrAlone(
 
 
 def alone_in(field: FieldInfo) -> tuple[str, ...]:
-    """Return the fields of the block in ``field`` that a value in place of the whole block stands for."""
+    """Return the fields of the block in ``field`` that a single value in place of the block sets."""
     return next((each.names for each in field.metadata if isinstance(each, OrAlone)), ())
 
 
@@ -101,8 +103,8 @@ Part = Annotated[str, NullIsAuto()]
 class GateBlock(StrictShape):
     """``fsmoe.gate``: which experts a token goes to.
 
-    What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error. A gate's own options
-    stand beside these, and are held against the signature of its class.
+    Options that are left out (``None`` here) keep the value of the layer's own gate; ``null`` is an error. A gate's own
+    options are written next to these, and are checked against the signature of its class.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -138,10 +140,10 @@ class GateBlock(StrictShape):
         }
 
     def options(self, names: Collection[str] = ("k",)) -> dict[str, Any]:
-        """Return the options that a user set for the gate, as keyword arguments.
+        """Return the options that a user has set for the gate, as keyword arguments.
 
         Args:
-            names: what the gate's constructor calls its options; a gate of a user may say ``top_k`` as the block does.
+            names: the names of options in the gate's constructor; a user's gate may use ``top_k`` like the block.
         """
         options = {name: getattr(self, name) for name in self.model_fields_set - {"type"}}
         if "k" in options and "k" not in names and "top_k" in names:
@@ -150,7 +152,7 @@ class GateBlock(StrictShape):
 
 
 class PipelineDegreeBlock(StrictShape):
-    """``fsmoe.num_chunks``: into how many chunks the tokens of a layer are cut."""
+    """``fsmoe.num_chunks``: number of chunks into which the tokens of a layer are split."""
 
     forward: Degree = Field("auto", description="chunks in the forward phase", examples=[2])
     backward: Degree = Field("auto", description="chunks in the backward phase", examples=[2])
@@ -158,7 +160,7 @@ class PipelineDegreeBlock(StrictShape):
 
 
 class GradientPartitionBlock(StrictShape):
-    """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
+    """``fsmoe.gradient_partition``: how dense gradients are sliced and when they are sent."""
 
     mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
         "auto", description="when gradients are reduced; auto: by the schedule, off: by DeepSpeed"
@@ -202,7 +204,7 @@ class GradientPartitionBlock(StrictShape):
 
     @property
     def asked_bytes(self) -> int | None:
-        """The slice size that was written; ``None``: each mode has its own."""
+        """Return the configured slice size; ``None`` if each mode uses its own."""
         return self.chunk_bytes if "chunk_bytes" in self.model_fields_set else None
 
 
@@ -240,7 +242,7 @@ class AutotuneBlock(StrictShape):
 
 
 class TopologyBlock(StrictShape):
-    """``fsmoe.topology``: where ranks lie."""
+    """``fsmoe.topology``: nodes of the ranks."""
 
     ranks_per_node: Count = Field("auto", description="ranks per host", examples=[8])
 
@@ -273,7 +275,7 @@ class RecordBlock(StrictShape):
 
 
 class RoutingBlock(StrictShape):
-    """``fsmoe.routing``: which token goes to which experts, as data."""
+    """``fsmoe.routing``: recording and replay of the experts that tokens choose."""
 
     record: str | None = Field(
         None, description="folder where each rank records the experts of its tokens", examples=["routes"]
@@ -286,7 +288,7 @@ class RoutingBlock(StrictShape):
 
 
 class PlacementBlock(StrictShape):
-    """``fsmoe.placement``: experts move to the ranks where that makes steps shorter."""
+    """``fsmoe.placement``: placement of experts on the ranks where that makes steps shorter."""
 
     policy: str = Field(
         "off",
@@ -337,7 +339,7 @@ Dispatch = Literal["auto", "rows", "slots"]
 
 
 class FSMoEBlock(StrictShape):
-    """The whole block."""
+    """Represents the whole block."""
 
     enabled: bool = Field(False, description="false: exactly stock DeepSpeed", examples=[True])
     schedule: Literal[

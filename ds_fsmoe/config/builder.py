@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the ``"fsmoe"`` block in Python; values are checked at once, and the result is a dict.
 
-The keys are those of ``blocks.py``; the file ``builder.pyi`` beside this one tells type checkers and editors of them.
+Scripts call it as ``ds_fsmoe.Config``. The keys are those of ``blocks.py``; the file ``builder.pyi`` describes them for
+type checkers and editors.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ class Written(dict[str, Any]):
 class Config(Written):
     """Builds the ``"fsmoe"`` block of a DeepSpeed config in Python, with completion, type hints and its checks at once.
 
-    It is a dict with the keys that were given, and ``enabled``, so it stands wherever the block does: in the config for
-    :func:`initialize`, in :func:`install`, in a JSON file. Blocks inside it are dicts too, or are built by the classes
-    that this one has: ``Config.Gate``, ``Config.NumChunks``, ``Config.Autotune`` and so on, one for each.
+    It is a dict with the keys that were given, and ``enabled``, so it is accepted wherever the block is: in the config
+    for :func:`initialize`, in :func:`install`, in a JSON file. Blocks inside it are dicts too, or are built by the
+    classes that this one has: ``Config.Gate``, ``Config.NumChunks``, ``Config.Autotune`` and so on, one for each.
 
     Args:
         values: the keys of the block, all optional, see docs/config.md. ``enabled`` is ``True`` unless it is given. The
             names of parts and modules in ``plugins`` are looked up at once, as :func:`initialize` does.
 
     Raises:
-        ConfigError: as :func:`initialize` raises it of the same block, one line for each mistake. What depends on the
-            model, on the ranks or on DeepSpeed's own blocks is found there only.
+        ConfigError: as :func:`initialize` raises it for the same block, one line for each mistake. Only ``initialize``
+            checks against the model, the ranks and DeepSpeed's own blocks.
 
     Examples:
         >>> import ds_fsmoe

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the type hints of ``ds_fsmoe.Config`` for editors and type checkers, from the fields of the block.
 
-``python -m ds_fsmoe.config.hints > ds_fsmoe/config/builder.pyi`` writes the file that comes along.
+``python -m ds_fsmoe.config.hints > ds_fsmoe/config/builder.pyi`` writes the file of the package.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Config(Written):
 
 
 def class_name(word: str) -> str:
-    """Return the name of the class for the block that is written under a word: ``num_chunks`` is ``NumChunks``."""
+    """Return the name of the class for the block that is written under a word: ``NumChunks`` for ``num_chunks``."""
     return "".join(each.capitalize() for each in word.split("_"))
 
 
 def hints_of(block: type[BaseModel]) -> dict[str, str]:
-    """Return today's name of each field of a block -> type hint of its values."""
+    """Return field -> type hint of its values, by the present name of each field of a block."""
     whole = _schema()
     described = whole if block is FSMoEBlock else whole["$defs"][block.__name__]
     kinds_of = {word: dict.fromkeys(_kinds(word, each)) for word, each in described["properties"].items()}
@@ -68,7 +68,7 @@ def _kinds(word: str, said: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _init(block: type[BaseModel], indent: str) -> str:
-    """Return the method that takes the fields of a block, with their types and descriptions."""
+    """Return the method whose arguments are the fields of a block, with their types and descriptions."""
     width = _WIDTH - len(indent)
     taken = [f"    {word}: {hint} = ...," for word, hint in hints_of(block).items()]
     taken += ["    **options: Any,"] if block.model_config["extra"] == "allow" else []

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does something to a module of another library as soon as that is imported, without importing it."""
+"""Changes a module of another library as soon as it is imported, without importing it.
+
+Modules for Accelerate, transformers, PEFT and DeepSpeed call it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from types import ModuleType
 
 
 class Finder:
-    """Finds modules as the other finders do, and changes one of them as soon as it has run.
+    """Finds modules like the other finders, and changes one of them as soon as it has run.
 
     Args:
         name: the full name of the module.
-        change: is given the module.
+        change: the function that changes the module, its argument.
     """
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
@@ -30,14 +33,14 @@ class Finder:
             sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Leave a module alone that is imported from now on."""
+        """Stop changing the module; a later import leaves it as it is."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders find for the module, which is changed after it has run."""
+        """Return the spec of the other finders for the module, which is changed after it has run."""
         if fullname != self._name or self._is_asking:
             return None
         self._is_asking = True

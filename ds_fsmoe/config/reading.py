@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the ``"fsmoe"`` block of ds_config.json: fields, values and the limits of this version.
 
-Everything that is wrong with a block is found here, on every rank, before any process group is made, and reported in
-one error that lists each path with its value and the choices. Every default means "the best that exists by now"; an
-option that a user sets to something this version cannot do is refused, never ignored.
+The entry points and the builder call it. All mistakes of a block are found here, on every rank, before any process
+group is made. One error lists each path with its value and the remedy. Every default means "the best that exists by
+now". An option with a value that this version does not support is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SCHEDULES = '"best", or a system of docs/schedules.md to compare with'
 
 
 class ConfigError(ValueError):
-    """The block cannot be used. The message has a line for each mistake, with its path, its value and the choices.
+    """Says that the block cannot be used. The message has a line for each mistake, with its path, its value and the
+    choices.
 
     It is a ``ValueError``, raised on every rank before any process group is made.
 
@@ -46,10 +47,11 @@ class ConfigError(ValueError):
 
 
 def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
-    """Return the validated block of a DeepSpeed config, or ``None`` where there is none.
+    """Return the validated block of a DeepSpeed config; ``None`` if there is none.
 
     Raises:
-        ConfigError: the block is misspelt or wrong, or asks for what this version cannot do; one line for each mistake.
+        ConfigError: the block is misspelt or wrong, or has a value that this version does not support; one line for
+            each mistake.
     """
     refuse_misspelt_block(ds_config)
     if BLOCK not in ds_config:
@@ -79,20 +81,20 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
 
 
 def _validated(words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
-    """Return the block with these words, the names of its wrong fields, which have their defaults in it, and a sentence
-    about each."""
+    """Return (block, names of its wrong fields, a sentence about each). Wrong fields have their defaults in the
+    block."""
     try:
         return FSMoEBlock.model_validate(words.normalized), set(), []
     except ValidationError as error:
         wrong = {_field_of(each["loc"][0]) for each in error.errors()}
         found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, {f"{BLOCK}.schedule": _SCHEDULES})
     right = {word: value for word, value in words.normalized.items() if _field_of(word) not in wrong}
-    # A block that was written as one value has an error for each field that it stands for.
+    # A block that was written as one value has an error for each field that it sets.
     return FSMoEBlock.model_validate(right), wrong, list(dict.fromkeys(map(words.as_written, found)))
 
 
 def _field_of(word: Any) -> str:
-    """Return the name of the field of the block that is written by a word; a word of no field is its own."""
+    """Return the name of the field of the block for a word; an unknown word is returned as it is."""
     return next((name for name, field in FSMoEBlock.model_fields.items() if word in words_for(name, field)), str(word))
 
 
@@ -103,7 +105,8 @@ def join_problems(problems: Iterable[str]) -> str:
 
 
 def refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a misspelt block: DeepSpeed silently accepts unknown top-level keys, so it would do nothing, unnoticed."""
+    """Refuse a misspelt block: DeepSpeed accepts unknown top-level keys without a message, so it would have no
+    effect."""
     for key in ds_config:
         letters = re.sub(r"[^a-z]", "", str(key).lower())
         if key != BLOCK and (BLOCK in letters or difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8):
@@ -111,7 +114,7 @@ def refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
 
 
 def _misplaced_autotuner(ds_config: Mapping[str, Any]) -> list[str]:
-    """Return a sentence about our autotuner where it is written beside our block, in the place of DeepSpeed's."""
+    """Return a sentence if our autotuner is written outside of our block, in the place of DeepSpeed's."""
     return [
         f"{key} = ...: no such block in a DeepSpeed config; {BLOCK}.autotune, which chooses how layers are run, "
         f"stands in {BLOCK}; DeepSpeed's own search for batch sizes and ZeRO settings is called autotuning and "
@@ -122,7 +125,7 @@ def _misplaced_autotuner(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def _missing_switch(written: Mapping[str, Any]) -> list[str]:
-    """Return a sentence where nothing says whether the block is on, unless a misspelt key was meant to."""
+    """Return a sentence if ``enabled`` is missing, unless a misspelt key was meant as ``enabled``."""
     keys = [word for words in known_keys(FSMoEBlock) for word in words]
     misspelt = [difflib.get_close_matches(str(each), keys, n=1) for each in set(written) - set(keys)]
     if "enabled" in written or ["enabled"] in misspelt:
@@ -131,7 +134,7 @@ def _missing_switch(written: Mapping[str, Any]) -> list[str]:
 
 
 def _unfit_null(written: Mapping[str, Any]) -> dict[str, str]:
-    """Return a sentence, by its path, about a gate that is to drop tokens and to have room for all."""
+    """Return path -> sentence for a gate that should both drop tokens and have capacity for all."""
     gate = written.get("gate")
     if (
         not isinstance(gate, Mapping)
@@ -168,14 +171,13 @@ class Asked:
 def problems_together(
     block: FSMoEBlock, written: Mapping[str, Any], ds_config: Mapping[str, Any], wrong: Collection[str]
 ) -> list[str]:
-    """Return problems with combinations of fields that are valid each by itself.
+    """Return problems with combinations of fields that are valid individually.
 
     Args:
         block: the block, enabled, in which wrong fields have their defaults.
-        written: the block as the user has written it.
+        written: the block in the user's form.
         ds_config: the DeepSpeed config.
-        wrong: names of fields that have been found wrong. What is asked of them and others is left out: nobody knows
-            what they were to be.
+        wrong: names of wrong fields. Their combinations are not checked, since the intended value is unknown.
     """
     zero = ds_config.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
@@ -184,7 +186,7 @@ def problems_together(
 
 
 def _unfit_collective(asked: Asked) -> list[str]:
-    """Return problems with a reduce-scatter: every rank updates all parameters, or a slice is of one tensor."""
+    """Return problems with a reduce-scatter: if every rank updates all parameters, or a slice is of one tensor."""
     block, stage = asked.block, asked.stage
     if block.gradient_partition.collective != "reduce_scatter":
         return []
@@ -204,7 +206,7 @@ def _unfit_collective(asked: Asked) -> list[str]:
 
 
 def _unfit_gradients(of: Asked) -> list[str]:
-    """Return problems with options of one mode that are written beside another."""
+    """Return problems with options of one mode that are written with another mode."""
     block, asked = of.block, of.block.gradient_partition
     of_modes = {"chunk_bytes": ("fixed_chunk", "micro_ops"), "solver": ("adaptive",)}
     if _pipeline_of(block.schedule) == "by_bytes":
@@ -281,7 +283,7 @@ def _unfit_degrees(of: Asked) -> list[str]:
 
 
 def _pipeline_of(schedule: str) -> str:
-    """Return the rule that gives a schedule its numbers of chunks, see
+    """Return the rule by which a schedule chooses its numbers of chunks, see
     :class:`~ds_fsmoe.planning.decide.presets.Switches`."""
     if schedule == "best":
         return ""
@@ -291,7 +293,7 @@ def _pipeline_of(schedule: str) -> str:
 
 
 def _unfit_packing(asked: Asked) -> list[str]:
-    """Return problems with an ``ep_size`` beside the policy that chooses one."""
+    """Return problems with an ``ep_size`` next to the policy that chooses one."""
     block = asked.block
     if block.placement.policy != "lina" or block.ep_size == "auto":
         return []
@@ -316,7 +318,7 @@ def _unknown_cluster(asked: Asked) -> list[str]:
 
 @dataclass(frozen=True)
 class NotImported:
-    """Holds the reason why something could not be imported."""
+    """Holds the reason why a module or class could not be imported."""
 
     field: str
     """The field of the block that names it."""
@@ -373,7 +375,7 @@ def _missing_gate(asked: Asked) -> list[str]:
 
 
 def unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
-    """Return unknown keys of the layers' own gate: it has no options but those of the block itself."""
+    """Return unknown keys of the layers' own gate, whose only options are those of the block itself."""
     if block.gate is None or block.gate.type != "topk":
         return []
     path, keys = f"{BLOCK}.gate", known_keys(GateBlock)
@@ -381,7 +383,7 @@ def unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
 
 
 def _unknown_gate_options(asked: Asked) -> list[str]:
-    """Return options that the chosen gate does not have, by the signature of its class."""
+    """Return options that the chosen gate lacks, by the signature of its class."""
     block = asked.block
     if block.gate is None or block.gate.type == "topk":
         return unknown_keys_of_topk(block)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a JSON schema of the ``"fsmoe"`` block, for completion and descriptions in editors.
 
-``python -m ds_fsmoe.config.schema > ds_configs/ds_config.schema.json`` writes the one that comes along.
+``python -m ds_fsmoe.config.schema > ds_configs/ds_config.schema.json`` writes the file of the repository.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_fsmoe.shapes import words_for
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of a DeepSpeed config with our block; the rest belongs to DeepSpeed and is not described."""
+    """Return the schema of a DeepSpeed config with our block; DeepSpeed's own fields are not described."""
     block = FSMoEBlock.model_json_schema()
     definitions = block.pop("$defs")
     for model, described in ((FSMoEBlock, block), (GateBlock, definitions["GateBlock"])):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the names by which a user wrote the fields of the ``"fsmoe"`` block, and the right place of unknown keys.
 
-Some fields have two words, the one of the research field and an older one of this project, and some blocks may be
-written as one value. Messages are made with either word; what a user reads has the paths that the user wrote.
+``reading.py`` and the entry points call it. Some fields have two words, one of the research field and an older one of
+this project. Some blocks may be written as one value. Messages are made with either word; users read the paths that
+they wrote.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Words:
     more."""
 
     def as_written(self, text: str) -> str:
-        """Return a text with the paths in it as the user has written them."""
+        """Return a text with its paths in the user's form."""
         return re.sub(rf"\b{BLOCK}(?:\.\w+)+", lambda path: self.paths.get(path[0], path[0]), text)
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Return a context from which errors come out with the paths that the user wrote."""
+        """Return a context whose errors have the paths in the user's form."""
         try:
             yield
         except (ValueError, RuntimeError) as error:
@@ -50,7 +51,7 @@ class Words:
 
 
 def words_of(written: Any) -> Words:
-    """Return the words of a block as it is written in a config; any value is looked at, wrong ones as well."""
+    """Return the words of a block in a config; any value is accepted, also a wrong one."""
     found = Words()
     found.normalized = _collect_words(found, FSMoEBlock, written, [BLOCK], BLOCK)
     if isinstance(written, Mapping) and "solver" in written:
@@ -62,8 +63,10 @@ def words_of(written: Any) -> Words:
 
 
 def _collect_words(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> Any:
-    """Add what is ``written`` at ``path`` for a block, whose path may be called by any of ``paths``; return it with
-    each field by one word."""
+    """Add the words of a block's value at ``path`` to ``found``; return the value with one word for each field.
+
+    ``paths`` are the other names of ``path``.
+    """
     values = written if isinstance(written, Mapping) else {}
     once = dict(values)
     for name, each in block.model_fields.items():
@@ -110,7 +113,7 @@ _ELSEWHERE = {
 
 
 def elsewhere(path: str) -> str | None:
-    """Return where to write a well-known option that belongs somewhere else."""
+    """Return the right place for a well-known option that belongs elsewhere."""
     parent, _, name = path.rpartition(".")
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]

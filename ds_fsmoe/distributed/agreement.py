@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that all ranks agree before they communicate: once, cheaply, naming the differences.
+"""Checks that all ranks agree before they communicate: once, at little cost, naming the differences.
 
-Ranks that issue other collectives than their peers do not fail, they hang. So each rank states facts, a few short texts
-by name; what is compared is one digest of all of them, and only ranks that differ exchange the texts.
+The engine and the layers call it. Ranks that issue other collectives than their peers do not fail, they hang. So each
+rank states facts, a few short texts by name. Ranks compare one digest of all of them; only ranks that differ exchange
+the texts.
 """
 
 from __future__ import annotations
@@ -31,25 +32,26 @@ _MAX_FIELDS = 20
 _MAX_VALUES = 8
 _MAX_RUNS = 12
 _MAX_LETTERS = 72
-# How much of what all values begin with is shown of those that are cut.
+# The number of characters shown of the common start of shortened values.
 _LEAD_LETTERS = 24
 
 
 class DisagreementError(RuntimeError):
-    """Ranks that have to be alike are not. The message, the same on all ranks, names the ranks and the fields."""
+    """Says that ranks differ that have to be equal. The message, the same on all ranks, names the ranks and the
+    fields."""
 
 
 def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = None, what: str = "the job") -> None:
-    """Compare facts over all ranks of a group; collective: each of them calls it at the same place.
+    """Compare facts over all ranks of a group. Collective: each of them calls it at the same point.
 
-    It takes one all-gather of 32 bytes, and a wait for that. How many facts a rank has, and which, does not change
-    what is sent, so ranks with different ones cannot hang here. No schedule may be under way: where ``group`` is also
-    used by others, this would come between.
+    It costs one all-gather of 32 bytes, and the wait for it. The number and kind of facts do not change the message, so
+    ranks with different facts cannot hang here. No schedule may be running: in a shared ``group``, this all-gather
+    would come between its collectives.
 
     Args:
-        facts: name of a field -> its value, both short and the same text for the same thing: no addresses, no sets in
-            their own order.
-        group: the ranks; ``None``: all. With one rank, or without a process group, nothing is done.
+        facts: name of a field -> its value, both short, with the same text for the same thing: no addresses, no
+            unordered sets.
+        group: the ranks; ``None``: all. With one rank, or without a process group, the check is skipped.
         what: the thing that is compared, for the message.
 
     Raises:
@@ -63,7 +65,7 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
     digests = own.new_empty(size, _DIGEST_BYTES)
     with waiting("the comparison of", what):
         dist.all_gather(list(digests.unbind()), own, group=group)
-        # All ranks look at the same digests, so all of them take the same branch.
+        # All ranks compare the same digests, so all of them take the same branch.
         is_alike = bool((digests == digests[0]).all())
     if is_alike:
         return
@@ -83,7 +85,7 @@ def _digest(facts: Mapping[str, str]) -> bytes:
 
 
 def describe_disagreement(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:
-    """Return a message that says, for each field that differs, which ranks have which value.
+    """Return a message with the ranks of each value, for each field that differs.
 
     Args:
         stated_by: rank -> its facts.
@@ -110,7 +112,7 @@ def describe_disagreement(stated_by: Mapping[int, Mapping[str, str]], what: str 
 
 
 def _shortened(values: Sequence[str]) -> dict[str, str]:
-    """Return value -> the part that a message has room for: where it is cut, the part that differs is shown."""
+    """Return value -> part of it that fits into a message and shows the difference."""
     if all(len(value) <= _MAX_LETTERS for value in values):
         return {value: value for value in values}
     # What the first and the last in order begin with, all begin with.
@@ -124,7 +126,7 @@ def _shortened(values: Sequence[str]) -> dict[str, str]:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in rising order, like ``ranks 0-2, 5``."""
+    """Return ranks in ascending order, like ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -141,10 +143,10 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 def text_of_schedule(schedule: Schedule) -> str:
-    """Return a short text that is the same for the same tasks, lanes and order, and for no others.
+    """Return a short text that identifies tasks, lanes and order of a schedule.
 
     Like ``3 chunks, 13 tasks, 0f3a9c52d1b7e846``: the last is a digest of each task's kind, chunk, layer, lane and
-    needs. Sizes do not count, they change nothing about what is run.
+    needs. Sizes are left out, since they do not change the tasks.
     """
     digest = hashlib.sha256(str(schedule).encode()).hexdigest()[:16]
     chunks = len({(task.layer, task.chunk) for task in schedule.tasks})
@@ -152,7 +154,7 @@ def text_of_schedule(schedule: Schedule) -> str:
 
 
 def facts_of_plan(name: str, plan: PhasePlan) -> dict[str, str]:
-    """Return facts about how one layer is run in one phase: its tasks, and where its capacity is cut.
+    """Return the facts about one phase of a layer: its tasks, and how its capacity is chunked.
 
     Args:
         name: the name of the layer, such as "L03".
@@ -165,7 +167,7 @@ def facts_of_plan(name: str, plan: PhasePlan) -> dict[str, str]:
 def facts_of_config(values: Mapping[str, object], path: str = "fsmoe") -> dict[str, str]:
     """Return one fact per option of a nested config, by its path: ``fsmoe.gate.top_k`` -> ``2``.
 
-    Leave out what may differ from rank to rank, such as folders of a node.
+    Leave out values that may differ between ranks, such as folders of a node.
     """
     facts: dict[str, str] = {}
     for key, value in values.items():
@@ -177,8 +179,11 @@ def facts_of_config(values: Mapping[str, object], path: str = "fsmoe") -> dict[s
 
 
 def facts_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return facts about the MoE layers of a model, in the order in which they run: how many, which, and for each the
-    names, types and shapes of its parameters, which on every rank belong to equally many experts."""
+    """Return facts about the MoE layers of a model, in the order in which they run.
+
+    These are their number and labels, and for each the names, dtypes and shapes of its parameters. Every rank has
+    equally many experts.
+    """
     facts = {
         "number of MoE layers": str(len(layers)),
         "order of MoE layers": ", ".join(layers),
@@ -201,7 +206,7 @@ def facts_of_versions(packages: Iterable[str]) -> dict[str, str]:
 
 @cache
 def version_of(package: str) -> str:
-    """Return the installed version of a package, or that there is none."""
+    """Return the installed version of a package, or a text that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:  # raised here, it would leave the other ranks waiting

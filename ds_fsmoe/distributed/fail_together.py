@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges objects between the ranks of a group: a value of one or of each, and an error that ends them all."""
+"""Exchanges objects between the ranks of a group: a value of one or of each, and an error that ends them all.
+
+Measurements, checkpoints and the engine call it where one rank may fail. ``agreement`` compares facts instead.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ NCCL_BACKENDS = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
 
 
 class MeasuringError(RuntimeError):
-    """A rank failed while something was measured. The message, the same on all ranks, names it and its error."""
+    """Says that a rank failed during a measurement. The message, the same on all ranks, names it and its error."""
 
 
 @contextmanager
 def raise_on_all_ranks(
     group: dist.ProcessGroup | None, what: str, kind: type[Exception] = MeasuringError
 ) -> Iterator[None]:
-    """Make all ranks leave this context, or all raise. Collective; inside, no collective that only some ranks reach.
+    """Make all ranks leave this context, or all raise. Collective; inside, all ranks must reach the same collectives.
 
     Args:
         group: the ranks; ``None``: all of the job.
-        what: the work that is done, for the message.
+        what: the work inside, for the message.
         kind: the class of the error.
 
     Raises:
@@ -57,8 +60,7 @@ def raise_on_all_ranks(
 
 
 def has_failed_anywhere(has_failed: bool, what: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether a rank of a group has failed. Collective. Most of the time none has, and a number is enough to
-    know that."""
+    """Return True if a rank of a group has failed. Collective. Mostly none has, so a single number is exchanged."""
     return bool(most_of([float(has_failed)], None, group, "whether a rank has failed while", what)[0])
 
 
@@ -71,10 +73,10 @@ def most_of(
     """Return the largest of each number over ranks. Collective.
 
     Args:
-        numbers: as many on every rank.
-        device: of the tensor that travels; ``None``: the one that the group carries.
+        numbers: the numbers, as many on every rank.
+        device: the device of the tensor that is sent; ``None``: the device of the group.
         group: the ranks; ``None``: all of the job.
-        what: the words for what it is for, to a watchdog.
+        what: the purpose in words, for the watchdog.
     """
     if world_size_now() == 1:
         return numbers
@@ -115,7 +117,7 @@ def on_first_rank(value: _T) -> list[_T] | None:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for tensors that a group carries: NCCL only knows those of the current GPU."""
+    """Return the device for tensors of a group's collectives: NCCL only accepts the current GPU's."""
     if dist.get_backend(group) in NCCL_BACKENDS:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the communicators of an MoE layer, and registers them with DeepSpeed.
 
-The ranks of a pipeline stage are ep x esp x edp. DeepSpeed knows no sharding of experts, so it is told that
-``ep * esp`` ranks share the experts: its own function then makes the groups it calls ``ep_size_{ep*esp}``, a *block* of
-ranks that hold different parts of all experts, and the expert-data-parallel (EDP) groups of ranks that hold the same
-part. Its broadcast, reduction and checkpoints are right with that, for no two shards look like replicas. Inside a block
-we cut: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` neighbours, and EP groups stride
-over them, one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they
-differ, and ``layer/state.py`` passes on what a script puts into experts by DeepSpeed's EP ranks.
+The engine and the layers call it during construction. ``topology`` decides which ranks a group has.
+
+The ranks of a pipeline stage are ep x esp x edp. DeepSpeed lacks sharding of experts, so it receives ``ep * esp`` as
+the number of ranks that share the experts. Its own function then makes the groups ``ep_size_{ep*esp}``: a *block* of
+ranks with different parts of all experts, and the expert-data-parallel (EDP) groups of ranks with the same part. Its
+broadcast, reduction and checkpoints are then right, since shards do not look like replicas. We split each block: ESP
+groups, the ranks that share one expert's hidden width, are runs of ``esp`` consecutive ranks. EP groups stride over
+them, with one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they
+differ, and ``layer/state.py`` converts between DeepSpeed's EP ranks and ours.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from ds_fsmoe.planning.groups import Communicators, PlacedGroups, of_deepspeed, 
 
 @dataclass(frozen=True)
 class FSMoEGroups:
-    """Holds the groups of one (ep, esp) as one rank sees them. A communicator of one rank, or without ranks to talk to,
-    is ``None``."""
+    """Holds the groups of one (ep, esp) from the view of one rank. A communicator of one rank, or without peers, is
+    ``None``."""
 
     layout: Layout
     topology: Topology
@@ -68,8 +70,11 @@ class FSMoEGroups:
 
     @cached_property
     def planned(self) -> PlacedGroups:
-        """The groups as the planner needs them. ``planned.placements[kind].lanes`` are the lanes of a kind of group,
-        the same on every rank; ``topology.lanes_of(ranks_of(kind))`` are those of this rank's own group."""
+        """Return the groups in the planner's form.
+
+        ``planned.placements[kind].lanes`` are the lanes of a kind of group, the same on every rank;
+        ``topology.lanes_of(ranks_of(kind))`` are those of this rank's own group.
+        """
         return placed_groups(self.layout, self.topology)
 
     def ranks_of(self, kind: str) -> Ranks:
@@ -78,14 +83,14 @@ class FSMoEGroups:
 
     def index_in(self, kind: str) -> int:
         """Return this rank's index in its group of a kind: in ``"ep"`` the EP rank, in ``"esp"`` the shard, in
-        ``"blocks"`` DeepSpeed's EP rank, by which it names the files of experts."""
+        ``"blocks"`` DeepSpeed's EP rank, which is in the names of experts' files."""
         return self.ranks_of(kind).index(self.rank)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Holds what was made under one default process group. DeepSpeed's own dictionaries are no place for it: it takes
-    every key in them for an expert-parallel size."""
+    """Holds the groups made under one default process group. They cannot be in DeepSpeed's own dictionaries, where
+    every key counts as an expert-parallel size."""
 
     groups: dict[tuple, FSMoEGroups] = field(default_factory=dict)
     parts: dict[tuple, dist.ProcessGroup | None] = field(default_factory=dict)
@@ -98,7 +103,7 @@ _made_under: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 
 def _made() -> _Made:
-    """Return the groups that exist for the present default process group."""
+    """Return the groups of the present default process group."""
     world = dist.group.WORLD
     # What was made may name the group it was made under, which would then never go by itself.
     for other in [each for each in _made_under if each is not world]:
@@ -125,19 +130,19 @@ def make_groups(
     torch.distributed, no communicator of ours is made.
 
     Under DeepSpeed, call it where the engine calls ``set_deepspeed_parallelism`` or later: by then DeepSpeed has its
-    ``mpu`` and the device is set. Where DeepSpeed is not in use (a layer put together by hand) all groups are ours.
+    ``mpu`` and the device is set. Without DeepSpeed (a layer assembled by a script) all groups are ours.
 
     Args:
         ep_size, esp_size, expert_before_data: see :func:`layout`.
         ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None`` counts by host names.
-        mp_size, pp_size: those of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
+        mp_size, pp_size: the sizes of the rest of the model; ``None``: those of DeepSpeed's ``mpu``, 1 without.
         tensor_parallel_experts: see :func:`layout`.
-        same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
+        same_tokens: whether tensor-parallel ranks enter the layer with the same tokens.
         max_ctas: the limit for communicators of lanes, see :func:`make`.
 
     Raises:
-        ValueError: sizes do not divide the ranks (names those that would), or experts are to be sharded on nodes that
-            are not equally large.
+        ValueError: sizes do not divide the ranks (names sizes that do), or experts are sharded on nodes of unequal
+            size.
         RuntimeError: DeepSpeed's groups of that size have other ranks, or belong to a destroyed process group.
     """
     stock = _deepspeed_groups()
@@ -180,7 +185,7 @@ def make_groups(
 def _groups_of_deepspeed(
     stock: Any, found: Layout, rank: int, expert_before_data: bool
 ) -> list[dist.ProcessGroup | None]:
-    """Return this rank's block, EDP and DP groups: DeepSpeed's, where it is in use, connected to their peers."""
+    """Return this rank's block, EDP and DP groups: DeepSpeed's, if it is in use, connected to their peers."""
     if stock is None:
         return [make(each) for each in of_deepspeed(found.kinds)]
     groups = _made_by_deepspeed(stock, found, rank, expert_before_data)
@@ -196,8 +201,8 @@ def make(listed: Communicators, max_ctas: int | None = None) -> dist.ProcessGrou
     again until the default process group is destroyed.
 
     Args:
-        listed: the sets and their purpose: two purposes with the same ranks have separate communicators.
-        max_ctas: the most thread blocks that collectives of lanes may have on NCCL; ``None``: NCCL's own choice.
+        listed: the sets of ranks and their purpose: two purposes with the same ranks have separate communicators.
+        max_ctas: the maximum of thread blocks for collectives of lanes on NCCL; ``None``: NCCL's own choice.
     """
     made = _made().parts
     most = max_ctas if listed.is_on_lane else None
@@ -211,10 +216,10 @@ def make(listed: Communicators, max_ctas: int | None = None) -> dist.ProcessGrou
 
 
 def _new(groups: Sequence[Ranks], name: str, max_ctas: int | None) -> dist.ProcessGroup | None:
-    """Make groups, of which no two have a rank in common; return this rank's. Collective over all ranks of the job.
+    """Make disjoint groups; return this rank's. Collective over all ranks of the job.
 
-    Where the default group is bound to a device, every rank takes part in each group that NCCL makes: so all of them
-    are made at once there.
+    If the default group is bound to a device, every rank takes part in each group that NCCL makes: so all groups are
+    made at once then.
     """
     own = None
     rank = dist.get_rank()
@@ -231,7 +236,7 @@ def _new(groups: Sequence[Ranks], name: str, max_ctas: int | None) -> dist.Proce
 
 
 def _is_splitting() -> bool:
-    """Return whether groups are split off the default one: the same on every rank. Collective at the first call."""
+    """Return True if groups are split off the default one; the same on every rank. Collective at the first call."""
     splits = _made().splits
     if not splits:
         splits.append(nccl.is_used() and all(on_every_rank(nccl.can_split())))
@@ -239,21 +244,24 @@ def _is_splitting() -> bool:
 
 
 def _connect(group: dist.ProcessGroup | None) -> None:
-    """Connect before the first collective, which may run beside others. Collective over the ranks of the group; the
-    groups of a kind have no rank in common, and nothing else is under way while groups are made."""
+    """Connect a group before its first collective, which may run concurrently with others. Collective over its ranks.
+
+    The groups of a kind are disjoint, and no other collective runs while groups are made.
+    """
     if group is not None and nccl.is_used(group):
         nccl.warm(group)
 
 
 def _timeout() -> timedelta | None:
-    """Return the default group's timeout. A new group gets its backend's instead, half an hour on gloo."""
+    """Return the default group's timeout. A new group would have its backend's instead, half an hour on gloo."""
     world: Any = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _deepspeed_groups() -> Any:
-    """Return DeepSpeed's module of groups, if this process communicates through DeepSpeed; importing takes seconds."""
+    """Return DeepSpeed's module of groups if this process communicates through DeepSpeed; importing it takes
+    seconds."""
     if "deepspeed.comm" not in sys.modules:
         return None
     from deepspeed import comm
@@ -263,7 +271,7 @@ def _deepspeed_groups() -> Any:
 
 
 def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
-    """Return (tensor-parallel ranks, pipeline stages) of a script's ``mpu`` for DeepSpeed; ``None`` is 1 of each."""
+    """Return (tensor-parallel ranks, pipeline stages) of a script's ``mpu`` for DeepSpeed; ``None`` means 1 of each."""
     if mpu is None:
         return 1, 1
     from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
@@ -274,7 +282,7 @@ def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
 def sequence_ranks_of_mpu(mpu: Any) -> int:
     """Return the number of ranks that share each sequence, by the ``mpu`` of DeepSpeed's Ulysses; 1 for any other.
 
-    It calls them model-parallel too, for which DeepSpeed itself tells it by the lack of data-parallel ranks.
+    That ``mpu`` calls them model-parallel too; DeepSpeed recognises it by the lack of data-parallel ranks.
     """
     has_data = hasattr(mpu, "get_data_parallel_world_size")
     if has_data or not hasattr(mpu, "get_sequence_parallel_world_size"):
@@ -283,7 +291,7 @@ def sequence_ranks_of_mpu(mpu: Any) -> int:
 
 
 def has_neighbours(mpu: Any) -> bool:
-    """Return whether this rank's tensor-parallel ranks are the run of neighbours that :func:`layout` expects."""
+    """Return True if this rank's tensor-parallel ranks are the run of consecutive ranks that :func:`layout` expects."""
     size, _ = sizes_of_mpu(mpu)
     if size == 1:
         return True
@@ -330,7 +338,7 @@ def _made_by_deepspeed(
 
 @dataclass(frozen=True)
 class StockNames:
-    """The values that a ``deepspeed.moe.layer.MoE`` has to carry so that DeepSpeed treats it right."""
+    """Holds the values that a ``deepspeed.moe.layer.MoE`` needs so that DeepSpeed handles it correctly."""
 
     ep_size: int
     """The value for ``MoE.ep_size``: ep * esp, the ranks that hold different parts of the experts."""
@@ -339,7 +347,7 @@ class StockNames:
     expert. Also ``name`` of the optimizer's parameter groups of experts, where a script has split them already."""
 
     def put_on(self, moe: nn.Module) -> None:
-        """Write them on a layer. ``MOELayer.ep_size`` stays, because the layer's own forward uses it."""
+        """Write the values on a layer. ``MOELayer.ep_size`` stays, because the layer's own forward uses it."""
         moe.ep_size = self.ep_size
         moe.expert_group_name = self.expert_group_name
         moe.deepspeed_moe.ep_group_name = self.expert_group_name
@@ -354,10 +362,12 @@ def stock_names(ep_size: int, esp_size: int) -> StockNames:
 
 
 def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | None:
-    """Return a communicator with the ranks of this rank's group of a kind, for traffic that must not come between that
-    of another: gradients on a lane, and updated parameters, which do not travel with them. Collective; ``None`` for a
-    group of one rank. Made once, as :func:`make` does: each engine of a process gets the same one, and so do two kinds
-    with the same ranks, whose gradients travel in one order on one lane."""
+    """Return a separate communicator with the ranks of this rank's group of a kind; ``None`` for one rank. Collective.
+
+    It serves traffic that must not come between that of another: gradients on a lane, and updated parameters. It is
+    made once, as :func:`make` does: engines of one process share it. So do two kinds with the same ranks, whose
+    gradients are sent in one order on one lane.
+    """
     return make(of_gradients(getattr(groups.layout, kind)), groups.max_ctas)
 
 
@@ -365,8 +375,10 @@ def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | Non
 def passing_communicators(
     kinds: Sequence[Sequence[Ranks]], name: str, max_ctas: int | None = None
 ) -> Iterator[list[dist.ProcessGroup]]:
-    """Make communicators for a while: this rank's of each kind, also of one rank. They are destroyed at the end, when
-    no rank may be in their collectives. Collective over all ranks of the job, with the same arguments on each.
+    """Make this rank's communicator of each kind for the block, also of one rank. Collective over all ranks of the job,
+    with the same arguments on each.
+
+    They are destroyed at the end, when no rank may be in their collectives.
 
     Args:
         kinds: the groups of each kind; every rank is in one of them.

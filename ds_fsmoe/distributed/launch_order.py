@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks NCCL to start collectives in the order in which they were issued, before its first communicator is made.
 
-Two links at work are two communicators at work, and a GPU may start their collectives in any order. If it has room for
-only one, two ranks that have begun with different ones wait for each other for ever. From NCCL 2.26 on a variable makes
-the GPU begin them in the order of the host, which is the same on every rank here; they still run beside each other.
-NCCL reads it when it is first used, so it has to be there by then: :func:`ask` is called when this package is imported,
-and by its entry points.
+Two busy links are two busy communicators, and a GPU may start their collectives in any order. If only one fits on the
+GPU, two ranks that have begun with different ones wait for each other for ever. From NCCL 2.26 on a variable makes the
+GPU start them in the order of the host. This order is the same on every rank, and they still run concurrently. NCCL
+reads the variable at its first use. So :func:`ask` is called when this package is imported, and by its entry points.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _OF_RANKS = (
 
 
 def ask(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variable, unless it is set, or a process group exists already, for which it would come too late."""
+    """Set the variable, unless it is set, or a process group exists already, which is too late."""
     # RCCL has the variable too, and versions in use crash over it.
     if VARIABLE not in environment and not _has_group() and not _is_rocm():
         environment[VARIABLE] = "1"
 
 
 def ask_as_rank(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variable in a process that a launcher has started; in others an import changes nothing."""
+    """Set the variable in a process that a launcher has started; in other processes an import changes nothing."""
     if any(name in environment for name in _OF_RANKS):
         ask(environment)
 

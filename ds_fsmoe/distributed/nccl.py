@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configures NCCL so that lanes can run at the same time; does nothing on other backends.
+"""Configures NCCL so that lanes can run at the same time; it has no effect on other backends.
 
-A collective of NCCL is a kernel that stays on its GPU until those of all its ranks have come. Lanes may overlap where
-kernels start in one order on all ranks (see ``launch_order.py``), and they leave room for each other and the experts
-where each communicator has few thread blocks.
+Groups, runtime and measurements call it. A collective of NCCL is a kernel that stays on its GPU until those of all its
+ranks have arrived. Lanes may overlap if kernels start in one order on all ranks (see ``launch_order.py``). Their
+kernels leave processors to each other and to the experts if each communicator has few thread blocks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _WARM_BYTES = (0, 8 << 20)
 
 
 def is_used(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether a group's tensors on a GPU travel by NCCL."""
+    """Return True if a group's tensors on a GPU are sent by NCCL."""
     return "nccl" in str(dist.get_backend_config(group))
 
 
 def facts() -> dict[str, str]:
-    """Return torch's implementation of NCCL and NCCL's version; nothing where it is not used.
+    """Return torch's implementation of NCCL and NCCL's version; empty if NCCL is not used.
 
-    torch 2.15 has another implementation than those before it, and an environment may choose between the two.
+    torch 2.15 has another implementation than earlier versions, and an environment may choose between the two.
     """
     if world_size_now() == 1 or not is_used():
         return {}
@@ -49,7 +49,7 @@ def facts() -> dict[str, str]:
 
 
 def version() -> tuple[int, ...]:
-    """Return the version of NCCL that is loaded, which may be another than the one that torch was compiled with."""
+    """Return the version of the loaded NCCL, which may differ from the one that torch was compiled with."""
     number = ctypes.c_int()
     # Nothing is loaded by asking: torch has loaded what it runs on.
     with suppress(OSError, AttributeError):
@@ -61,7 +61,8 @@ def version() -> tuple[int, ...]:
 
 
 def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return why a GPU may start this rank's collectives in another order than they are issued; ``None`` if not."""
+    """Return the reason why a GPU may start this rank's collectives in another order than issued; ``None`` if it
+    cannot."""
     if torch.version.hip is not None:
         return "RCCL has no order of launches that can be relied on"
     found = version()
@@ -79,7 +80,7 @@ def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _is_on(value: str) -> bool:
-    """Return whether a value is on as NCCL reads it: a whole number other than 0."""
+    """Return True if NCCL reads a value as on: a whole number other than 0."""
     try:
         return int(value, 0) != 0
     except ValueError:
@@ -87,7 +88,7 @@ def _is_on(value: str) -> bool:
 
 
 def why_one_link() -> str | None:
-    """Return why the traffic of both links has to go one after another; ``None`` if lanes may overlap.
+    """Return the reason why the traffic of both links has to be sequential; ``None`` if lanes may overlap.
 
     Collective over all ranks of the job, with the same result on each: the reason of the first rank that has one.
     """
@@ -98,14 +99,14 @@ def why_one_link() -> str | None:
 
 
 def options(max_ctas: int | None, timeout: timedelta | None) -> Any:
-    """Return options for ``dist.new_group``: the most thread blocks of the new communicator's collectives.
+    """Return options for ``dist.new_group``: the maximum of thread blocks of the new communicator's collectives.
 
     Args:
         max_ctas: the limit; ``None``: NCCL's own choice.
         timeout: the timeout of the group, so that torch sees no contradiction.
 
     Returns:
-        The options, or ``None`` where NCCL is not used, or nothing is asked for.
+        The options, or ``None`` if NCCL is not used or there is no limit.
     """
     if max_ctas is None or not is_used():
         return None
@@ -123,7 +124,7 @@ def options(max_ctas: int | None, timeout: timedelta | None) -> Any:
 
 
 def can_split() -> bool:
-    """Return whether this rank's default group can be split: it is bound to a device, and its backend is able to."""
+    """Return True if this rank's default group can be split: it is bound to a device, and its backend supports it."""
     world = dist.distributed_c10d._get_default_group()
     if not hasattr(dist, "split_group") or world.bound_device_id is None:
         return False
@@ -131,10 +132,10 @@ def can_split() -> bool:
 
 
 def warm(group: dist.ProcessGroup) -> None:
-    """Connect a communicator to its peers, in every way in which it may be used. Collective; the host waits.
+    """Connect a communicator to its peers, for every kind of collective that uses it. Collective; the host waits.
 
     NCCL connects at first use, from the host, which then waits for the other ranks' hosts. Within a schedule that would
-    come between collectives of other communicators that are under way.
+    come between running collectives of other communicators.
     """
     device = _device_of(group)
     with waiting("the connections of a communicator"):

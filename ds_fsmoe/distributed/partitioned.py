@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows parameters that ZeRO 3 has shared out over ranks, how to have them whole for a while, and in what order they
-are gathered.
+"""Handles parameters that ZeRO 3 has partitioned: gathers them whole for a block, and fixes the order of gathers.
 
-DeepSpeed gathers the parameters of a module ahead of its forward and backward, and those of the next modules with them.
-Dense parameters travel in one communicator and experts' in another. Which comes first is left to the order of a set of
-parameters, by their addresses: another one on each rank, and NCCL may wait for ever. It is also done in hooks on every
-module, activation functions within experts too, which run while lanes are at work.
+The engine, checkpoints and placement call it. DeepSpeed gathers the parameters of a module ahead of its forward and
+backward, and those of the next modules with them. Dense parameters use one communicator and experts' another. Their
+order follows from a set of parameters, by addresses. It differs between ranks, and NCCL may wait for ever. Hooks on
+every module do this, activation functions within experts too, which run while lanes are busy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 
 
 def is_shared_out(parameter: torch.Tensor) -> bool:
-    """Return whether ZeRO 3 has shared a parameter out."""
+    """Return True if ZeRO 3 has partitioned a parameter."""
     return hasattr(parameter, "ds_id")
 
 
@@ -46,7 +45,7 @@ def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 
     Args:
         module: the module.
-        parameters: those of modules that nobody calls.
+        parameters: the parameters of modules without calls.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -57,9 +56,9 @@ def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> None:
     """Make ZeRO 3 gather the weights of each module for its own calls, in blocks that contain certain modules.
 
-    DeepSpeed marks the MoE blocks of some families as leaves, whose weights it gathers together, since which of their
-    experts run differs. Of a leaf whose input requires no gradient, as in the first layer of a model with adapters, it
-    takes the gradients before they are there.
+    DeepSpeed marks the MoE blocks of some families as leaves, whose weights it gathers together, since their active
+    experts differ between ranks. The input of a leaf may require no gradient, as in the first layer of a model with
+    adapters. DeepSpeed then reads the gradients before they exist.
 
     Args:
         model: the model.
@@ -76,11 +75,11 @@ def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> N
 def run_compiled(model: nn.Module) -> None:
     """Make ZeRO 3 run modules that ``torch.compile`` wrapped before the engine was made.
 
-    DeepSpeed puts a dict of its own into each module and marks it at every forward. A compiled module hands on what is
-    put into it, which is empty, to the one within.
+    DeepSpeed writes its own dict to each module and marks it at every forward. A compiled module passes this dict,
+    which is empty, on to the module inside.
 
     Raises:
-        RuntimeError: the one within has weights, which would be lost.
+        RuntimeError: the module inside has weights, which would be lost.
     """
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
@@ -96,10 +95,10 @@ def run_compiled(model: nn.Module) -> None:
 
 
 def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
-    """Make DeepSpeed gather parameters in the same order on all ranks, whatever the lanes do.
+    """Make DeepSpeed gather parameters in the same order on all ranks, independent of the lanes.
 
     Args:
-        optimizer: the engine's at stage 3, or what stands for it where nothing is optimized.
+        optimizer: the engine's optimizer at stage 3, or its placeholder if nothing is optimized.
         experts: the modules whose forwards run on lanes.
     """
     offload = getattr(optimizer, "parameter_offload", optimizer)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which ranks share a node, which make up a group, and with that, which links a group crosses."""
+"""Finds which ranks share a node and which form a group, and from both the links that a group uses.
+
+The engine, ``groups`` and most reports call it. It only computes lists of ranks; ``groups`` makes communicators of
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +30,28 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job."""
+        """Return the number of ranks of the job."""
         return len(self.node_of_rank)
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on the fullest node."""
+        """Return the number of ranks on the fullest node."""
         return max(Counter(self.node_of_rank).values())
 
     @property
     def node_sizes(self) -> tuple[int, ...]:
-        """The number of ranks on each node, in the order of its first rank."""
+        """Return the number of ranks on each node, in the order of its first rank."""
         return tuple(Counter(self.node_of_rank).values())
 
     def lanes_of(self, ranks: Sequence[int]) -> tuple[Lane, ...]:
-        """Return the links that one group crosses; see :class:`~ds_fsmoe.planning.groups.Placement`."""
+        """Return the links that one group uses; see :class:`~ds_fsmoe.planning.groups.Placement`."""
         return self.place([ranks]).lanes
 
     def place(self, groups: Iterable[Sequence[int]]) -> Placement:
-        """Place the groups of one kind, taken together: the worst of them counts.
+        """Return the links of the groups of one kind, taken together: the worst group counts.
 
-        A schedule has to be the same on every rank, so its lanes may not follow from the rank's own group: where one
-        group of a kind lies inside a node and another spans two, both are scheduled as the second needs it.
+        A schedule has to be the same on every rank, so its lanes may not depend on the rank's own group. If one group
+        of a kind is inside a node and another spans two, both are scheduled as the second needs it.
 
         Args:
             groups: the ranks of each group, all groups equally large.
@@ -57,13 +61,14 @@ class Topology:
 
 
 def topology_of_hosts(hosts: Iterable[str]) -> Topology:
-    """Put ranks with the same host name on one node. ``hosts``: one name per rank, in rank order."""
+    """Return the topology in which ranks with the same host name share a node. ``hosts``: one name per rank, in rank
+    order."""
     numbers: dict[str, int] = {}
     return Topology(tuple(numbers.setdefault(host, len(numbers)) for host in hosts))
 
 
 def topology_of_size(world_size: int, ranks_per_node: int) -> Topology:
-    """Put so many neighbours on each node.
+    """Return the topology with ``ranks_per_node`` consecutive ranks on each node.
 
     Raises:
         ValueError: ``ranks_per_node`` does not divide the ranks.
@@ -77,7 +82,7 @@ def topology_of_size(world_size: int, ranks_per_node: int) -> Topology:
 
 
 def why_not_sharded(topology: Topology, esp_size: int) -> str | None:
-    """Return why ``esp_size`` ranks cannot share experts on these nodes; ``None`` if they can."""
+    """Return the reason why ``esp_size`` ranks cannot share experts on these nodes; ``None`` if they can."""
     sizes = Counter(topology.node_sizes)
     if esp_size == 1 or len(sizes) == 1:
         return None
@@ -94,7 +99,7 @@ def find_topology(ranks_per_node: int | None = None) -> Topology:
 
     Args:
         ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None`` asks every rank for its host name. On a GPU the
-            device of this rank has to be set by then, because NCCL carries the names.
+            device of this rank has to be set by then, because NCCL sends the names.
 
     Raises:
         ValueError: ``ranks_per_node`` does not divide the ranks.
@@ -110,18 +115,18 @@ def find_topology(ranks_per_node: int | None = None) -> Topology:
 
 
 def world_size_now() -> int:
-    """Return the number of ranks of the default process group; 1 where there is none."""
+    """Return the number of ranks of the default process group; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank_now(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process's place among the ranks of a group, or of all; 0 where there is no process group."""
+    """Return this process's index among the ranks of a group, or of all; 0 without a process group."""
     return 0 if world_size_now() == 1 else dist.get_rank(group)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Lists every group of every kind, as ranks in ascending order. One static order, the same on every rank."""
+    """Lists every group of every kind, as ranks in ascending order. The order is static, and the same on every rank."""
 
     world_size: int
     ep_size: int
@@ -151,18 +156,18 @@ class Layout:
 
     @property
     def kinds(self) -> dict[str, tuple[Ranks, ...]]:
-        """The groups of each kind."""
+        """Return the groups of each kind."""
         return {kind: getattr(self, kind) for kind in ("blocks", "ep", "esp", "edp", "mp", "dp")}
 
     def agreeing(self, *, same_tokens: bool) -> tuple[Ranks, ...]:
-        """Return the groups of ranks that have to agree on a capacity that follows from their tokens.
+        """Return the groups of ranks that have to agree on a capacity derived from their tokens.
 
-        Those of a block exchange slots, those of an ESP group gather them, and an MP group whose ranks have the same
-        tokens sends one set of slots in parts. These are the blocks themselves where the ranks of each block have all
-        the tokens among them.
+        Ranks of a block exchange slots, and ranks of an ESP group gather them. An MP group whose ranks have the same
+        tokens sends one set of slots in parts. The result is the blocks themselves if each block has all tokens of the
+        ranks tied to it.
 
         Args:
-            same_tokens: whether the ranks of an MP group have the same tokens; else each has its own.
+            same_tokens: whether the ranks of an MP group have the same tokens; otherwise each has its own.
         """
         tied = [*self.blocks, *self.esp, *(self.mp if same_tokens else ())]
         joined_of: dict[int, set[int]] = {}
@@ -190,21 +195,21 @@ def layout(
     pp_size: int = 1,
     tensor_parallel_experts: bool = False,
 ) -> Layout:
-    """Lay out the groups of a job.
+    """Return the layout of the groups of a job.
 
     Args:
         world_size: the number of ranks of the job.
-        ep_size: the number of ranks over which the experts are spread, as the script says.
+        ep_size: the number of ranks over which the experts are spread, from the script.
         esp_size: the number of ranks that share one expert, ``fsmoe.expert_tensor_parallel_size``.
-        expert_before_data: DeepSpeed's default, a block is a run of neighbours; ``False`` is its
-            ``use_data_before_expert_parallelism``: ranks of an EDP group are neighbours, and a block strides over them.
+        expert_before_data: ``True`` is DeepSpeed's default: a block is a run of consecutive ranks. ``False`` is its
+            ``use_data_before_expert_parallelism``: an EDP group is such a run, and a block strides over them.
         mp_size, pp_size: the numbers of tensor-parallel ranks and pipeline stages of the rest of the model.
         tensor_parallel_experts: whether experts split themselves over the tensor-parallel ranks, DeepSpeed's
-            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups, and the ranks of an MP
-            group share an expert as those of an ESP group do; ``esp_size`` has to be 1.
+            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups. The ranks of an MP group
+            share an expert like those of an ESP group; ``esp_size`` has to be 1.
 
     Raises:
-        ValueError: sizes do not divide the ranks; names the sizes that would.
+        ValueError: sizes do not divide the ranks; names sizes that do.
     """
     self_split = tensor_parallel_experts and mp_size > 1
     stage_size = _checked_stage_size(world_size, ep_size, esp_size, mp_size, pp_size, self_split)
@@ -277,7 +282,7 @@ def _checked_stage_size(
 
 
 def placed_groups(laid_out: Layout, topology: Topology) -> PlacedGroups:
-    """Return a layout as the planner takes it: sizes, and the link that each kind of group crosses."""
+    """Return a layout in the planner's form: sizes, and the link that each kind of group uses."""
     return PlacedGroups(
         world=laid_out.world_size,
         gpus_per_node=topology.ranks_per_node,
@@ -290,21 +295,21 @@ def placed_groups(laid_out: Layout, topology: Topology) -> PlacedGroups:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is a whole number of at least 1; ``True`` is not one."""
+    """Return True if a value is a whole number of at least 1; ``True`` itself is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def sizes_that_divide(total: int) -> str:
-    """Return ``"1, 2, 3, 6"`` for 6."""
+    """Return the divisors of a number, for messages: ``"1, 2, 3, 6"`` for 6."""
     return ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)
 
 
-# ---- Says where a rank is in a job whose model is cut into pipeline stages
+# ---- Describes where a rank is in a job whose model is split into pipeline stages
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Says where this rank is in a job of pipeline stages."""
+    """Describes the position of this rank in a job of pipeline stages."""
 
     stage: int
     """The stage that this rank runs, counted from the front."""

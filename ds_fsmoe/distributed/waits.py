@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the present waits of this process, their start and its last action, for a watchdog in any thread.
 
-A collective whose other ranks never come says nothing. Each one of ours that blocks the host, and is no task of a lane,
-is marked by :class:`waiting`, which costs a few microseconds and no lock.
+A collective whose other ranks never arrive reports nothing. Our collectives that block the host outside of lanes are
+marked by :class:`waiting`. It costs a few microseconds and no lock. ``observing/watchdog.py`` reads the marks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _T = TypeVar("_T")
 
 
 class _Mark:
-    """Stands for something that is under way in a thread."""
+    """Represents an operation that is running in a thread."""
 
     __slots__ = ("_what", "since_s", "thread")
     _in_progress: ClassVar[dict[int, Any]]
 
     def __init__(self, *what: str) -> None:
-        """
+        """Initialize a mark.
+
         Args:
-            what: the words for it, and what it is of, such as the path of a layer.
+            what: the operation in words, and its object, such as the path of a layer.
         """
         self._what = what
 
@@ -43,12 +44,12 @@ class _Mark:
 
     @property
     def what(self) -> str:
-        """The words for it."""
+        """Return the operation in words."""
         return " ".join(self._what)
 
     @classmethod
     def now(cls) -> list[Self]:
-        """Return those that are under way, the oldest first."""
+        """Return the marks of running operations, the oldest first."""
         return list(cls._in_progress.values())
 
 
@@ -60,14 +61,15 @@ class waiting(_Mark):
 
 
 class working(_Mark):
-    """Marks work with files, in which a rank may keep others waiting for long: no wait inside of it is a hang."""
+    """Marks work with files, in which a rank may keep others waiting for long: a wait inside it is not reported as a
+    hang."""
 
     __slots__ = ()
     _in_progress: ClassVar[dict[int, Any]] = {}
 
 
 def at_work(what: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """Mark a function as work with files, see :class:`working`."""
+    """Return a decorator that marks a function as work with files, see :class:`working`."""
 
     def marked(function: Callable[..., _T]) -> Callable[..., _T]:
         @functools.wraps(function)
@@ -88,21 +90,21 @@ class _Last:
 
 
 def forward_begins(forward: object) -> None:
-    """Note that the forward of a layer begins.
+    """Record that the forward of a layer begins.
 
     Args:
-        forward: shown as text when somebody asks.
+        forward: the forward, which is turned into text on request.
     """
     _Last.forward = forward, time.monotonic()
 
 
 def at_step(number: int) -> None:
-    """Note that optimizer step ``number`` is about to begin, or goes on."""
+    """Record that optimizer step ``number`` begins or continues."""
     _Last.step = number
 
 
 def is_patient(wait: _Mark) -> bool:
-    """Return whether a wait may be long, as others may be at work with files."""
+    """Return True if a wait may be long, since other ranks may be working with files."""
     return any(each.thread == wait.thread for each in working.now())
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the ``"fsmoe"`` block from a command line, for scripts whose DeepSpeed config is a dict inside them."""
+"""Reads the ``"fsmoe"`` block from a command line, for scripts whose DeepSpeed config is a dict inside them.
+
+``ds_fsmoe.run`` and the commands that start a training run call it before the script begins.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ _EXAMPLE = "a file, or a JSON object such as '{\"enabled\": true}'"
 
 
 def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
-    """Take our option out of the arguments in front of a script.
+    """Split our option from the arguments in front of a script.
 
     Only arguments in front of the script are ours; after it, an argument of the same name belongs to the script.
 
     Returns:
-        The value of the option or ``None``, the other options in front, and the script with all that follows it.
+        The value of the option or ``None``, the other options in front, and the script with its own arguments.
 
     Raises:
         ValueError: the option is given twice, or without a value.
@@ -41,15 +44,15 @@ def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[s
 
 
 def read_given(text: str) -> dict[str, Any]:
-    """Return the block that a command line gives.
+    """Read the block of a command line.
 
     Args:
         text: the block as JSON, if it begins with a brace; else the path of a JSON file, which may have comments as
-            DeepSpeed's configs may. Either holds the block, or a DeepSpeed config with the block in it, of which
-            nothing else is used.
+            DeepSpeed's configs may. Either is the block, or a DeepSpeed config with the block in it. The rest of such a
+            config is ignored.
 
     Raises:
-        ValueError: there is no such file, or it holds something else. The message begins with what was given.
+        ValueError: the file is missing, or has another content. The message begins with the text.
     """
     if text.lstrip().startswith("{"):
         try:

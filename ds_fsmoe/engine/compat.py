@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists everything private of DeepSpeed that we touch, in one place, and checks it before training starts.
+"""Lists every private name of DeepSpeed that we use, and checks all of them before training starts.
 
-DeepSpeed has no plugin interface. An upgrade may move any of the names below; then the check here says which one,
-instead of an error from deep inside an hour later.
+DeepSpeed has no plugin interface. An upgrade may move any of these names. The check names the one that moved; without
+it, an error would come from deep inside DeepSpeed, possibly an hour later. The entry points and commands call it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TORCH_NAMES: dict[str, tuple[str, ...] | None] = {
             *("_backward_pre_hooks", "_forward_hooks_always_called", "_call_impl", "_compiled_call_impl"),
         )
     },
-    # What ours does beside a module's own way to move and to load.
+    # The additions of ours to a module's own methods for moving and loading.
     "torch.nn:Module()._apply": ("fn", "recurse"),
     "torch.nn:Module()._load_from_state_dict": ("state_dict", "prefix"),
     # Copies the parameters of a message by one call.
@@ -106,7 +106,7 @@ OPTIONAL: dict[str, str] = {
 
 
 class IncompatibleError(RuntimeError):
-    """The installed DeepSpeed, torch or Python does not work with this package."""
+    """Says that the installed DeepSpeed, torch or Python does not work with this package."""
 
 
 _INITIALIZE = (
@@ -310,7 +310,7 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
 
 
 def in_range(name: str, found: str, supported: Mapping[str, str] = SUPPORTED) -> bool:
-    """Return whether this package works with a version of "python", "torch" or "deepspeed"; a "+cpu" is ignored."""
+    """Return True if this package works with a version of "python", "torch" or "deepspeed"; a "+cpu" is ignored."""
     return SpecifierSet(supported[name]).contains(Version(found).base_version, prereleases=True)
 
 
@@ -318,11 +318,11 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[tuple[int, 
     """Check the installed versions against the supported ranges.
 
     Returns:
-        A level of logging and a sentence: for a torch above its range, and for Python and torch that are in range and
-        were not run together.
+        (logging level, sentence) for a torch above its range, and for a Python and a torch that are in range but were
+        not tested together.
 
     Raises:
-        IncompatibleError: versions are out of range; a line for each, with the range and the reason for it.
+        IncompatibleError: versions are out of range; one line each, with the range and its reason.
     """
     installed = {"python": ".".join(map(str, sys.version_info[:3])), "torch": version("torch")}
     installed["deepspeed"] = version("deepspeed")
@@ -349,7 +349,7 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[tuple[int, 
 
 
 def is_newer_torch(name: str, found: str, supported: Mapping[str, str] = SUPPORTED) -> bool:
-    """Return whether a version is that of a torch above the range, with which training is tried."""
+    """Return True if a version is that of a torch above the supported range, with which training is tried."""
     bounds = [Version(each.version) for each in SpecifierSet(supported[name]) if each.operator == "<"]
     return name == "torch" and bool(bounds) and Version(Version(found).base_version) >= max(bounds)
 
@@ -365,7 +365,7 @@ def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVAT
     """Check that every private name still exists and still takes the parameters we pass.
 
     Raises:
-        IncompatibleError: names the first that does not.
+        IncompatibleError: names the first one that is missing or differs.
     """
     if (problem := problem_with(expected)) is not None:
         package = problem.partition(" ")[0]
@@ -373,11 +373,12 @@ def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVAT
 
 
 def problem_with(expected: Mapping[str, tuple[str, ...] | None]) -> str | None:
-    """Return which of some names of a package is not there any more, or does not take the parameters we pass, in words
-    that begin with the package and its version; ``None`` if all are as they were.
+    """Return which name of a package is missing, or lacks a parameter that we pass; ``None`` if all are present.
+
+    The text begins with the package and its version.
 
     Args:
-        expected: ``module:attribute`` -> its leading parameters; ``None``: it is not called.
+        expected: ``module:attribute`` -> its leading parameters; ``None`` for a name that is not called.
     """
     for name, parameters in expected.items():
         package = name.partition(".")[0]
@@ -403,7 +404,7 @@ def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()
         arguments: the names of the script's arguments.
 
     Raises:
-        IncompatibleError: names that function and what it does not take.
+        IncompatibleError: names the function and the parameters that it lacks.
     """
     if _is_deepspeeds(function):
         takes = tuple(inspect.signature(function).parameters)
@@ -448,7 +449,7 @@ def load_ds_config(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """Read a DeepSpeed config as DeepSpeed itself does: a dict, a path (JSON with comments) or base64.
 
     Raises:
-        ValueError: it is none of these; DeepSpeed would call a path that leads nowhere invalid base64.
+        ValueError: it is none of these. DeepSpeed itself reports a missing file as invalid base64.
     """
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config as read
 

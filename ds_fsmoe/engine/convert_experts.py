@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the experts modules of Hugging Face models ours: cut to this rank's part, tagged for DeepSpeed, run our way.
+"""Makes the experts modules of Hugging Face models ours: reduced to this rank's experts, tagged for DeepSpeed, and run
+by our schedule.
 
-Routers, shared experts, auxiliary losses and recorded logits are around them and stay as they are.
+Routers, shared experts, auxiliary losses and recorded logits are around them and stay as they are. The engine calls
+this where it replaces layers; ``convert_layers`` does the same for DeepSpeed's own MoE layers.
 """
 
 from __future__ import annotations
@@ -65,17 +67,18 @@ from ds_fsmoe.terminal.tables import Message, Table
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> every module of experts that follows transformers' contract, in module order."""
+    """Return name -> experts module that follows transformers' contract, in module order."""
     return {name: module for name, module in model.named_modules() if follows_contract(module)}
 
 
 def find_left_out(model: nn.Module, taken: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return name -> class of the modules that look like experts of an MoE block and are not taken over: stacked
-    weights under the name ``experts``, or a list of alike modules under it.
+    """Return name -> class of the modules that look like experts of an MoE block but are not converted.
+
+    Such a module has stacked weights, or a list of equal modules, under the name ``experts``.
 
     Args:
         model: the model.
-        taken: the modules of experts and the stock layers that are taken over, by name.
+        taken: the experts modules and the stock layers that are converted, by name.
     """
     found = {}
     for name, module in model.named_modules():
@@ -94,15 +97,15 @@ def find_left_out(model: nn.Module, taken: Mapping[str, nn.Module]) -> dict[str,
 
 
 def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], stock: Mapping[str, nn.Module]) -> None:
-    """Refuse modules of experts that could not be taken over rightly. Nothing is computed and no group is needed.
+    """Refuse experts modules that cannot be converted correctly. It computes nothing and needs no process group.
 
     Args:
         model: the model.
-        experts: the modules that follow the contract, by name.
+        experts: the experts modules that follow the contract, by name.
         stock: the stock layers, by name.
 
     Raises:
-        LayerError: names the modules and what to do.
+        LayerError: names the modules and the remedy.
     """
     left_out = find_left_out(model, {**experts, **stock})
     if left_out:
@@ -138,7 +141,7 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
             raise LayerError(
                 f"{name}, a {type(module).__name__}, has the attributes of transformers' experts modules, but {error}"
             ) from error
-        # Beside experts that were loaded by parts adapters are of all; beside those that an engine has left, of these.
+        # Experts loaded by parts have adapters of all experts; experts that an engine has left have only their own.
         left = part_of(module.down_proj) if loaded_part(module) is None else None
         check_wrappers(wrappers, contract, num_experts_of(module) if left is None else left.num_local)
 
@@ -161,10 +164,10 @@ def check_hugging_face(
         stock: the stock layers, by name.
         has_stages: whether the model is a ``PipelineModule``.
         mpu: the script's ``mpu``, if there is one.
-        adapted: the names of those experts that have adapters.
+        adapted: the names of the experts that have adapters.
 
     Raises:
-        ConfigError, LayerError: say what to change.
+        ConfigError, LayerError: name the setting to change.
     """
     check_zero_stage(ds_config, stock)
     if stock and block.placement.policy == "lina":
@@ -236,7 +239,7 @@ def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module], adapte
 
 
 def wrapped_by(model: nn.Module) -> str | None:
-    """Return the wrapper that shares out or copies a model's parameters already, if there is one."""
+    """Return the name of the wrapper that already shards or copies a model's parameters; ``None`` if there is none."""
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel", "FSDPModule"):
@@ -246,12 +249,12 @@ def wrapped_by(model: nn.Module) -> str | None:
     return None
 
 
-# ---- Makes the experts modules of Hugging Face models ours: cut to this rank's part, tagged for DeepSpeed, run
+# ---- Makes the experts modules of Hugging Face models ours: split to this rank's part, tagged for DeepSpeed, run
 # our way
 
 
 def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, ranks_per_node: int) -> int:
-    """Return over how many ranks experts are spread: as asked, or the largest size inside a node that divides all.
+    """Return the number of ranks over which experts are spread: ``ep_size``, or the largest fitting size within a node.
 
     Args:
         block: the block, whose ``ep_size`` is read.
@@ -260,7 +263,7 @@ def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, r
         ranks_per_node: the number of ranks of a node.
 
     Raises:
-        ConfigError: the size asked for does not divide the experts or the ranks; names the choices.
+        ConfigError: the configured size does not divide the experts or the ranks; names the sizes that fit.
     """
     fitting = fitting_ep_sizes(block, num_experts, world_size)
     esp_size = block.esp_size
@@ -307,8 +310,9 @@ def ep_size_of(
     dtype: torch.dtype | None = None,
     num_stages: int | None = None,
 ) -> int:
-    """Return over how many ranks the experts of a model are spread: 1 for a model without any. Collective where the
-    nodes have to be found, experts are packed by what is measured, or the model has stages.
+    """Return the number of ranks over which the experts of a model are spread; 1 for a model without experts.
+
+    Collective where the nodes have to be found, experts are packed by measurements, or the model has stages.
 
     Args:
         block: the options.
@@ -316,8 +320,8 @@ def ep_size_of(
         device: the device of this rank.
         expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
         dtype: the type in which experts will compute; ``None``: that of their weights.
-        num_stages: the stages of a ``PipelineModule``, of which ``experts`` are those of this rank's stage: what is
-            chosen fits the experts of all stages and is the same in each. ``None``: all ranks have the same experts.
+        num_stages: the stages of a ``PipelineModule``; ``experts`` then belong to this rank's stage. The result fits
+            the experts of all stages and is the same in each. ``None``: all ranks have the same experts.
 
     Raises:
         ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.shard_experts.packed_ep_size`; on every
@@ -341,7 +345,7 @@ def refuse_ep_size(block: FSMoEBlock) -> None:
     """Refuse an ``ep_size`` for a model without experts of Hugging Face's kind.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the block has an ``ep_size``.
     """
     if block.ep_size != "auto":
         raise ConfigError(
@@ -351,8 +355,7 @@ def refuse_ep_size(block: FSMoEBlock) -> None:
 
 
 def num_experts_of(module: nn.Module) -> int:
-    """Return the number of experts of all ranks, of a module that has all of them, or a part since it was loaded or had
-    an engine."""
+    """Return the number of experts of a module over all ranks, also for a module that has only this rank's part."""
     part = loaded_part(module) or part_of(module.down_proj)
     return (shape_of(module.down_proj) or (0,))[0] if part is None else part.num_experts
 
@@ -366,10 +369,10 @@ def convert_experts(
     ep_size: int,
     wrappers: Mapping[str, nn.Module] | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Make a module of experts ours, in place, with this rank's experts only.
+    """Convert an experts module in place, so that it has this rank's experts only.
 
     Args:
-        module: a module checked by :func:`~ds_fsmoe.engine.convert_experts.check_experts_modules`.
+        module: a module checked by :func:`check_experts_modules`.
         parts: order, all-to-all, ops, hooks.
         running: the runtime of the engine.
         label: the label of the layer, in traces.
@@ -381,7 +384,7 @@ def convert_experts(
         New parameter -> the one it replaces.
 
     Raises:
-        LayerError: it was loaded with other experts.
+        LayerError: the module was loaded with another set of experts.
     """
     contract = contract_of(module)
     num_experts = num_experts_of(module)
@@ -432,12 +435,12 @@ def convert_experts(
 
 
 def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
-    """Make the router's choices before a converted module visible and replaceable, if the block around both runs.
+    """Make the router's choices for a converted module visible and replaceable, if the block around both runs.
 
     Args:
         model: the model.
-        path: the path of the module of experts.
-        module: that module.
+        path: the path of the experts module.
+        module: the experts module.
     """
     outermost = next(iter(wrappers_around(model, path)), path)
     around = outermost.rpartition(".")[0]
@@ -448,7 +451,7 @@ def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
 def cut_weights(
     module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Put this rank's experts, or shards of them, in the place of all of them, one weight at a time."""
+    """Replace all experts of a module by this rank's experts, or shards of them, one weight at a time."""
     replaced = {}
     for name, part in parts.items():
         whole = getattr(module, name)
@@ -462,8 +465,9 @@ def cut_weights(
 
 
 def agree_on_forms(layers: Sequence[FSMoEExperts], group: dist.ProcessGroup | None = None) -> None:
-    """Let all ranks compute the experts of a layer alike: where any rank has to call the module itself, all do, since
-    its schedule has other tasks. Collective.
+    """Make all ranks compute the experts of a layer in the same form. Collective.
+
+    If any rank has to call the module itself, all ranks do, since that schedule has other tasks.
 
     Args:
         layers: the layers of these ranks.
@@ -481,7 +485,7 @@ def table_of(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int) -> Me
     """Return the converted experts as a table for the log.
 
     Args:
-        layers: the layers taken over, at least one.
+        layers: the converted layers, at least one.
         model: the model.
         stock: the number of layers of ``deepspeed.moe.layer.MoE`` besides.
     """
@@ -510,14 +514,15 @@ def table_of(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int) -> Me
 
 
 def log_table(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int, has_stages: bool = False) -> None:
-    """Log what was taken over, if anything was, on the first rank: of each stage, where the model has stages, which
-    takes all ranks.
+    """Log the converted layers, if there are any, on the first rank of the job or of each stage.
+
+    Collective over all ranks where the model has stages.
 
     Args:
         layers: the layers of this rank.
         model: the model.
         stock: the number of layers of ``deepspeed.moe.layer.MoE`` besides.
-        has_stages: whether it is a ``PipelineModule``.
+        has_stages: True if it is a ``PipelineModule``.
     """
     own = table_of(layers, model, stock) if layers else None
     stage = getattr(model, "stage_id", 0) if has_stages else 0

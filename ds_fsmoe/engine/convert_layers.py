@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes stock's MoE modules ours, and back; ``ds_fsmoe.MoE`` is for models written for us."""
+"""Converts DeepSpeed's MoE layers to ours and back, and defines ``ds_fsmoe.MoE`` for models written for us.
+
+The engine calls it where it replaces layers, and when it is disabled. ``convert_experts`` does the same for Hugging
+Face models.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +34,14 @@ _OF_BLOCK = "fsmoe_of_block"
 
 
 def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMoE]:
-    """Return name -> every ``deepspeed.moe.layer.MoE`` of a model (or of this rank's stage), in module order.
+    """Return name -> ``deepspeed.moe.layer.MoE`` of a model (or of this rank's stage), in module order.
 
     Args:
         model: the model.
-        has_others: whether the model has other experts that are taken over.
+        has_others: True if the model has other experts that are converted.
 
     Raises:
-        LayerError: there is none; a stage of a pipeline may have none.
+        LayerError: the model has none; a stage of a pipeline may have none.
     """
     named = ((name or type(model).__name__, module) for name, module in model.named_modules())
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
@@ -50,7 +54,7 @@ def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMo
 
 
 def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
-    """Refuse layers that a user has changed, where a change would be lost.
+    """Refuse layers with changes by a user that the conversion would lose.
 
     Raises:
         LayerError: a change would be lost; names the layer.
@@ -72,7 +76,8 @@ def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
 
 
 def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str, str]:
-    """Return the tensor parallelism around the layers that all ranks must agree on, as short texts by name."""
+    """Return the settings of tensor parallelism around the layers that all ranks must agree on, as short texts by
+    name."""
     facts = {
         "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
         "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
@@ -85,11 +90,12 @@ def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str,
 
 
 def check_mpu(mpu: Any) -> None:
-    """Refuse tensor-parallel ranks that are laid out otherwise than DeepSpeed expects. It raises on all ranks or on
-    none, once the facts above have been compared.
+    """Refuse tensor-parallel ranks whose layout differs from the one that DeepSpeed expects.
+
+    It raises on all ranks or on none, if :func:`facts_of_tensor_parallel` are equal on all ranks.
 
     Raises:
-        LayerError: the ranks are laid out otherwise; says what to change.
+        LayerError: the layout differs; names the setting to change.
     """
     if not has_neighbours(mpu):
         raise LayerError(
@@ -99,10 +105,10 @@ def check_mpu(mpu: Any) -> None:
 
 
 def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
-    """Refuse experts that cannot be cut into as many parts as a block asks for.
+    """Refuse experts that cannot be split into as many shards as a block asks for.
 
     Raises:
-        LayerError: names the layer, the expert and the sizes that work.
+        LayerError: names the layer, the expert and the sizes that fit.
     """
     if esp_size == 1:
         return
@@ -115,11 +121,11 @@ def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
 
 
 def check_left(layers: dict[str, StockMoE], is_enabled: bool = True) -> None:
-    """Refuse layers that cannot be used as an engine of ours has left them.
+    """Refuse layers in a state, left by an ended engine of ours, that the next engine cannot use.
 
     Args:
         layers: the layers, by name.
-        is_enabled: whether ours run them.
+        is_enabled: True if our layers run.
 
     Raises:
         LayerError: names the layer and the reason.
@@ -147,7 +153,7 @@ def convert(
     label: str = "moe",
     path: str = "",
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Make a stock layer ours, in place.
+    """Convert a stock layer to ours, in place.
 
     Args:
         layer: a layer checked by :func:`check_layers`.
@@ -158,7 +164,7 @@ def convert(
         path: the path of the layer in its model, for messages.
 
     Returns:
-        New parameter -> the one it replaces. Empty unless another kind of gate, or sharded experts, were asked for.
+        New parameter -> the one it replaces. Empty unless the block names another kind of gate, or shards experts.
     """
     inner = layer.deepspeed_moe
     replaced = _take_over_gate(layer, gate)
@@ -177,7 +183,7 @@ def convert(
 
 @functools.cache
 def _warn_of_later_tokens(gate: str) -> None:
-    """Warn once for each class of gates, however many layers there are."""
+    """Warn once per class of gates, for any number of layers, that later tokens influence earlier ones."""
     log_on_rank_0(
         f"{gate} routes a token by other tokens of its batch, later ones of its sequence included. A causal "
         "language model would be trained with information that it does not have in generation, and its training "
@@ -187,18 +193,18 @@ def _warn_of_later_tokens(gate: str) -> None:
 
 
 def tensor_parallel_use(layer: StockMoE) -> TensorParallelUse:
-    """Return the settings of the tensor parallelism around a layer."""
+    """Return the settings of tensor parallelism around a layer."""
     same_tokens = not getattr(layer, "sequence_parallel", False)
     return TensorParallelUse(same_tokens, layer.enable_expert_tensor_parallelism)
 
 
 def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter, nn.Parameter]:
-    """Give this rank its shard of each of its experts, if experts are sharded."""
+    """Replace this rank's experts by its shard of each, if experts are sharded; return new parameter -> old one."""
     ep_size, esp_size = layer.deepspeed_moe.ep_size, running.block.esp_size
     if esp_size == 1:
         return {}
     experts = layer.deepspeed_moe.experts.deepspeed_experts
-    # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
+    # Until there are groups, shards are taken from this rank's experts; afterwards from the right ones.
     layer.deepspeed_moe.fsmoe.unsharded = list(experts)
     index = running.index_in("esp", ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -210,7 +216,7 @@ def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter,
 
 
 def _has_gate(layer: StockMoE, gate: GateBlock) -> bool:
-    """Return whether a layer has this gate since an engine before."""
+    """Return True if a layer has this gate from an earlier engine."""
     return getattr(layer.deepspeed_moe.gate, _OF_BLOCK, None) == gate
 
 
@@ -271,7 +277,7 @@ def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> Ga
 
 
 def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:
-    """Return the layer's own options that a block leaves out, as far as the new gate knows them."""
+    """Return the layer's own options that a block leaves out, if the new gate accepts them."""
     parameters = inspect.signature(gate_class).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     names = ("k", "capacity_factor", "eval_capacity_factor", "min_capacity", "drop_tokens")
@@ -279,7 +285,7 @@ def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict
 
 
 def restore_stock(layer: StockMoE) -> None:
-    """Turn a layer back into stock's, in place: undo :func:`convert` with the layer's own gate and experts."""
+    """Turn a layer back into stock's, in place; this undoes :func:`convert`, with the layer's own gate and experts."""
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
@@ -291,11 +297,11 @@ def restore_stock(layer: StockMoE) -> None:
 
 
 def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
-    """Try the parts a block asks for, without building ops and without memory for parameters.
+    """Check that the parts of a block can be made, without building ops and without memory for parameters.
 
     Raises:
         LayerError: a part cannot be made.
-        ConfigError: the gate refuses an option, or an order does not go with a gate.
+        ConfigError: the gate refuses an option, or an order conflicts with a gate.
     """
     parts = choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
     for name, layer in layers.items():
@@ -308,11 +314,10 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
 
 
 class MoE(StockMoE):
-    """``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
+    """Extends ``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
 
-    It takes stock's arguments and one more, and returns stock's ``(output, l_aux, exp_counts)``. With
-    ``"fsmoe": {"enabled": false}`` our ``initialize`` turns it into the stock layer, so that one flag still compares
-    the two.
+    It accepts stock's arguments and one more, and returns stock's ``(output, l_aux, exp_counts)``. With
+    ``"fsmoe": {"enabled": false}`` our ``initialize`` turns it into the stock layer, so one flag compares the two.
 
     Args:
         hidden_size: M, the width of a token.
@@ -322,12 +327,12 @@ class MoE(StockMoE):
         k: experts per token.
         args: see stock's layer.
         kwargs: see stock's layer.
-        sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` come to this layer with different tokens,
-            each with its part of the sequence, so none is dropped and none gathered. Gradients of the gate, and of the
-            dense half of a residual layer, are summed over these ranks (but for parameters with a true attribute
-            ``tensor_model_parallel`` or ``model_parallel``, which are split over the ranks), and each rank returns its
-            part of the auxiliary loss: its own tokens' divided by the number of ranks. Without tensor parallelism it
-            changes nothing. Stock's layer has no such thing.
+        sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` enter this layer with different tokens,
+            each with its part of the sequence. Tokens are then neither dropped nor gathered. Gradients of the gate and
+            of the dense part of a residual layer are summed over these ranks. Parameters with a true attribute
+            ``tensor_model_parallel`` or ``model_parallel`` are exceptions: they are split over the ranks. Each rank
+            returns its part of the auxiliary loss: that of its own tokens, divided by the number of ranks. Without
+            tensor parallelism it changes nothing. Stock's layer lacks this argument.
 
     Raises:
         LayerError: ``num_experts``, ``ep_size`` or ``k`` do not fit together.
@@ -375,5 +380,6 @@ class MoE(StockMoE):
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Return whether each tensor-parallel rank has another part of it, by the marks of Megatron and DeepSpeed."""
+    """Return True if each tensor-parallel rank has another part of a parameter, by the marks of Megatron and
+    DeepSpeed."""
     return any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

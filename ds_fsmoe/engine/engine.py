@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines DeepSpeed's engines with our layers, our reduction of gradients and our norm.
 
-Layers are made ours at the point where DeepSpeed itself replaces layers: the config and the process group are there,
-the optimizer is not.
+Layers are converted at the point where DeepSpeed itself replaces layers: the config and the process group exist, the
+optimizer does not. ``entry_points`` puts these classes in the place of DeepSpeed's. ``saving_engine`` and
+``optimizer_groups`` have their base classes.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ from ds_fsmoe.versions import VERSION
 
 
 class FSMoEEngine(GroupsEngine, SavingEngine):
-    """DeepSpeed's engine with ds_fsmoe layers; ``engine.fsmoe`` is their state."""
+    """Extends DeepSpeed's engine with ds_fsmoe layers; ``engine.fsmoe`` is their state."""
 
     fsmoe: FSMoEState
     _hf_layers: list[FSMoEExperts]
@@ -147,7 +148,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         """Gather updated parameters under the next forward, unless there is a reason against it.
 
         Raises:
-            ConfigError: it was asked for and cannot be.
+            ConfigError: the config requires it, and there is a reason against it.
         """
         state, asked = self.fsmoe, self.fsmoe.block.gradient_partition.gather_parameters
         if self.pipeline_parallelism:
@@ -164,7 +165,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             )
         if asked != "at_end" and reason is None:
             state.updated = UpdatedParameters(self, state.reduction, groups, [*state.layers.values()])
-            # Before others look at what experts are.
+            # Before other code reads the classes of experts.
             state.running.checks.insert(0, state.updated.before_layer)
 
     def _watch_results(self) -> None:
@@ -178,10 +179,10 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take DeepSpeed's optimizer step, after the findings of this step's forwards are shared. Collective.
+        """Run DeepSpeed's optimizer step, after ranks have shared the findings of this step's forwards. Collective.
 
         Raises:
-            ExpertResultError: results of experts are not what they should be, and that is looked at.
+            ExpertResultError: results of experts are wrong, and the config asks to check them.
         """
         if self.fsmoe.expert_results is not None:
             self.fsmoe.expert_results.before_step(self.global_steps)
@@ -206,7 +207,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
-        # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
+        # DeepSpeed's ``eval`` reaches the module alone: the engine itself is always in training mode.
         clock, is_training = None, self.module.training
         if is_training:
             self.fsmoe.before_forward()
@@ -262,16 +263,16 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         state.running.late_faults.check()
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the true norm of all gradients; DeepSpeed's differs where experts are spread over ranks."""
+        """Clip by the true norm of all gradients; DeepSpeed's norm differs where experts are spread over ranks."""
         self._global_grad_norm = clip_by_norm(self.module.parameters(), self.gradient_clipping(), self.mpu)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return DeepSpeed's norm; a value still on the device is fetched when it is asked for."""
+        """Return DeepSpeed's norm; a value on the device is fetched when it is asked for."""
         norm = super().get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def destroy(self) -> None:
-        """End the lanes, then the engine. Layers go on as they are, without the engine."""
+        """End the background lanes, then the engine; layers keep running without it."""
         try:
             if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
                 self.fsmoe.close()
@@ -281,15 +282,15 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             super().destroy()
 
     def fsmoe_dummy_forward(self) -> torch.Tensor:
-        """Take part in a forward of the other ranks without a batch: the MoE layers alone, without tokens.
+        """Run the MoE layers alone, without tokens, while the other ranks run a forward with a batch.
 
-        For a rank that has fewer batches than the others; they would wait for it in the all-to-alls.
+        A rank with fewer batches than the others calls this; otherwise they would wait for it in the all-to-alls.
 
         Returns:
-            Zero, to be given to :meth:`backward` as the others give their losses.
+            Zero, to be passed to :meth:`backward` as the others pass their losses.
 
         Raises:
-            RuntimeError: no forward was run before, so the size of a batch is not known; or ZeRO 3, where all other
+            RuntimeError: no forward was run before, so the size of a batch is unknown; or ZeRO 3, where all other
                 layers communicate as well.
         """
         if self.zero_optimization_partition_weights():
@@ -375,7 +376,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
                 replaced = convert_experts(experts[name], parts, running, label, name, ep_size, around)
                 layers[name] = experts[name]
                 watch_router(model, name, experts[name])
-            # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
+            # DeepSpeed puts each new parameter into the optimizer group of the one that it replaces.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
         self._hf_layers = [each for each in layers.values() if isinstance(each, FSMoEExperts)]
@@ -403,7 +404,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             self.num_experts.extend(each.total_experts for each in self._hf_layers)
 
     def _validate_zero3_moe_compatibility(self) -> None:
-        """Check DeepSpeed's requirements for experts at stage 3, which DeepSpeed itself checks for AutoEP only."""
+        """Check DeepSpeed's requirements for experts at stage 3; DeepSpeed itself checks them for AutoEP only."""
         if not self._hf_layers or len(self._hf_layers) < len(self.fsmoe.layers):
             super()._validate_zero3_moe_compatibility()
         gather_as_they_run(self.module, self._hf_layers)
@@ -414,11 +415,12 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
 
 class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
-    """Does what :class:`~ds_fsmoe.engine.engine.FSMoEEngine` does: each stage's layers are ours, and gradients travel
-    in the backward of the last micro batch, when all earlier ones have added theirs.
+    """Extends DeepSpeed's pipeline engine like :class:`~ds_fsmoe.engine.engine.FSMoEEngine`: each stage's layers are
+    ours.
 
-    Between two batches no stage has anything under way: that is where layers are measured, for all stages at once, and
-    whole batches are what plans are tried with. Each stage plans for its own layers.
+    Gradients are sent in the backward of the last micro-batch, after all earlier ones have added theirs. Between two
+    batches no stage has work in progress: there, layers of all stages are measured at once. Plans are tried with whole
+    batches. Each stage plans for its own layers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -451,7 +453,7 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         return result
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        """Run the forward of one micro batch, timed where that is asked for."""
+        """Run the forward of one micro-batch, timed if the step is timed."""
         clock = self.fsmoe.running.step_clock
         if clock is None or not self.module.training:
             super()._exec_forward_pass(buffer_id)
@@ -461,8 +463,8 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         clock.end_forward()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        """Run the backward of one micro batch, timed where that is asked for; of the last one, gradients are complete
-        as they come."""
+        """Run the backward of one micro-batch, timed if the step is timed; in the last one, gradients are complete as
+        they come."""
         clock = self.fsmoe.running.step_clock
         self._num_backwards += 1
         self._force_grad_boundary = self._num_backwards == self.micro_batches and self._is_one_backward(buffer_id)
@@ -476,8 +478,8 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
             clock.end_backward()
 
     def _is_one_backward(self, buffer_id: int) -> bool:
-        """Return whether a micro batch has one backward: DeepSpeed has one for each tensor that the stage hands on, and
-        a gradient is complete after the last."""
+        """Return True if a micro-batch has one backward: DeepSpeed runs one for each tensor that the stage sends on,
+        and a gradient is complete after the last."""
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_last_stage() or not isinstance(outputs, tuple):
             return True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``initialize`` in place of ``deepspeed.initialize``, and ``install`` for scripts that call the latter.
 
-Every way in ends in the same mechanism. The block is read and checked; if it is enabled, DeepSpeed's own
-``initialize`` runs with our engine class in place of its own, and our engine makes the layers ours at the point where
-DeepSpeed itself replaces layers: the config and the process group are there, the optimizer is not.
+Every entry point ends in the same mechanism. The block is read and checked. If it is enabled, DeepSpeed's own
+``initialize`` runs with our engine class in place of its own. Our engine converts the layers where DeepSpeed itself
+replaces layers. Scripts call this through ``ds_fsmoe``; :mod:`ds_fsmoe.run` calls it for scripts as they are.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ from ds_fsmoe.ops.loading import LIBRARIES
 
 
 def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Refuse models and configs that cannot be trained, by the checks that need one rank only.
+    """Refuse models and configs that cannot be trained, by the checks that need no other rank.
 
     Args:
         block: the block.
         ds_config: the whole DeepSpeed config.
         model: the model, or this rank's stage of one.
-        mpu: what knows the tensor- and pipeline-parallel groups, if there is one.
+        mpu: the object that knows the tensor- and pipeline-parallel groups, if there is one.
 
     Raises:
-        ConfigError, LayerError, IncompatibleError: say what to change.
+        ConfigError, LayerError, IncompatibleError: name the setting to change.
     """
     compat.check_versions()
     compat.check_private_names()
@@ -123,7 +123,7 @@ _depth = 0
 
 @dataclass
 class InitializeArgs:
-    """Holds the block that was given from outside, and whether an engine has taken it."""
+    """Holds the block given from outside the script, and whether an engine has used it."""
 
     block: dict[str, Any]
     is_used: bool = False
@@ -147,34 +147,34 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[FSMoEEngine, Any, Any, Any]:
-    """Run ``deepspeed.initialize`` with the ``"fsmoe"`` block: same arguments, same 4-tuple.
+    """Run ``deepspeed.initialize`` with the ``"fsmoe"`` block; arguments and the 4-tuple returned are DeepSpeed's.
 
-    Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else; a record or a trace,
-    if the block asks for them, only watch it. Otherwise everything that can be wrong is checked first, on every rank,
-    before any process group is made.
+    Without a block, or with ``"enabled": false``, only DeepSpeed's own function runs; a record or a trace, if the block
+    asks for them, only observes it. Otherwise the config and the model are checked first, on every rank, before any
+    process group is made.
 
     Args:
         args: the script's own, of which DeepSpeed reads ``deepspeed_config`` and ``local_rank``.
         model: any module, or a ``PipelineModule``, with ``deepspeed.moe.layer.MoE`` or :class:`ds_fsmoe.MoE` in it.
-        optimizer: handed on to DeepSpeed as it is, as are all below but the config.
-        model_parameters: what DeepSpeed is to train.
+        optimizer: passed on to DeepSpeed as it is, as are all below except the config.
+        model_parameters: the parameters that DeepSpeed trains.
         training_data: a data set for DeepSpeed's loader.
-        lr_scheduler: an object or a function that makes one.
+        lr_scheduler: a scheduler, or a function that makes one.
         distributed_port: the port of the first rank.
-        mpu: what knows the tensor- and pipeline-parallel groups.
-        dist_init_required: whether torch.distributed is to be initialised.
-        collate_fn: what makes a batch of samples.
+        mpu: the object that knows the tensor- and pipeline-parallel groups.
+        dist_init_required: whether to initialise torch.distributed.
+        collate_fn: the function that makes a batch of samples.
         mesh_param: the shape of DeepSpeed's device mesh.
         config: the DeepSpeed config, as a dict (its block may be a :class:`ds_fsmoe.Config`) or a JSON file's path.
         config_params: the older name of ``config``.
 
     Returns:
-        The engine, the optimizer, the data loader and the learning-rate scheduler. Where nothing is enabled the engine
-        is DeepSpeed's own, without ``engine.fsmoe``.
+        The engine, the optimizer, the data loader and the learning-rate scheduler. If the block is not enabled, the
+        engine is DeepSpeed's own, without ``engine.fsmoe``.
 
     Raises:
-        ConfigError: the block is wrong, or DeepSpeed blocks do not go with it.
-        LayerError: the model's layers cannot be made ours.
+        ConfigError: the block is wrong, or conflicts with DeepSpeed's blocks.
+        LayerError: the model's layers cannot be converted.
         IncompatibleError: the installed versions do not work together.
         DisagreementError: some ranks train with stock DeepSpeed; names them.
 
@@ -192,7 +192,7 @@ def initialize(
     """
     arguments = dict(locals())
     if _depth:
-        # A wrapper that lies beneath ours calls ours again: it has been honoured already.
+        # A wrapped function below ours calls ours again: the block is already active.
         return _call_wrapped(arguments)
     written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
     ds_config = {} if written is None else compat.load_ds_config(written)
@@ -270,7 +270,7 @@ def _call_wrapped(arguments: dict[str, Any]) -> Any:
 
 
 def _given_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that were given a value: a wrapper need not take the others."""
+    """Return the arguments that have a value; a wrapper may lack the others."""
     defaults = inspect.signature(initialize).parameters
     return {name: value for name, value in arguments.items() if value is not defaults[name].default}
 
@@ -287,8 +287,10 @@ def _engine_of(made: Any) -> Any:
 
 
 def _with_given_block(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a config with its block replaced by the one given from outside. A script may have engines for models
-    without MoE layers too: those get no block."""
+    """Return a config with its block replaced by the one given from outside.
+
+    A model without MoE layers gets no block, since a script may have engines for such models too.
+    """
     others = {key: value for key, value in ds_config.items() if key != BLOCK}
     has_layers = any(isinstance(each, StockMoE) or follows_contract(each) for each in model.modules())
     if getattr(model, "num_stages", 1) == 1 and not has_layers:
@@ -306,7 +308,7 @@ def _with_given_block(ds_config: Mapping[str, Any], model: nn.Module) -> dict[st
 
 @contextmanager
 def _config_passed(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
-    """Make DeepSpeed read this config meanwhile, from where it would have read the script's own."""
+    """Make DeepSpeed read this config inside the block, from where it would have read the script's own."""
     where = next((name for name in ("config", "config_params") if arguments[name]), None)
     if where is not None:
         arguments[where] = ds_config
@@ -322,8 +324,10 @@ def _config_passed(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> I
 
 
 def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:
-    """Rename parameter groups of experts that a script has split: they carry DeepSpeed's name for their ranks, and with
-    shards need the new one, by which ZeRO looks them up."""
+    """Rename parameter groups of experts that a script has split.
+
+    They have DeepSpeed's name for their ranks. With shards they need the new name, by which ZeRO finds them.
+    """
     for holder in holders:
         groups = getattr(holder, "param_groups", holder)
         for group in groups if isinstance(groups, list) else ():
@@ -341,14 +345,14 @@ def _make_stock(model: nn.Module, mpu: Any) -> None:
 
 
 def install(block: Mapping[str, Any] | None = None) -> None:
-    """Replace ``deepspeed.initialize`` by :func:`initialize` from now on, for every library that calls it too.
+    """Replace ``deepspeed.initialize`` by :func:`initialize` from now on, also for every library that calls it.
 
-    What another library has put in DeepSpeed's place by then is called by ours; one that does so later calls ours.
-    A second call changes nothing but the block, if it has one.
+    A replacement that another library made before is called by ours. A replacement made later calls ours. A second call
+    changes the block, if it has one, and is otherwise ignored.
 
     Args:
-        block: the ``"fsmoe"`` block, a dict or a :class:`ds_fsmoe.Config`, of every engine with MoE layers from now
-            on, whatever the config of that engine has; ``None``: as the config says, or as an earlier call has said.
+        block: the ``"fsmoe"`` block, a dict or a :class:`ds_fsmoe.Config`, of every engine with MoE layers from now on;
+            it replaces the block of the engine's config. ``None``: the block of the config, or of an earlier call.
 
     Raises:
         ConfigError: the block is wrong.
@@ -405,7 +409,7 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, with the block given to it; replacements by others since then are undone as well.
+    """Undo :func:`install`, and drop its block; later replacements by others are undone as well.
 
     Examples:
         >>> import deepspeed, ds_fsmoe
@@ -424,7 +428,7 @@ def uninstall() -> None:
 
 
 def warn_if_unused() -> None:
-    """Warn if no engine has taken the block that was given from outside."""
+    """Warn if no engine has used the block that was given from outside."""
     if _given is not None and not _given.is_used and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "the fsmoe block of the command line was not used: deepspeed.initialize was not called with a config "

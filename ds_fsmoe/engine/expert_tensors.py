@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a Hugging Face model with this rank's experts only, and reads this rank's part of its files.
 
-Of a model's files that is the dense part, and of the experts this rank's own. Files keep experts stacked, one tensor
-for all of a layer, or one by one; transformers merges the latter by converters. Of stacked ones a range is read, of the
-others those of this rank. Where a converter mixes experts in other ways its tensors are read whole, one parameter at a
-time, and cut behind it.
+This rank reads the dense part and its own experts. Files hold experts stacked, one tensor for all of a layer, or one by
+one; transformers merges the latter by converters. Of stacked experts a range is read, of single ones those of this
+rank. Where a converter mixes experts in other ways, its tensors are read whole, one parameter at a time, and split
+after it. ``own_experts`` calls this; that module has what is replaced in ``transformers``.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ _SEEDS_APART = 1_000_003
 
 
 class Build:
-    """Makes one model with this rank's experts only: :meth:`building` around its construction, then :meth:`cut`,
-    the weights, and :meth:`finish`. Collective over all ranks of the job.
+    """Makes one model with this rank's experts only. Collective over all ranks of the job.
+
+    Call :meth:`building` around its construction, then :meth:`shard_experts`, load the weights, then :meth:`finish`.
 
     Args:
-        block: what is said of experts before there is an engine.
-        ds_config: the config that it is in.
-        is_zero3: whether ``zero.Init`` shares out what is constructed.
+        block: the options of experts that are needed before there is an engine.
+        ds_config: the DeepSpeed config that has the block.
+        is_zero3: whether ``zero.Init`` partitions new parameters over ranks.
     """
 
     def __init__(self, block: FSMoEBlock, ds_config: Mapping[str, Any], is_zero3: bool) -> None:
@@ -78,7 +79,7 @@ class Build:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Keep weights of experts off memory while modules are constructed, until :meth:`cut`."""
+        """Keep weights of experts off memory while modules are constructed, until :meth:`shard_experts`."""
         handle = register_module_parameter_registration_hook(_keep_off_memory)
         self._building.callback(handle.remove)
         if self.is_zero3:
@@ -87,11 +88,11 @@ class Build:
             yield
 
     def shard_experts(self, model: nn.Module) -> None:
-        """Give each module of experts its shard, without weights. Collective.
+        """Reduce each experts module to this rank's experts, without weights. Collective.
 
         Raises:
             ConfigError: ``ep_size`` does not fit; see :func:`chosen_ep_size`.
-            LayerError: experts cannot be cut; see :func:`check_experts_modules`.
+            LayerError: experts cannot be split over ranks; see :func:`check_experts_modules`.
         """
         self._building.close()
         self.is_sharded = True
@@ -110,7 +111,7 @@ class Build:
             self.own |= {f"{name}.{each}": part for each in weights}
 
     def draw(self, model: nn.Module, undrawn: set[str]) -> None:
-        """Initialise parameters as the model's own class does it, ranks with different experts differently.
+        """Initialise parameters by the model's own class; ranks with different experts draw different numbers.
 
         Args:
             model: a ``PreTrainedModel``.
@@ -141,7 +142,7 @@ class Build:
                 getattr(module, each)._is_hf_initialized = True
 
     def share_out(self, model: nn.Module) -> None:
-        """Share this rank's experts out over the ranks that have the same, as ZeRO 3 does. Collective."""
+        """Partition this rank's experts over the ranks that have the same ones, as ZeRO 3 does. Collective."""
         if not self.parts:
             return
         asked = self.block.topology.ranks_per_node
@@ -162,7 +163,7 @@ class Build:
         share_out_over_replicas(list(mine), of_zero)
 
     def finish(self, model: nn.Module) -> None:
-        """Initialize weights that no file holds, and mark shards: they need an engine to run."""
+        """Initialize weights that no file holds, and mark shards, which need an engine to run."""
         self.draw(model, self._undrawn)
         for name, part in self.own.items():
             parameter = model.get_parameter(name)
@@ -185,19 +186,19 @@ class Build:
         given: tuple[Any, Any, Any, Any],
         others: Mapping[str, Any],
     ) -> Any:
-        """Load a model whose experts have no memory yet, in the place of ``PreTrainedModel._load_pretrained_model``.
+        """Load a model whose experts have no memory yet, in place of ``PreTrainedModel._load_pretrained_model``.
 
         Args:
             modeling: ``transformers.modeling_utils``.
             load: transformers' own function.
             given: its model, state dict, files and options of loading.
-            others: its other arguments, by name.
+            others: other arguments of that function, by name.
 
         Returns:
-            What it returns.
+            The result of transformers' function.
 
         Raises:
-            ConfigError, LayerError: see :meth:`cut`; or the model is quantised or sharded in other ways.
+            ConfigError, LayerError: see :meth:`shard_experts`; or the model is quantised or sharded in other ways.
         """
         model, state_dict, files, load_config = given
         self.shard_experts(model)
@@ -242,7 +243,7 @@ class Build:
 
 
 def _keep_off_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Put a new parameter of experts on the meta device. The flags of the contract come after the parameters."""
+    """Place a new parameter of experts on the meta device; the flags of the contract come after the parameters."""
     if parameter is None or parameter.is_meta or name not in OWN_NAMES or not hasattr(type(module), "_apply_gate"):
         return None
     away = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -269,11 +270,11 @@ def _zero_init_leaves_experts() -> AbstractContextManager[None]:
 
 
 class OwnRange:
-    """Stands for a tensor with experts in a file: read where it is indexed, and then a range of it alone.
+    """Represents a tensor with experts in a file: indexing reads this rank's range of it.
 
     Args:
         source: a tensor, or a slice of ``safetensors``, [E, ...].
-        experts: which of them.
+        experts: the range of experts to read.
     """
 
     def __init__(self, source: Any, experts: range) -> None:
@@ -285,7 +286,7 @@ class OwnRange:
 
 @contextmanager
 def _opened(modeling: ModuleType, files: list[str] | None, load_config: Any) -> Iterator[dict[str, Any]]:
-    """Open files; name -> tensor or slice, read where it is indexed."""
+    """Open files; yield name -> tensor or slice, which is read where it is indexed."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         for file in files or ():
@@ -304,17 +305,17 @@ def split_tensors(
     weight_mapping: list[Any],
     own: Mapping[str, ExpertPart],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[int, tuple[Any, ExpertPart]]]:
-    """Split the tensors of a model's files into those of the dense part and those that become this rank's experts.
+    """Split the tensors of a model's files into the dense part and this rank's experts.
 
     Args:
         conversions: ``transformers.core_model_loading``.
-        model: a model whose experts are cut.
+        model: a model with this rank's experts only.
         tensors: name in the files -> tensor, or slice of ``safetensors``.
         weight_mapping: transformers' renamings and converters for the model.
         own: name -> part of every parameter of experts.
 
     Returns:
-        Name in the files -> tensor of the dense part; name -> what becomes this rank's experts; and id of a converter
+        Name in the files -> tensor of the dense part; name -> source of this rank's experts; and id of a converter
         whose result has all experts of a layer -> (converter, part).
 
     Raises:
@@ -357,10 +358,10 @@ def split_tensors(
 def _own_of(
     names: list[str], tensors: Mapping[str, Any], part: ExpertPart, num_dims: int, converter: Any
 ) -> dict[str, Any] | None:
-    """Return this rank's tensors among equal ones; ``None`` where only the converter knows them.
+    """Return this rank's tensors among those of one kind; ``None`` where only the converter can tell them apart.
 
     Raises:
-        LayerError: they have another number of experts than the model.
+        LayerError: their number of experts differs from the model's.
     """
     sources = [tensors[name] for name in names]
     shapes = {tuple(each.shape if isinstance(each, torch.Tensor) else each.get_shape()) for each in sources}
@@ -384,14 +385,14 @@ def _own_of(
 
 
 def _mixes_experts(operation: Any) -> bool:
-    """Return whether a conversion may mix elements of the first dimension; unknown ones may."""
+    """Return True if a conversion may mix elements of the first dimension; an unknown one may."""
     dims = [getattr(operation, name) for name in ("dim", "dim0", "dim1") if hasattr(operation, name)]
     return not dims or any(not isinstance(each, int) or each <= 0 for each in dims)
 
 
 @contextmanager
 def _sharding_results(conversions: ModuleType, converters: Mapping[int, tuple[Any, ExpertPart]]) -> Iterator[None]:
-    """Have the results of converters cut, meanwhile: id -> (converter, this rank's part)."""
+    """Reduce the results of converters to this rank's part inside the block; id -> (converter, part)."""
 
     class ShardExperts(conversions.ConversionOps):  # type: ignore[name-defined, misc]
         """Takes this rank's experts from the results of a converter."""

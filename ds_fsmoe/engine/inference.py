@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the door to inference with experts that come and go: ``ds_fsmoe.inference``."""
+"""Provides ``ds_fsmoe.inference``: inference with an expert cache, whose experts change with popularity.
+
+Scripts call it with a trained engine. ``ds_fsmoe/layer/inference.py`` runs one layer by it; here layers are chosen, and
+memory is reserved on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ from ds_fsmoe.telemetry.paths import PathProfiler
 
 @dataclass
 class Inference:
-    """Tells how the layers run inside :func:`inference`."""
+    """Describes how the layers run inside :func:`inference`."""
 
     layers: dict[str, LayerRecord] = field(default_factory=dict)
     """Label -> what happened, of the layers whose experts come and go."""
@@ -58,12 +62,12 @@ class Inference:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of estimates with the same experts on top as the gate's; ``None``: none was compared."""
+        """Return the share of estimates whose top experts equal the gate's; ``None`` if none was compared."""
         return self._sum("accurate") / self._sum("compared") if self._sum("compared") else None
 
     @property
     def second_phases(self) -> float:
-        """The share of calls whose table was made after the gate."""
+        """Return the share of calls whose table was made after the gate."""
         return self._sum("second_phases") / max(1, self._sum("calls"))
 
 
@@ -78,31 +82,31 @@ def inference(
     weights: Where = "host",
     profiles: Mapping[str, PathProfile] | None = None,
 ) -> Iterator[Inference]:
-    """Run a trained model's MoE layers with popular experts on several ranks and unpopular ones packed, as Lina does.
+    """Run a trained model's MoE layers with popular experts on several ranks and unpopular ones packed, as in Lina.
 
-    Collective to begin, and so is every forward meanwhile, as it is anyhow. The model is in evaluation, without
-    gradients; ``model.generate`` works. Afterwards all is as it was before, also after an error.
+    Entering is collective, and so is every forward inside. The model is in evaluation mode, without gradients;
+    ``model.generate`` works. Leaving restores the earlier state, also after an error.
 
     Args:
         engine: the engine that ``initialize`` has returned, or its model.
         path_length: the layers of a path by which popularity is estimated, at most as many as were profiled.
-        most_per_rank: the most experts of a rank, raised to twice as many as are at home there.
-        estimate: whether popularity is estimated ahead of a gate, from what ``fsmoe.placement.profile_paths`` has
-            counted in training; else experts are scheduled by what the gate decides.
-        second_phase: whether an estimate is corrected after the gate, where other experts are on top.
+        most_per_rank: the maximum of experts of a rank; at least twice its number of primary experts.
+        estimate: whether popularity is estimated ahead of a gate, from the counts of ``fsmoe.placement.profile_paths``
+            in training. Otherwise experts are scheduled by the gate's choices.
+        second_phase: whether an estimate is corrected after the gate, where other experts are the most popular.
         weights: ``"host"``: the weights of all experts are gathered once, into the memory of each rank's host, where
-            that suffices on all ranks; ``"home"``: those that change are fetched from the ranks that have them, call by
+            that suffices on all ranks. ``"home"``: weights that change are fetched from the primary ranks, call by
             call.
         profiles: label -> profile, the same on every rank; those of the engine unless given.
 
     Yields:
-        What happens in the layers meanwhile: ``layers``, ``left``, ``accuracy`` and ``second_phases``.
+        The record of the layers' calls inside the block: ``layers``, ``left``, ``accuracy`` and ``second_phases``.
 
     Raises:
-        ValueError: an option that cannot be, profiles of other layers, neither an estimate nor a second phase, or a
-            model in pipeline stages.
+        ValueError: an impossible option, profiles of other layers, neither an estimate nor a second phase, or a model
+            in pipeline stages.
         RuntimeError: the model is in inference already.
-        MemoryError: there is no room for the experts that a rank holds, on any rank; raised on every rank.
+        MemoryError: memory for the expert cache is insufficient on any rank; raised on every rank.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -157,13 +161,13 @@ def _cache_experts(
     estimate: bool,
     profiles: Mapping[str, PathProfile] | None,
 ) -> None:
-    """Let the experts of layers come and go until a stack is left. Collective.
+    """Run layers with an expert cache until a stack is left. Collective.
 
     Args:
-        stack: gets what ends it.
+        stack: receives the functions that end it.
         found: label -> converted layer, of all layers, at least one.
-        record: filled with what happens.
-        options: what is asked of all layers.
+        record: the record of the calls, to be filled.
+        options: the options of all layers.
         path_length, estimate, profiles: see :func:`inference`.
     """
     running = next(iter(found.values())).fsmoe.running
@@ -194,14 +198,14 @@ def _cache_experts(
 
 
 def _sizes_of(profiles: Mapping[str, PathProfile], most: int) -> tuple[int, int]:
-    """Return the number of experts and the length of paths that all profiles are for.
+    """Return the number of experts and the length of paths of all profiles.
 
     Args:
         profiles: label -> profile.
-        most: the most experts that a layer has.
+        most: the largest number of experts of a layer.
 
     Raises:
-        ValueError: they are for several, or for fewer experts than a layer has.
+        ValueError: the profiles differ in them, or have fewer experts than a layer.
     """
     sizes = {(each.num_experts, each.path_length) for each in profiles.values()}
     if len(sizes) > 1 or any(num_experts < most for num_experts, _ in sizes):
@@ -210,8 +214,10 @@ def _sizes_of(profiles: Mapping[str, PathProfile], most: int) -> tuple[int, int]
 
 
 def _profiles_of(running: LayerRuntime) -> dict[str, PathProfile]:
-    """Return label -> what all ranks have counted in training. Collective over all ranks of the job, layer by layer, so
-    that no more than one is there once for each rank."""
+    """Return label -> the path profile that all ranks have counted in training. Collective over all ranks of the job.
+
+    It runs layer by layer, so a rank holds at most one profile for each rank at a time.
+    """
     watching = (getattr(each, "__self__", None) for each in running.instruments)
     profiler = next((each for each in watching if isinstance(each, PathProfiler)), None)
     merged = {}
@@ -222,7 +228,7 @@ def _profiles_of(running: LayerRuntime) -> dict[str, PathProfile]:
 
 @contextmanager
 def _installed(module: FSMoEExperts | FSMoELayer, layer: InferenceLayer, run: InferenceRun) -> Iterator[None]:
-    """Let a layer's calls go by tables meanwhile."""
+    """Run a layer's calls by expert tables inside the block."""
     state: Any = module.fsmoe
     before = state.placed, state.parts
     state.placed, state.parts = layer, replace(state.parts, dispatch="rows")
@@ -253,7 +259,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LayerToCache:
-    """A layer whose experts will come and go."""
+    """Represents a layer that will run with an expert cache."""
 
     module: FSMoEExperts | FSMoELayer
     form: ExpertForm
@@ -276,7 +282,7 @@ class LayerToCache:
         return cls(module, form, placement, most)
 
     def layer(self, memory: ExpertCacheMemory, options: Options, profile: PathProfile | None) -> InferenceLayer:
-        """Return the layer, with its weights in this memory. Collective over the ranks that share the experts."""
+        """Return the layer with its weights in this memory. Collective over the ranks that share the experts."""
         state: Any = self.module.fsmoe
         for parameter in self.form.parameters:
             if isinstance(parameter, nn.Parameter):
@@ -291,12 +297,12 @@ class LayerToCache:
 def allocate_expert_memory(
     layers: Mapping[str, LayerToCache], weights: Where
 ) -> tuple[Where, dict[str, ExpertCacheMemory]]:
-    """Return where weights are taken from, and label -> memory for them. Collective over all ranks of the job.
+    """Return the source of weights, and label -> memory for them. Collective over all ranks of the job.
 
-    Weights are taken from home where the memory of any rank does not suffice for all of them in its host.
+    The source is the primary ranks where the host memory of any rank is insufficient for all weights.
 
     Raises:
-        MemoryError: on every rank, if there is no room for those that a rank holds, on any.
+        MemoryError: on every rank, if the memory of any rank is insufficient for its expert cache.
     """
     ways: tuple[Where, ...] = ("host", "home") if weights == "host" else ("home",)
     why = ""
@@ -330,12 +336,12 @@ def allocate_expert_memory(
 
 
 def _first_problem(own: str) -> str:
-    """Return the problem of the first rank that has one; empty: no rank has. Collective."""
+    """Return the problem of the first rank that has one; empty if no rank has. Collective."""
     return next((f"rank {rank}: {each}" for rank, each in enumerate(on_every_rank(own)) if each), "")
 
 
 def _lacking(layers: Mapping[str, LayerToCache], where: Where) -> str:
-    """Return which memory does not suffice on this rank, in words; empty: it does."""
+    """Return which memory of this rank is insufficient, in words; empty if all suffices."""
     device = next((each.form.device for each in layers.values()), torch.device("cpu"))
     of_layers = [
         ExpertCacheMemory.bytes_of(each.form, each.placement.num_experts, each.most, where) for each in layers.values()
@@ -355,8 +361,10 @@ def _lacking(layers: Mapping[str, LayerToCache], where: Where) -> str:
 
 
 def left_by_any(found: Mapping[str, FSMoEExperts | FSMoELayer]) -> dict[str, str]:
-    """Return label -> reason of the layers that any rank leaves as they are, such as for a hook that it alone has.
-    Collective over all ranks of the job, since all have to run them alike."""
+    """Return label -> reason of the layers that any rank cannot run with an expert cache. Collective over all ranks.
+
+    Reasons may differ by rank, such as a hook on one of them. All ranks have to run a layer in the same form.
+    """
     of_ranks = on_every_rank({label: why_left(module) for label, module in found.items()})
     left = {}
     for label in found:
@@ -368,10 +376,10 @@ def left_by_any(found: Mapping[str, FSMoEExperts | FSMoELayer]) -> dict[str, str
 
 
 def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
-    """Return why the experts of a layer stay where they are in inference, in words; ``None`` where they come and go.
+    """Return the reason against an expert cache for a layer, in words; ``None`` if there is none.
 
     Args:
-        module: a converted layer whose groups are there.
+        module: a converted layer that has its groups.
     """
     state = module.fsmoe
     if state.groups is None or state.pipeline is None:
@@ -390,7 +398,7 @@ def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that is free for a rank: of its device, or its share of the host's; infinite if not known."""
+    """Return the free memory of a rank in bytes: of its device, or its share of the host's; infinite if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:

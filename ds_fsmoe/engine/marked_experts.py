@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks the parameters of experts that are distributed over ranks, and checks loading and saving.
 
-See :mod:`~ds_fsmoe.layer.expert_shard` for what a marked parameter does. A state dict that a script takes holds marked
-tensors, too: it can be looked at, and is refused where it would be written.
+The engine calls it at the end of its construction. :mod:`~ds_fsmoe.layer.expert_shard` has the class of a marked
+parameter. A state dict of a script holds marked tensors, too: reading them works, writing them is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ds_fsmoe.layer.parts import LayerError
 
 
 class GatheredWeight(nn.Parameter):
-    """Stands for a parameter of experts while it is whole. A loss on it has the gradient of this rank's part."""
+    """Represents a parameter of experts while it is whole; a loss on it has the gradient of this rank's part."""
 
     @classmethod
     def __torch_function__(
@@ -82,7 +82,7 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
     """Gather marked parameters inside the block. Collective to enter and to leave.
 
     Args:
-        parameters: marked ones, in an order that is the same on every rank.
+        parameters: marked parameters, in an order that is the same on every rank.
         modifier_rank: the rank, among those that have the model, whose changes count; ``None``: each keeps its own.
     """
     shared = [each for each in parameters if is_shared_out(each)]
@@ -119,7 +119,7 @@ def _take_changes(parameter: ExpertShard, own: torch.Tensor, modifier_rank: int 
 
 
 def gather_experts_whole() -> None:
-    """Make ``GatheredParameters`` return whole experts, from now on in this process. Idempotent."""
+    """Make ``GatheredParameters`` return whole experts, from now on in this process. A second call changes nothing."""
     if hasattr(GatheredParameters, "_ds_fsmoe_gathering"):
         return
     begin, enter, leave = (getattr(GatheredParameters, each) for each in ("__init__", "__enter__", "__exit__"))
@@ -160,13 +160,13 @@ def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
     Collective over the ranks that share the experts, in the backward too.
 
     Args:
-        parameter: of ``engine.module``.
+        parameter: a parameter of ``engine.module``.
 
     Returns:
-        [E, ...], with a gradient; a parameter that is not spread over ranks as it is.
+        The weight, [E, ...], with a gradient. A parameter that is not spread over ranks is returned as it is.
 
     Raises:
-        LayerError: ZeRO 3 has shared it out.
+        LayerError: ZeRO 3 has partitioned it.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -185,16 +185,16 @@ def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def whole_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Walk over a model's whole parameters, on every rank: (name, tensor), one at a time.
+    """Return an iterator over a model's whole parameters, on every rank: (name, tensor), one at a time.
 
-    Every rank has to go through all of them, since a weight is put together from all ranks as it comes. What was
-    yielded before may be given back then: copy what is to be kept.
+    Every rank has to iterate over all of them, since each weight is gathered from all ranks when it is due. A tensor
+    yielded earlier may be released then: copy it to keep it.
 
     Args:
         engine: the engine that ``initialize`` has returned, ours or DeepSpeed's.
 
     Yields:
-        The name of a parameter and the whole tensor, [E, ...] where it is one of experts.
+        The name of a parameter and the whole tensor, [E, ...] for experts.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -225,11 +225,11 @@ def mark_experts(model: nn.Module) -> Callable[[], None]:
     """Mark the experts of an engine's model; return the function that removes the marks, once.
 
     Args:
-        model: the model, whose experts are in their final place.
+        model: the model, whose experts are already distributed.
     """
     spread = [found for found in parts_in(model) if found[2].num_parts > 1]
     parameters = [parameter for _, parameter, _ in spread]
-    # What knows the shape of a gradient is made anew while nobody holds it, and a parameter may be whole then.
+    # The object with a gradient's shape is made again if it was released, and a parameter may be whole then.
     accumulators = [
         each.view_as(each).grad_fn.next_functions[0][0]
         for each in parameters
@@ -262,14 +262,14 @@ def mark_experts(model: nn.Module) -> Callable[[], None]:
 
 
 def refuse_hooks(path: str, module: nn.Module) -> None:
-    """Refuse experts with gradient hooks, which were made for the gradient of all of them.
+    """Refuse experts with gradient hooks, which expect the gradient of all experts.
 
     Args:
-        path: the path of the module of experts, or of what is around it.
-        module: that module.
+        path: the path of the experts module, or of a module around it.
+        module: the module at this path.
 
     Raises:
-        LayerError: names the parameter and what to do.
+        LayerError: names the parameter and the remedy.
     """
     if hooked := hooks_on(module):
         raise LayerError(
@@ -287,13 +287,13 @@ def hooks_on(module: nn.Module) -> list[str]:
 
 
 def refuse_parts(name: str) -> None:
-    """Refuse to give this rank's experts to a script that takes them for all.
+    """Refuse to return this rank's experts to a script that expects all of them.
 
     Args:
-        name: of a parameter.
+        name: the name of a parameter.
 
     Raises:
-        CheckpointError: says what to call instead.
+        CheckpointError: names the function to call instead.
     """
     raise CheckpointError(
         f"ds_fsmoe has distributed {name} over ranks, and this rank has its own experts only: {WHOLE}"
@@ -338,11 +338,11 @@ def _save_whole() -> None:
 
 
 def check_whole(given: Mapping[str, Any], model: nn.Module) -> None:
-    """Refuse to write weights that are those of this rank alone.
+    """Refuse to write weights that are only this rank's part.
 
     Args:
         given: name -> tensor.
-        model: the model that they are of.
+        model: the model of these weights.
 
     Raises:
         CheckpointError: names the first one.
@@ -389,16 +389,17 @@ def count_all_experts(engine: Any) -> None:
 def gradient_norm(engine: Any, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients, each counted once, between backward and step; collective over all ranks.
 
-    In the place of a sum over ``engine.module.parameters()``, which has the experts of one rank. At ZeRO 1 to 3 one
-    gradient after the other is gathered for it; ``engine.get_global_grad_norm()`` has the norm of the last step for
-    nothing.
+    It replaces a sum over ``engine.module.parameters()``, which has the experts of one rank. At ZeRO 1 to 3 gradients
+    are gathered for it, one by one; ``engine.get_global_grad_norm()`` returns the norm of the last step without any
+    cost.
 
     Args:
         engine: the engine that ``initialize`` has returned, with the block enabled or not.
-        norm_type: which norm, as of ``torch.nn.utils.get_total_norm``; ``float("inf")`` is the largest element.
+        norm_type: the order of the norm, as in ``torch.nn.utils.get_total_norm``; ``float("inf")`` is the largest
+            element.
 
     Returns:
-        A scalar, the same on all ranks. In fp16 it has DeepSpeed's loss scale in it, as gradients have.
+        A scalar, the same on all ranks. In fp16 it includes DeepSpeed's loss scale, as gradients do.
 
     Raises:
         ValueError: the engine has pipeline stages or tensor-parallel ranks.
@@ -438,7 +439,7 @@ def _has_other_parts(engine: Any) -> bool:
 
 
 def _ranks_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """Return the ranks over which experts are distributed; ``None`` for other parameters."""
+    """Return the process group over which experts are distributed; ``None`` for other parameters."""
     group = stock_groups._get_expert_parallel_group(parameter.group_name) if is_moe_param(parameter) else None
     return group if group is not None and group.size() > 1 else None
 
@@ -452,7 +453,7 @@ def _total_norm(
 ) -> torch.Tensor:
     """Compute torch's total norm, with the norm over all ranks for each gradient of experts.
 
-    A norm of norms is the norm of the whole. Collective, if such gradients are among the tensors.
+    The norm of all norms is the total norm. Collective, if gradients of experts are among the tensors.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     experts = {
@@ -478,8 +479,8 @@ def _combine(norms: Any, own: Mapping[int, dist.ProcessGroup], norm_type: float)
 
     Args:
         norms: number -> norm.
-        own: number -> the ranks that have the rest, in the same order on all ranks.
-        norm_type: which norm.
+        own: number -> the process group of the other experts, in the same order on all ranks.
+        norm_type: the order of the norm.
     """
     numbers: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for number, group in own.items():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the groups of an optimizer into those of experts and of all else, which DeepSpeed reduces apart.
+"""Splits the parameter groups of an optimizer into experts and other parameters, which DeepSpeed reduces separately.
 
-Scripts for Hugging Face models know nothing of experts: Trainer makes two groups, with and without weight decay. The
-group of experts that comes off one has its options, and follows it: schedulers, and scripts, go on to change the
-options of the groups that they know. DeepSpeed splits the groups of the optimizers that it makes itself; the rest is
-the same for these.
+The engine calls it when it makes the optimizer. Scripts for Hugging Face models make groups without regard to experts:
+Trainer makes two, with and without weight decay. A group of experts that is split off has the options of its original
+group and follows it: schedulers and scripts change the options of the groups that they know. DeepSpeed splits the
+groups of the optimizers that it makes itself; following works in the same way for these.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from ds_fsmoe.log import log_on_rank_0
 
 
 def groups_of_trained(engine: Any, layers: Sequence[FSMoEExperts]) -> AbstractContextManager[None]:
-    """Have an engine make its optimizer meanwhile as for a dense model, where all its layers are of Hugging Face and
-    none of their experts or adapters trains: there is no parameter for a group of experts then.
+    """Make an engine build its optimizer as for a dense model, inside the block.
+
+    It applies where all layers are Hugging Face's and none of their experts or adapters is trained: a group of experts
+    would be empty then.
 
     Args:
-        engine: the engine; afterwards it has MoE layers again, as saving has to know.
-        layers: the layers taken over.
+        engine: the engine; afterwards it has MoE layers again, which saving needs.
+        layers: the converted layers.
     """
     trains = any(each.requires_grad for layer in layers for each in (*layer.parameters(), *adapters_of(layer)))
     if trains or len(layers) < len(engine.fsmoe.layers):
@@ -60,7 +62,7 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, ScriptGroups] = weakref
 
 
 def with_expert_groups(client: Any) -> Any:
-    """Return a script's optimizer, or its factory, with groups of experts; in place.
+    """Return a script's optimizer, or its factory, with groups of experts split off in place.
 
     Args:
         client: an optimizer, a function that makes one of parameters, or ``None``.
@@ -71,7 +73,7 @@ def with_expert_groups(client: Any) -> Any:
 
 
 def with_names(parameters: Any) -> Any:
-    """Return groups of parameters for DeepSpeed's own optimizer, which tells them by names, each with one."""
+    """Return parameter groups with one name each, since DeepSpeed's own optimizer tells groups apart by names."""
     groups = list(parameters or ())
     if not groups or not isinstance(groups[0], dict) or any("moe" in each for each in groups):
         return parameters
@@ -79,8 +81,11 @@ def with_names(parameters: Any) -> Any:
 
 
 def without_frozen_experts(parameters: Any) -> Any:
-    """Return parameters, or groups of them, for DeepSpeed's own optimizer, which makes groups of experts by their size:
-    below stage 3 ZeRO cannot have one whose parameters are all frozen, as experts beneath adapters are."""
+    """Return parameters, or groups of them, without frozen experts, for DeepSpeed's own optimizer.
+
+    It makes groups of experts by their size. Below stage 3, ZeRO refuses a group whose parameters are all frozen, as
+    experts under adapters are.
+    """
     if parameters is None or isinstance(parameters, torch.Tensor):
         return parameters
     groups = list(parameters)
@@ -91,7 +96,7 @@ def without_frozen_experts(parameters: Any) -> Any:
 
 
 def numbers_of(parameters: Any) -> dict[int, int]:
-    """Return id of a parameter -> number of its group, of parameters or groups of them that DeepSpeed is given."""
+    """Return id of a parameter -> number of its group, for the parameters or groups that DeepSpeed receives."""
     given = [parameters] if isinstance(parameters, dict) else list(parameters or ())
     groups = [each["params"] for each in given] if given and isinstance(given[0], dict) else [given]
     held = [[each] if isinstance(each, torch.Tensor) else each for each in groups]
@@ -99,11 +104,11 @@ def numbers_of(parameters: Any) -> dict[int, int]:
 
 
 def follow_groups(optimizer: Any, numbers: Mapping[int, int]) -> None:
-    """Have the groups of experts that DeepSpeed has taken out of a script's follow these.
+    """Make the groups of experts that DeepSpeed has split off follow the script's groups.
 
     Args:
-        optimizer: what DeepSpeed has made.
-        numbers: as :func:`numbers_of` returns it, of what it was made from.
+        optimizer: the optimizer that DeepSpeed has made.
+        numbers: the result of :func:`numbers_of` for the groups that the optimizer was made from.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
@@ -121,14 +126,16 @@ def follow_groups(optimizer: Any, numbers: Mapping[int, int]) -> None:
 
 
 def _split(optimizer: Any) -> Any:
-    """Take the experts out of groups that have others too, and return the optimizer; a group of experts alone is
-    marked. What is no optimizer of torch's stays as it is."""
+    """Split the experts off groups that have other parameters too, and return the optimizer.
+
+    A group of experts alone is marked. An object that is no optimizer of torch is returned unchanged.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     groups = optimizer.param_groups
     known: list[int | dict[str, Any]] = []
     for group in groups:
-        # DeepSpeed leaves out what is empty; schedulers go on to count it.
+        # DeepSpeed leaves out empty groups; schedulers still count them.
         known.append(sum(isinstance(each, int) for each in known) if group["params"] else group)
     groups[:] = [each for each in groups if each["params"]]
     came_off: dict[int, int] = {}
@@ -155,7 +162,8 @@ def _split(optimizer: Any) -> Any:
 
 
 def _remember(optimizer: torch.optim.Optimizer, known: list[int], came_off: dict[int, int]) -> ScriptGroups | None:
-    """Remember which groups a script knows, and have the others follow; ``None`` if it knows all, in their order."""
+    """Record which groups a script knows, and make the others follow; return ``None`` if it knows all, in their
+    order."""
     if known == list(range(len(optimizer.param_groups))):
         return None
     _known[optimizer] = ScriptGroups(optimizer, known, came_off)
@@ -167,7 +175,7 @@ def as_script_knows(optimizer: Any) -> Iterator[None]:
     """Show an optimizer's original parameter groups inside the block, and no others.
 
     Args:
-        optimizer: torch's or one of DeepSpeed's; one whose groups have not been split is left alone.
+        optimizer: torch's or one of DeepSpeed's; one whose groups have not been split is unchanged.
     """
     base = optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizer", None)
     found = _known.get(base) if isinstance(base, torch.optim.Optimizer) else None
@@ -186,7 +194,7 @@ def show_scripts_groups(scheduler: Any) -> None:
     """Show a scheduler the original groups of its script.
 
     Args:
-        scheduler: one that was made within :func:`as_script_knows`, or anything else, which is left alone.
+        scheduler: one that was made within :func:`as_script_knows`; any other object is unchanged.
     """
     optimizer = getattr(scheduler, "__dict__", {}).get("optimizer")
     found = _known.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -195,13 +203,15 @@ def show_scripts_groups(scheduler: Any) -> None:
 
 
 class ScriptGroups:
-    """Knows all groups of an optimizer, and which are its script's: loading makes others, and DeepSpeed takes steps
-    with one group at a time. Before every step groups of experts follow those that they came off.
+    """Knows all groups of an optimizer, and which of them are its script's.
+
+    Loading makes new groups, and DeepSpeed steps with one group at a time. Before every step, groups of experts follow
+    the groups that they were split off.
 
     Args:
         optimizer: the optimizer.
-        numbers: the numbers of those that the script knows, in its order.
-        came_off: number of a group of experts -> that of the other.
+        numbers: the numbers of the groups that the script knows, in its order.
+        came_off: number of a group of experts -> number of the original group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int], came_off: Mapping[int, int]) -> None:
@@ -224,12 +234,12 @@ class ScriptGroups:
 
 
 class _Known:
-    """Shows a scheduler the groups of an optimizer that were there when it was made: it has a rate for each of them.
+    """Shows a scheduler the groups that an optimizer had when the scheduler was made: it has a rate for each of them.
 
     Args:
         optimizer: the optimizer.
         groups: all its groups.
-        known: the numbers of those that were there; one that was empty is there itself.
+        known: the numbers of these groups; for one that was empty, the group itself.
     """
 
     def __init__(
@@ -239,7 +249,7 @@ class _Known:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, as they are now."""
+        """Return the groups as they are now."""
         return [self._groups.now[each] if isinstance(each, int) else each for each in self._known]
 
     def __eq__(self, other: object) -> bool:
@@ -256,12 +266,12 @@ class _Known:
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
-    """Return the schedulers that were made for an optimizer, which does not know them itself."""
+    """Return the schedulers of an optimizer, which has no list of them itself."""
     if not getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         return
     gc.collect()
     for each in gc.get_objects():
-        # By its type: some objects answer isinstance() with whatever they stand for.
+        # By its type: some objects answer isinstance() for the class that they wrap.
         if issubclass(type(each), LRScheduler) and vars(each).get("optimizer") is optimizer:
             yield each
 
@@ -273,12 +283,12 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
 
 
 class GroupsEngine(DeepSpeedEngine):
-    """DeepSpeed's engine whose optimizer has groups of experts, of which its script need not know."""
+    """Extends DeepSpeed's engine with an optimizer whose groups of experts are hidden from its script."""
 
     _number_of_given: dict[int, int]
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Make DeepSpeed's optimizer, with groups of experts; without experts to train it has none for them."""
+        """Make DeepSpeed's optimizer, with groups of experts; without trained experts there are no such groups."""
         if self._hf_layers:
             client_optimizer, model_parameters = with_expert_groups(client_optimizer), with_names(model_parameters)
             _count_scripts_groups()
@@ -385,15 +395,15 @@ def warn_of_whole_tensors(engine: Any) -> None:
 def depends_on_others(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], is_flat: bool, device: torch.device
 ) -> bool:
-    """Return whether an optimizer updates a tensor otherwise as a whole than in two halves.
+    """Return True if an optimizer updates a whole tensor differently from its two parts.
 
-    The optimizer itself takes no step. Options are those of one of its groups, with a rate at which something moves.
+    The optimizer itself makes no step. The options are those of one of its groups, with a rate that changes values.
 
     Args:
         optimizer: the optimizer.
         group: the group.
-        is_flat: whether it is shown tensors of one dimension.
-        device: where it works.
+        is_flat: True if it receives tensors of one dimension.
+        device: the device of its tensors.
     """
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, 3.0]).view(2, 1, 1)  # halves that are alike would hide what is taken over both
@@ -402,7 +412,7 @@ def depends_on_others(
     if is_flat:
         start, gradients = start.flatten(), [each.flatten() for each in gradients]
     cut = [each.chunk(2) for each in (start, *gradients)]
-    # What compiled code computes is told without the seconds of compiling it.
+    # The result of compiled code is found without the seconds of compiling it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
         whole = _updated(optimizer, group, start, gradients)
         halves = torch.cat([_updated(optimizer, group, first, others) for first, *others in zip(*cut, strict=True)])

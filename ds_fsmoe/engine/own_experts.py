@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds Hugging Face models with this rank's experts only, from when they are made: no rank holds all experts.
+"""Builds Hugging Face models with this rank's experts only, from their construction on: no rank holds all experts.
 
-Here is what is done to ``transformers`` for that, and every name of it that is used. ``from_pretrained`` and
-``from_config`` run as they are. Between the construction of a model and the reading of its files experts are cut, and
-of tensors with experts only this rank's are handed on; renaming, merging and casting stay theirs.
+This module has all that is replaced in ``transformers`` for that, and every name of it that is used.
+``from_pretrained`` and ``from_config`` run unchanged. Experts are split between the construction of a model and the
+reading of its files. Only this rank's experts are passed on; renaming, merging and casting remain those of
+``transformers``. Scripts call it, or :func:`ds_fsmoe.install` does; ``expert_tensors`` reads the files.
 """
 
 from __future__ import annotations
@@ -63,23 +64,24 @@ _build: Build | None = None
 def own_experts(config: Any = None) -> Iterator[None]:
     """Make ``from_pretrained`` and ``from_config`` build Hugging Face models with this rank's experts only.
 
-    No rank then holds more than its own experts and the dense part of a model, and of the experts in its files each
-    rank reads its own. :func:`ds_fsmoe.initialize`, given the same config, takes such a model as it is; before that it
-    neither runs nor is saved. Every rank has to build the model, since ranks agree on where experts are.
+    Each rank then holds its own experts and the dense part of a model, and reads only its own experts from the files.
+    :func:`ds_fsmoe.initialize`, with the same config, accepts such a model as it is. Before that it neither runs nor
+    can be saved. Every rank has to build the model, since ranks agree on where experts are.
 
-    Under :func:`ds_fsmoe.install` this is done for ``from_pretrained`` without asking, where a block is given to it or
-    an ``HfDeepSpeedConfig`` with one is alive, as Trainer's arguments keep it.
+    :func:`ds_fsmoe.install` does this for ``from_pretrained`` by itself if it has a block, or if an
+    ``HfDeepSpeedConfig`` with a block is alive. Trainer's arguments keep one alive.
 
     Args:
         config: the DeepSpeed config, as a dict or the path of a JSON file. With ``"enabled": false`` in its block
-            models are built whole. ``None``: that of ``HfDeepSpeedConfig``. A block given to ``install`` replaces its.
+            models are built whole. ``None``: the config of ``HfDeepSpeedConfig``. A block given to ``install`` replaces
+            its block.
 
     Raises:
-        ConfigError: the block is wrong, or there is none.
-        IncompatibleError: the installed transformers cannot be used for it.
+        ConfigError: the block is wrong, or missing.
+        IncompatibleError: the installed transformers cannot be used for this.
 
     Yields:
-        Nothing; what is built inside has this rank's experts only.
+        ``None``; models built inside have this rank's experts only.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -114,8 +116,11 @@ def own_experts(config: Any = None) -> Iterator[None]:
 
 
 def follow(given: Callable[[], Mapping[str, Any] | None] | None) -> None:
-    """Build models with own experts from now on, wherever a block is known. ``given`` returns the one from outside;
-    ``None`` undoes it."""
+    """Build models with this rank's experts from now on, wherever a block is known.
+
+    Args:
+        given: returns the block from outside; ``None`` undoes it.
+    """
     global _given
     _given = given
     if given is None:
@@ -153,8 +158,7 @@ def _wanted(ds_config: Mapping[str, Any]) -> _Wanted | None:
 
 
 def _begin(modeling: ModuleType) -> Build | None:
-    """Return the builder of the next model, ``None`` for a whole one. Connects ranks if needed.
-    Collective."""
+    """Return the builder of the next model, ``None`` for a whole one; connect ranks if needed. Collective."""
     if _build is not None:
         return None  # a model within a model
     if _asked:
@@ -193,7 +197,7 @@ def _built(build: Build) -> Iterator[None]:
 
 @functools.cache
 def _patch(modeling: ModuleType) -> None:
-    """Put ours around the methods of ``PreTrainedModel``, once."""
+    """Wrap the methods of ``PreTrainedModel`` once."""
     model_class = modeling.PreTrainedModel
     from_pretrained, from_config = model_class.from_pretrained.__func__, model_class._from_config.__func__
     load, save = model_class._load_pretrained_model, model_class.save_pretrained

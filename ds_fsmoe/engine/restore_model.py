@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a model back when its engine has ended: whole, to a script; as it lies, to the next engine."""
+"""Restores a model when its engine has ended: whole for a script, distributed for the next engine.
+
+Scripts call :func:`make_whole`; the entry points call :func:`take_back` before they make the next engine. It undoes the
+changes of ``convert_layers`` and ``convert_experts``.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +55,20 @@ def make_whole(model: nn.Module) -> nn.Module:
     """Make a model whole again on every rank when its engine has ended: plain modules with all experts, trained, and
     plain parameters at every stage of ZeRO. Collective over all ranks.
 
-    Experts are put together weight by weight, so that no second copy of the model is held. Afterwards nothing of ours
-    or of the engine is on the model: one rank alone runs, saves, copies and pickles it, and it can be given to
-    ``initialize`` again. Weights of experts are [E, ...] again, and new objects where ranks had parts of them.
+    Experts are gathered weight by weight, so memory never holds a second copy of the model. Afterwards the model has no
+    attributes of ours or of the engine: one rank alone runs, saves, copies and pickles it, and ``initialize`` accepts
+    it again. Weights of experts are [E, ...] again, and new objects where ranks had parts of them.
 
     Args:
         model: the model that was given to ``initialize``, or its engine, after ``engine.destroy()``. A model that is
-            whole already stays as it is.
+            already whole is unchanged.
 
     Returns:
         The model itself.
 
     Raises:
         RuntimeError: its engine has not ended; raised on every rank.
-        LayerError: it has experts that are not put together: sharded or moved ones of a ``deepspeed.moe.layer.MoE``, or
+        LayerError: it has experts that cannot be gathered: sharded or moved ones of a ``deepspeed.moe.layer.MoE``, or
             those of a model that was loaded by parts and has had no engine.
 
     Examples:
@@ -111,16 +115,17 @@ def make_whole(model: nn.Module) -> nn.Module:
 
 
 def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) -> None:
-    """Take a model from the engine that it was given to before, so that it can be given to another one; an engine that
-    has not ended is destroyed. Experts stay as they lie. Collective where there was one.
+    """Release a model from its earlier engine, so that another one can use it. Collective if there was an engine.
+
+    An engine that has not ended is destroyed. Experts stay distributed as they are.
 
     Args:
         model: the model.
         ds_config: the config of the next engine.
-        is_enabled: whether that one is ours.
+        is_enabled: True if the next engine is ours.
 
     Raises:
-        LayerError: the next engine could not take the model as it lies; says what to call first.
+        LayerError: the next engine cannot use the model as it is distributed; names the function to call first.
     """
     runtimes = _runtimes(model)
     stock = _stock_layers(model)
@@ -155,7 +160,7 @@ def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
 
     Args:
         model: the model, of any stage.
-        running: what its layers share.
+        running: the runtime that its layers share.
     """
     if not any(map(is_shared_out, model.parameters())):
         return
@@ -173,6 +178,7 @@ def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
 def unshare(model: nn.Module) -> None:
     """Replace ZeRO 3 partitions by plain parameters, in place, one at a time. Collective over the ranks that share
     them.
+
     A part of the experts stays a part.
 
     Args:
@@ -197,7 +203,7 @@ def _runtimes(model: nn.Module) -> list[LayerRuntime]:
 
 
 def _alive(runtimes: Iterable[LayerRuntime]) -> list[Any]:
-    """Return the engines that have not ended; of one that was never complete only its layers are left."""
+    """Return the engines that have not ended; for an engine that was never complete, only its layers are released."""
     engines = [each.engine() for each in runtimes if not each.is_over]
     return [each for each in engines if each is not None and "fsmoe" in vars(each)]
 
@@ -208,7 +214,7 @@ def _experts_in(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _stock_layers(model: nn.Module) -> dict[str, StockMoE]:
-    """Return name -> the layers of DeepSpeed's kind that have, or had, an engine of ours."""
+    """Return name -> layer of DeepSpeed's kind that has, or had, an engine of ours."""
     named = ((name, each) for name, each in model.named_modules() if isinstance(each, StockMoE))
     return {
         name: each
@@ -259,7 +265,7 @@ OURS = ("allreduce", "group_name", "fsmoe_part")
 
 
 def leave_experts(module: FSMoEExperts) -> None:
-    """Take all of ours off a converted module, and off PEFT's wrappers around it, whose experts stay as they lie.
+    """Remove our attributes from a converted module and from PEFT's wrappers around it; its experts stay distributed.
 
     Args:
         module: a module whose engine has ended.
@@ -280,16 +286,18 @@ def leave_experts(module: FSMoEExperts) -> None:
 def take_up(
     module: nn.Module, wrappers: Iterable[nn.Module], wanted: Mapping[str, ExpertPart] | None = None
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Take up a module that :func:`leave_experts` has left: as it lies, or with all of its experts, and of the wrappers
-    around it all adapters, put together one parameter at a time. Collective over the ranks that share them.
+    """Prepare a module that :func:`leave_experts` has left, and its wrappers, for the next engine.
+
+    Its experts and adapters stay distributed, or are gathered one parameter at a time. Collective over the ranks that
+    share them.
 
     Args:
-        module: the module; nothing happens to another one.
+        module: the module; any other module is unchanged.
         wrappers: PEFT's wrappers of its parameters.
-        wanted: name of a weight -> the part of it with which it stays as it lies; ``None``: it gets all experts.
+        wanted: name of a weight -> the part of it with which it stays distributed; ``None``: it gets all experts.
 
     Returns:
-        New parameter -> the part that it replaces. A part that is all experts stays the parameter that it is.
+        New parameter -> the part that it replaces. A part that has all experts stays the same parameter.
     """
     if not is_left(module):
         return {}
@@ -322,7 +330,7 @@ def take_up(
 
 
 def _expert_parameters(module: nn.Module, wrappers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Return (module, name) of each parameter that is one of experts."""
+    """Return (module, name) of each parameter of experts."""
     yield from ((module, name) for name in OWN_NAMES if name in module._parameters)
     for wrapper in wrappers:
         for of_adapters in (wrapper.lora_A, wrapper.lora_B):
@@ -334,7 +342,7 @@ def strip(parameter: nn.Parameter, keeps: Collection[str] = ()) -> None:
 
     Args:
         parameter: the parameter.
-        keeps: names of attributes that stay.
+        keeps: names of attributes to keep.
     """
     for name, value in list(vars(parameter).items()):
         owner = getattr(getattr(value, "__func__", value), "__module__", None) or ""
@@ -353,7 +361,7 @@ def free_when_dropped(optimizer: Any) -> None:
     """Release DeepSpeed's optimizer from outside references, and the engine with it.
 
     Args:
-        optimizer: DeepSpeed's, of any kind, or what stands for it where nothing is optimized.
+        optimizer: DeepSpeed's optimizer of any kind, or its placeholder where nothing is optimized.
     """
     _hold_hooks(optimizer)
     offload = getattr(optimizer, "parameter_offload", optimizer)
@@ -371,8 +379,8 @@ def forget_graph(layer: Any) -> None:
 def _hold_hooks(optimizer: Any) -> None:
     """Make the optimizer own its gradient hooks, so that parameters refer to them weakly.
 
-    Python's collector does not see the hooks that a parameter holds. One of DeepSpeed's knows its optimizer, which has
-    the parameters: the collector would take all of them for used, for ever.
+    Python's garbage collector cannot see the hooks of a parameter. A hook of DeepSpeed refers to its optimizer, which
+    refers to the parameters: the collector would never release them.
     """
     kept: list[Callable[..., Any]] = []
     for handle in getattr(optimizer, "_grad_acc_hooks", ()):
@@ -385,7 +393,7 @@ def _hold_hooks(optimizer: Any) -> None:
 
 
 def _remember_by_itself(coordinator: Any) -> None:
-    """Make ZeRO 3 remember released parameters in its coordinator, not for the whole process."""
+    """Make ZeRO 3 record released parameters in its coordinator, not for the whole process."""
     parts = [each.cell_contents for each in getattr(type(coordinator), _RELEASED).__closure__ or ()]
     cached = next((each for each in parts if hasattr(each, "cache_clear")), None)
     if cached is not None:

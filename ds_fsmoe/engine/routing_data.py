@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the routing of an engine's layers, and replays routing that was recorded or is given."""
+"""Records the routing of an engine's layers, and replays routing that was recorded or passed by a script.
+
+The engine's state calls it around each forward. ``ds_fsmoe/telemetry/routing_recorder.py`` writes the files;
+``ds_fsmoe/layer/replay.py`` replaces the choices in a layer.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +45,8 @@ class RoutingData:
         has_stages: whether the model is a pipeline of stages.
 
     Raises:
-        ConfigError: the recording to be replayed cannot be read, or is of other ranks or layers, or another job writes
-            in the folder to record in; on every rank.
+        ConfigError: the recording to be replayed cannot be read, or has other ranks or layers, or another job writes to
+            the folder of the recording; on every rank.
     """
 
     def __init__(self, state: FSMoEState, model: Any, step: int, has_stages: bool) -> None:
@@ -76,13 +80,13 @@ class RoutingData:
 
         Args:
             indices: [S, L, k] integers, as an array or a tensor: for each token of this rank's batch, in the order in
-                which layers see them, the experts that it goes to in each MoE layer; -1 for a token that is to choose
-                by itself in a layer. L is the number of MoE layers, or that of all layers of the model, of which those
-                without experts are left out. A list of L arrays [S, k], where layers differ in k. ``None``: this rank's
-                layers choose by themselves; if all ranks say so, nothing is replayed.
+                which layers process them, its experts in each MoE layer; -1 where the gate chooses for a token. L is
+                the number of MoE layers, or of all layers of the model; layers without experts are skipped. A list of L
+                arrays [S, k], where layers differ in k. ``None``: this rank's gates choose; if it is ``None`` on all
+                ranks, nothing is replayed.
 
         Raises:
-            ReplayError: the choices of any rank do not fit the model; on every rank, with all that is wrong.
+            ReplayError: the choices of any rank do not fit the model; on every rank, with every problem.
         """
         self._agree(None if indices is None else lambda: self._choices(indices))
 
@@ -91,10 +95,10 @@ class RoutingData:
 
         Args:
             choose: returns this rank's choices; ``None``: it has none.
-            said: what the messages of its errors begin with.
+            said: the start of its error messages.
 
         Raises:
-            ReplayError: it has raised on any rank; on every rank.
+            ReplayError: ``choose`` has raised it on any rank; on every rank.
         """
         choices: dict[str, ReplayedRouting | None] | None = None
         problem: str | None = None
@@ -115,10 +119,10 @@ class RoutingData:
             self._replay.disarm()
 
     def begin_forward(self, is_training: bool, has_batch: bool = True) -> None:
-        """Get ready for a forward: take its choices from the recording, if one is replayed. Collective then.
+        """Prepare a forward: read its choices from the recording, if one is replayed. Collective in that case.
 
         Raises:
-            ReplayError: the recording has not this forward; on every rank.
+            ReplayError: the recording lacks this forward; on every rank.
         """
         if self.recorder is not None:
             self.recorder.is_paused = not has_batch
@@ -133,7 +137,7 @@ class RoutingData:
         """End a forward.
 
         Raises:
-            ReplayError: it was to be replayed, and a layer did not run.
+            ReplayError: a layer did not run in a replayed forward.
         """
         if self.recorder is not None:
             self.recorder.is_paused = False
@@ -151,12 +155,12 @@ class RoutingData:
             self.recorder.at_step(step)
 
     def close(self) -> None:
-        """Write all that was recorded."""
+        """Write all recorded data to the files."""
         if self.recorder is not None:
             self.recorder.close()
 
     def _is_copy(self) -> bool:
-        """Return whether another rank has the same tokens, and records them."""
+        """Return True if another rank has the same tokens and records them."""
         states = [each.fsmoe for each in self._layers.values()]
         return any(
             each.mp_group is not None and each.tensor_parallel.same_tokens and dist.get_rank(each.mp_group) > 0
@@ -176,7 +180,7 @@ class RoutingData:
         """Read the recording to replay.
 
         Raises:
-            ConfigError: it does not fit; on every rank.
+            ConfigError: the recording does not fit; on every rank.
         """
         problem: str | None = None
         recording: Recording | None = None
@@ -237,7 +241,7 @@ class RoutingData:
         return self._on_device(self._of_layers(indices))
 
     def _of_layers(self, indices: Any) -> list[np.ndarray]:
-        """Return [S, k] of each layer."""
+        """Return the choices of each layer, [S, k]."""
         if isinstance(indices, Sequence) and not isinstance(indices, str):
             arrays = [_integers(each) for each in indices]
             what = f"{len(arrays)} arrays of {[list(each.shape) for each in arrays[:4]]}"
@@ -316,7 +320,7 @@ class RoutingData:
 
 
 def _claim(folder: str) -> Ownership | None:
-    """Make a folder this job's own, in which all ranks record; the first rank holds it. Collective.
+    """Claim a folder for this job, in which all ranks record; the first rank owns it. Collective.
 
     Raises:
         ConfigError: another job writes there; on every rank.
@@ -339,7 +343,7 @@ def _integers(value: Any) -> np.ndarray:
     """Return an array of integers on the host.
 
     Raises:
-        ReplayError: it is none.
+        ReplayError: the value is no array of integers.
     """
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     if array.dtype.kind not in "iu":

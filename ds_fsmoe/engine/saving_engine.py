@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the part of the engine that saves and loads."""
+"""Implements the part of the engine that saves and loads checkpoints and weights.
+
+``engine.py`` derives its engine from this class. The files themselves are written and read by ``ds_fsmoe/checkpoint``;
+here DeepSpeed's methods are connected with it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,8 @@ _LOAD_OPTIONS = (
 
 
 class SavingEngine(DeepSpeedEngine):
-    """DeepSpeed's engine, which saves whole checkpoints or none, and experts of Hugging Face models too."""
+    """Extends DeepSpeed's engine: a checkpoint is saved completely or not at all, with experts of Hugging Face models
+    too."""
 
     has_partial_gradients = False
     """Whether gradients have been summed that no step has used yet."""
@@ -60,7 +65,8 @@ class SavingEngine(DeepSpeedEngine):
         *more: Any,
         **others: Any,
     ) -> Any:
-        """Save DeepSpeed's checkpoint, whole or not at all, with checksums, random generators and plans beside it.
+        """Save DeepSpeed's checkpoint, completely or not at all, with checksums, random generators and plans next to
+        it.
 
         Raises:
             CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
@@ -99,7 +105,7 @@ class SavingEngine(DeepSpeedEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> Any:
-        """Save the weights in one file as DeepSpeed does; experts that are spread over ranks are put together.
+        """Save the weights in one file as DeepSpeed does; experts that are spread over ranks are gathered.
 
         Raises:
             RuntimeError: the engine is in inference.
@@ -117,7 +123,7 @@ class SavingEngine(DeepSpeedEngine):
         """Return the state dict of the module for DeepSpeed's own saving.
 
         Raises:
-            CheckpointError: a script asks, and experts are spread over ranks.
+            CheckpointError: a script calls it, and experts are spread over ranks.
         """
         if self.spreads_experts and asking() not in TRUSTED:
             for name, _, part in parts_in(self.module):
@@ -126,7 +132,7 @@ class SavingEngine(DeepSpeedEngine):
         return super().module_state_dict(*args, **options)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """Return all weights of ZeRO 3 on the first rank; experts are put together from those that share them."""
+        """Return all weights of ZeRO 3 on the first rank; experts are gathered from the ranks that share them."""
         if not self.spreads_experts:
             return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         optimizer = self.optimizer
@@ -140,7 +146,7 @@ class SavingEngine(DeepSpeedEngine):
     def _save_moe_checkpoint(
         self, save_dir: str, tag: str, client_state: Any = None, exclude_frozen_parameters: bool = False
     ) -> None:
-        """Save the experts of Hugging Face models beside those that DeepSpeed knows."""
+        """Save the experts of Hugging Face models next to those that DeepSpeed knows."""
         with ExitStack() as stack:
             for layer in (each for each in self.module.modules() if isinstance(each, StockMoE)):
                 stack.enter_context(replaced(layer, "state_dict", _only_experts(layer.state_dict)))
@@ -153,7 +159,7 @@ class SavingEngine(DeepSpeedEngine):
             super()._checkpoint_tag_validation(tag)
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Write a script ``zero_to_fp32.py`` beside a checkpoint: ours where DeepSpeed's knows nothing of parts."""
+        """Write a script ``zero_to_fp32.py`` next to a checkpoint: ours if DeepSpeed's cannot read parts of experts."""
         if not self.spreads_experts:
             super()._copy_recovery_script(save_path)
         else:
@@ -161,7 +167,7 @@ class SavingEngine(DeepSpeedEngine):
 
     @at_work("loading a checkpoint")
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
-        """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
+        """Load DeepSpeed's checkpoint from checked files, and restore random generators and plans.
 
         Raises:
             CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
@@ -195,16 +201,21 @@ class SavingEngine(DeepSpeedEngine):
         return result
 
     def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return what no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, even in a layer's
-        path, and would then write it nowhere."""
+        """Return all weights that no expert's file holds.
+
+        DeepSpeed leaves out every name with "expert" in it, even in a layer's path, and would then write it nowhere.
+        """
         for name in [each for each in full_state_dict if expert_name(each) is not None]:
             full_state_dict.pop(name)
         return full_state_dict
 
 
 def _only_experts(state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return a layer's ``state_dict`` that has experts alone where DeepSpeed looks for them, and all in a state dict of
-    the model. DeepSpeed takes whatever has "expert" in its name for one, and asks for its number."""
+    """Return a layer's ``state_dict`` that has experts alone where DeepSpeed reads them, and all in a model's state
+    dict.
+
+    DeepSpeed treats every name with "expert" in it as an expert, and parses a number from it.
+    """
 
     def found(*args: Any, **options: Any) -> dict[str, Any]:
         state = state_dict(*args, **options)
@@ -223,15 +234,15 @@ def _only_experts(state_dict: Callable[..., dict[str, Any]]) -> Callable[..., di
 
 
 def keep_whole(model: nn.Module, is_spread: bool) -> list[Callable[[], None]]:
-    """Put over methods of a model what keeps its experts together: copies are refused, and of a model whose experts are
-    spread over ranks whole ones are saved, and all ranks generate.
+    """Replace methods of a model so that its experts stay complete: copies are refused. If experts are spread over
+    ranks, the model is saved whole, and all ranks take part in generation.
 
     Args:
         model: a model with an engine.
-        is_spread: whether ranks have parts of its experts.
+        is_spread: True if ranks have parts of its experts.
 
     Returns:
-        What undoes it.
+        The functions that undo it.
     """
     name = type(model).__name__
     # Looked for on the object by copy and by pickle, before any of the model has been copied.
@@ -305,7 +316,7 @@ def show_whole_experts(engine: Any) -> None:
     """Make DeepSpeed's functions for single parameters see the experts of all ranks, as on one process.
 
     Args:
-        engine: our engine, complete but for its placement.
+        engine: our engine, complete except for its placement.
     """
     optimizer = engine.optimizer
     if not engine._hf_layers:  # of DeepSpeed's own layers they see what stock has
@@ -318,7 +329,7 @@ def show_whole_experts(engine: Any) -> None:
 
 
 def _whole_of(own: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the whole of a parameter of which each rank has a part, in the model's own order. Collective."""
+    """Return the whole of a parameter whose parts are on several ranks, in the model's own order. Collective."""
     origin = origin_of(parameter)
     return own if own is None or origin is None else origin.whole(own)
 
@@ -327,7 +338,7 @@ def _own_part_of(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of a whole value.
 
     Raises:
-        ValueError: it is not as large as the whole parameter.
+        ValueError: its size differs from the whole parameter's.
     """
     origin = origin_of(parameter)
     if origin is None:
@@ -389,8 +400,8 @@ def _see_whole(parameter: nn.Parameter) -> None:
 def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None]:
     """Link the parameters of all groups to their states; return the links.
 
-    DeepSpeed 0.19.8 links all groups once, after the step of the first one: the others have no states by then, and
-    experts are in others.
+    DeepSpeed 0.19.8 links all groups once, after the step of the first one. Other groups, such as those of experts,
+    have no states by then.
     """
     linked: set[int] = set()
 
@@ -406,7 +417,7 @@ def _link_states_of_all(optimizer: DeepSpeedZeroOptimizer) -> Callable[..., None
     return link
 
 
-# ---- Lets ``model.generate`` run on ranks that share experts: one that has ended its sequences goes on until
+# ---- Lets ``model.generate`` run on ranks that share experts: one that has ended its sequences continues until
 # all have
 
 
@@ -422,7 +433,7 @@ def put_over(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
 
 
 def _together(generate: Any) -> Any:
-    """Make every rank take part in all forwards of a generation, as transformers does at ZeRO 3 only."""
+    """Return ``generate`` in which every rank takes part in all forwards, as transformers does at ZeRO 3 only."""
 
     @functools.wraps(generate)
     def together(*args: Any, **options: Any) -> Any:

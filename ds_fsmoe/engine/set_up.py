@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets up the parts of an engine besides layers: barrier of ranks, pipeline stages, two-batch overlap, placement."""
+"""Sets up the parts of an engine besides layers: barrier of ranks, pipeline stages, two-batch overlap, placement.
+
+The engine and the entry points call it during construction. :mod:`~ds_fsmoe.engine.engine` has the order of these
+calls.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +58,14 @@ _num_calls: Counter[str] = Counter()
 
 
 def wait_for_all_ranks(what: str, limit_s: float) -> None:
-    """Wait until every rank has called this as often. Where all do, it takes four messages to the store.
+    """Wait until every rank has called this as often as this one. It costs four messages to the store.
 
     Args:
         what: the entry point.
-        limit_s: after a tenth of it a warning names the ranks that are missed, after all of it the error does.
+        limit_s: seconds. After a tenth of it a warning names the missing ranks, after all of it the error does.
 
     Raises:
-        DisagreementError: names the ranks that have not come.
+        DisagreementError: names the missing ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -97,10 +101,10 @@ def wait_for_all_ranks(what: str, limit_s: float) -> None:
 
 @contextmanager
 def refused_on_all_stages() -> Iterator[None]:
-    """Raise a refusal of one stage's layers on all ranks; else the others would wait. Collective.
+    """Raise a refusal of one stage's layers on all ranks, so that none waits for ever. Collective.
 
     Raises:
-        LayerError: on the ranks of the stages that have nothing against theirs; the others raise what they found.
+        LayerError: on the ranks of stages without a problem; the others raise their own error.
     """
     found: Exception | None = None
     try:
@@ -116,7 +120,7 @@ def refused_on_all_stages() -> Iterator[None]:
 
 
 def check_engine_stages(model: Any) -> None:
-    """Refuse stages that are not laid out as DeepSpeed's groups of experts are: each a run of neighbouring ranks.
+    """Refuse stages whose layout differs from DeepSpeed's groups of experts: each must be a run of consecutive ranks.
 
     Args:
         model: a ``PipelineModule``.
@@ -136,8 +140,7 @@ def check_engine_stages(model: Any) -> None:
 
 
 def make_groups_on_every_stage(model: nn.Module, layers: Mapping[str, ConvertedLayer], running: LayerRuntime) -> None:
-    """Make the groups of the layers of all stages on every rank, which is collective: a stage may have no MoE layer.
-    Collective itself.
+    """Make the groups of the layers of all stages on every rank, also for a stage without MoE layers. Collective.
 
     Args:
         model: a ``PipelineModule``.
@@ -175,16 +178,16 @@ def make_groups_on_every_stage(model: nn.Module, layers: Mapping[str, ConvertedL
     model.set_deepspeed_parallelism = make
 
 
-# ---- Sets up halves of the batch that take turns, for one engine
+# ---- Sets up two-batch overlap for one engine
 
 
 def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> None:
-    """Put a splitter before the blocks of a model, if they may ever be run by halves.
+    """Attach a splitter to the blocks of a model, if they may run with two-batch overlap.
 
     Args:
-        model: the engine's.
-        state: of the engine.
-        in_stages: whether the model is a pipeline of stages.
+        model: the model of the engine.
+        state: the state of the engine.
+        in_stages: True if the model is a pipeline of stages.
     """
     asked = state.block.split_batch
     if asked == "off" or (asked == "auto" and state.autotune is None):
@@ -205,12 +208,12 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
 
 
 def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: Sequence[bool]) -> Sequence[bool]:
-    """Return for each of some facts whether it holds on all ranks that run the same blocks. Collective over these.
+    """Return for each fact True if it holds on all ranks that run the same blocks. Collective over these ranks.
 
     Args:
-        group: these ranks; ``None``: all of the job.
-        device: on which they communicate.
-        facts: those of this rank.
+        group: the process group of these ranks; ``None``: all of the job.
+        device: the device for the communication.
+        facts: the facts of this rank.
     """
     failing = most_of([float(not each) for each in facts], device, group, "whether batches are split in halves")
     return [not each for each in failing]
@@ -224,10 +227,10 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
 
     Args:
         engine: our engine, with its layers, optimizer and reduction.
-        has_stages: whether its module is a ``PipelineModule``.
+        has_stages: True if its module is a ``PipelineModule``.
 
     Raises:
-        ConfigError: on every rank, where experts of no layer can move, or a file with a placement is wrong.
+        ConfigError: on every rank, if experts cannot move in any layer, or a file with a placement is wrong.
     """
     state = engine.fsmoe
     block = state.block.placement
@@ -277,15 +280,15 @@ def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) 
     Args:
         engine: our engine.
         label: the label of the layer.
-        bytes_of_expert: what moves with an expert.
-        rows_GE: the rows of a call that each rank has for each expert.
+        bytes_of_expert: the bytes that move with an expert.
+        rows_GE: [ranks, experts]: the rows of a call that each rank has for each expert.
     """
     tuner = engine.fsmoe.autotune
     result = None if tuner is None else tuner.result
     if result is None or label not in result.predictors or label not in result.shapes:
         return None
     layer, measured, shape = engine.fsmoe.inner_layers[label], result.predictors[label], result.shapes[label]
-    # As if all places got as many rows: how far the fullest lies above that is what placement changes.
+    # As if all places got as many rows: placement changes the excess of the fullest over that.
     balanced = replace(shape, capacity=max(1, round(rows_GE.sum() / shape.num_experts / len(rows_GE))))
     return Prices(
         balanced,
@@ -306,8 +309,8 @@ def _prices(engine: Any, label: str, bytes_of_expert: int, rows_GE: np.ndarray) 
 
 
 def tape_deepspeeds_functions() -> None:
-    """Give functions that DeepSpeed checkpoints their tapes, from now on in this process. Without effect the second
-    time."""
+    """Wrap functions that DeepSpeed checkpoints in :class:`Taped`, from now on in this process. A second call changes
+    nothing."""
     if getattr(checkpointing, "_ds_fsmoe_tapes", False):
         return
     forward, non_reentrant = checkpointing.CheckpointFunction.forward, checkpointing.non_reentrant_checkpoint

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts experts of Hugging Face models, with adapters: over how many ranks, along their width, one weight at a time."""
+"""Splits experts of Hugging Face models, with adapters: over ranks, and along their width, one weight at a time.
+
+``convert_experts`` calls it for each module, ``restore_model`` when an engine has ended. It decides which part a rank
+has; ``ds_fsmoe/checkpoint_files/expert_parts.py`` describes a part.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +47,13 @@ PLACEMENT = "autoep_expert"
 
 
 def shard_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
-    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts; the parameter itself, with all
-    that hangs on it, where that is all of it.
+    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts.
+
+    If the part is the whole, it returns the parameter itself, with its attributes.
 
     Args:
-        whole: the parameter, which zero.Init may have shared out over all ranks.
-        part: which part this rank has.
+        whole: the parameter, which ``zero.Init`` may have partitioned over all ranks.
+        part: this rank's part.
         group_name: DeepSpeed's name of the ranks that share the experts.
     """
     if part_of(whole) == part or (part.num_parts == 1 and not is_shared_out(whole)):
@@ -70,18 +75,18 @@ def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> Non
 
 
 def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
-    """Share parameters of experts out over the ranks that hold the same experts. Collective over these.
+    """Partition parameters of experts over the ranks that have the same experts. Collective over these.
 
     Args:
-        parameters: tagged as those of experts.
-        of_zero: any parameter that zero.Init has shared out.
+        parameters: the parameters, tagged as experts.
+        of_zero: any parameter that ``zero.Init`` has partitioned.
     """
     for each in parameters:
         each.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(each.group_name)
     of_zero.convert_to_zero_parameters(param_list=list(parameters))
 
 
-# ---- Cuts the experts of Hugging Face models along their hidden width, and refuses those that cannot be cut
+# ---- Shards the experts of Hugging Face models along their hidden width, and refuses those that cannot be sharded
 # rightly
 
 
@@ -91,10 +96,10 @@ _TOLERANCE = 1e-3
 
 
 def shards_of(contract: Contract, count: int, index: int) -> dict[str, Shard | None]:
-    """Return weight -> which part of each of its experts one of ``count`` ranks has; ``None`` where it has all.
+    """Return weight -> the shard of each of its experts on one of ``count`` ranks; ``None`` for a whole weight.
 
-    The first product is cut along its results, gate and value alike, the second along what it takes in; the results of
-    all shards add up to the expert's, so that the first alone adds the last bias.
+    The first product is split along its outputs, gate and value alike, the second along its inputs. The results of all
+    shards add up to the expert's, so only the first shard adds the last bias.
     """
     if count == 1:
         return dict.fromkeys(contract.weights)
@@ -118,16 +123,16 @@ def contract_of_shard(contract: Contract, index: int) -> Contract:
 def check_shards_of_experts(
     block: FSMoEBlock, ds_config: Mapping[str, Any], experts: Mapping[str, nn.Module], adapted: Iterable[str] = ()
 ) -> None:
-    """Refuse experts that cannot be cut into as many shards as a block asks for. No group is needed.
+    """Refuse experts that cannot be split into as many shards as a block asks for. It needs no process group.
 
     Args:
         block: the block.
         ds_config: the whole DeepSpeed config.
         experts: the modules of experts, by name.
-        adapted: names of those with adapters.
+        adapted: the names of modules with adapters.
 
     Raises:
-        ConfigError, LayerError: name the experts and what to do.
+        ConfigError, LayerError: name the experts and the remedy.
     """
     count = block.esp_size
     if count == 1 or not experts:
@@ -172,12 +177,12 @@ def check_shards_of_experts(
 
 @torch.no_grad()
 def computes_by_contract(module: nn.Module, contract: Contract, count: int = 1) -> bool:
-    """Return whether a module's own forward follows the contract of its weights, tested on a few rows.
+    """Return True if a module's own forward follows the contract of its weights, tested on a few rows.
 
     Args:
-        module: a module of experts with weights on this rank; without any it is taken at its word.
-        contract: what it says.
-        count: the shards of each expert, whose results have to add up to that.
+        module: a module of experts with weights on this rank; without weights the result is True.
+        contract: the contract of its weights.
+        count: the number of shards of each expert, whose results have to add up to the whole.
     """
     weights = {name: getattr(module, name).detach() for name in contract.weights}
     down = weights[contract.down]
@@ -204,7 +209,7 @@ def computes_by_contract(module: nn.Module, contract: Contract, count: int = 1) 
 
 
 def eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
-    """Return the forward that the family wrote, beneath transformers' choice among implementations."""
+    """Return the forward that the model family wrote, below transformers' choice among implementations."""
     forward = own_class.forward
     return getattr(forward, "__wrapped__", forward).__get__(module)
 
@@ -224,11 +229,11 @@ _TYPES = {
 
 
 def type_of_run(ds_config: Mapping[str, Any], device_type: str) -> torch.dtype | None:
-    """Return the type in which a DeepSpeed config lets experts compute, ``None`` for that of their weights.
+    """Return the dtype in which experts compute under a DeepSpeed config; ``None`` for the dtype of their weights.
 
     Args:
         ds_config: the config.
-        device_type: the kind of device, such as "cuda": each has a type of its own for autocast.
+        device_type: the kind of device, such as "cuda": each has its own dtype for autocast.
     """
     for name in ("bf16", "bfloat16", "fp16"):
         if _is_on(ds_config.get(name)):
@@ -252,7 +257,8 @@ def packed_ep_size(
     expert_before_data: bool,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Return over how many ranks experts are spread so that their micro-ops take as long as the all-to-all's.
+    """Return the number of ranks over which experts are spread so that their micro-ops take as long as the
+    all-to-all's.
 
     Collective over all ranks of the job, unless it was chosen when the modules were made.
 
@@ -262,11 +268,11 @@ def packed_ep_size(
         ep_sizes: the numbers of ranks over which all of them can be spread.
         device: the device of this rank.
         expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
-        dtype: the type in which experts will compute; ``None``: that of their weights.
+        dtype: the dtype in which experts will compute; ``None``: the dtype of their weights.
 
     Raises:
-        ConfigError: on every rank, where nothing is to follow from a clock; names the size that would have been chosen.
-        MeasuringError: on every rank, if one has failed.
+        ConfigError: on every rank, if the config forbids choices by measurement; names the size that would be chosen.
+        MeasuringError: on every rank, if a measurement has failed.
     """
     modules, sizes = list(experts), list(ep_sizes)
     loaded = {part.ep_size for each in modules if (part := loaded_part(each)) is not None}
@@ -314,7 +320,7 @@ def _chosen(
 
 
 def _sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device: torch.device) -> ExpertSizes:
-    """Return the sizes of a module of experts that has all of them; ``sharing`` ranks will share each."""
+    """Return the sizes of a module that has all of its experts; ``sharing`` ranks will share each."""
     contract = contract_of(module)
     up = getattr(module, contract.up)
     num_experts, *inner = shape_of(up) or (0, 0, 0)
@@ -338,14 +344,14 @@ _OF_PEFT = {
 
 
 def wrappers_around(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Return path -> PEFT's wrappers of parameters around a module of experts, the outermost first.
+    """Return path -> PEFT's wrapper of parameters around an experts module, the outermost first.
 
     Args:
         model: the model.
-        path: of the module of the experts.
+        path: the path of the experts module.
 
     Raises:
-        LayerError: PEFT has put something else around the experts, which could not be run by ranks; names it.
+        LayerError: PEFT has put another wrapper around the experts, which cannot run on parts of them; names it.
     """
     found: dict[str, nn.Module] = {}
     parent, _, own_name = path.rpartition(".")
@@ -362,11 +368,11 @@ def wrappers_around(model: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def check_wrappers(wrappers: Mapping[str, nn.Module], contract: Contract, num_experts: int) -> None:
-    """Refuse adapters of experts that could not be cut rightly.
+    """Refuse adapters of experts that cannot be split correctly.
 
     Args:
-        wrappers: path -> a wrapper, around one module of experts.
-        contract: of these experts.
+        wrappers: path -> wrapper around one experts module.
+        contract: the contract of the experts' weights.
         num_experts: the number of experts.
 
     Raises:
@@ -402,12 +408,12 @@ def check_wrappers(wrappers: Mapping[str, nn.Module], contract: Contract, num_ex
 def convert_wrappers(
     wrappers: Mapping[str, nn.Module], experts: FSMoEExperts, ep_rank: int
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Make PEFT's wrappers ours, in place, with the adapters of this rank's experts only.
+    """Convert PEFT's wrappers in place, so that they have the adapters of this rank's experts only.
 
     Args:
         wrappers: path -> a wrapper, the outermost first; checked by :func:`check_wrappers`.
-        experts: the module beneath, which is ours already.
-        ep_rank: which of the ranks that share the experts this is.
+        experts: the module inside, which is already converted.
+        ep_rank: the index of this rank among those that share the experts.
 
     Returns:
         New parameter -> the one it replaces.
@@ -431,7 +437,7 @@ def convert_wrappers(
 
 
 def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
-    """Return the A and B of all adapters that a module of experts was converted with."""
+    """Return A and B of all adapters with which an experts module was converted."""
     module = next(iter(experts.fsmoe.outermost), experts)
     while module is not experts:
         for of_adapters in (module.lora_A, module.lora_B):
@@ -442,12 +448,12 @@ def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
 def gather_as_they_run(model: nn.Module, layers: Sequence[FSMoEExperts]) -> None:
     """Make ZeRO 3 gather the weights of a layer for the calls of its experts.
 
-    A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts. So is what
-    modules within the experts have, such as a norm behind them, which is called chunk by chunk.
+    A and B are in modules without calls and therefore without hooks of ZeRO: they are gathered with the experts. So are
+    the parameters of modules within the experts, such as a norm after them, which is called chunk by chunk.
 
     Args:
         model: the model.
-        layers: the layers taken over.
+        layers: the converted layers.
     """
     gather_module_by_module(model, layers)
     run_compiled(model)
@@ -458,14 +464,14 @@ def gather_as_they_run(model: nn.Module, layers: Sequence[FSMoEExperts]) -> None
 
 @functools.cache
 def converted_class(ours: type[nn.Module], own_class: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of converted modules of a class: the same for all of them, under its name, which PEFT asks."""
+    """Return the class of converted modules of a class: one for all of them, with the same name, which PEFT reads."""
     return type(own_class.__name__, (ours, own_class), {"__module__": own_class.__module__})
 
 
 # ---- Lets PEFT make adapters for all experts of a model that was loaded with this rank's experts only
 #
 # Then each rank draws, or reads, the adapters of all experts, as one process does, and keeps those of its own when
-# the model gets its engine: they are small beside the experts.
+# the model gets its engine: they are small compared with the experts.
 
 
 def _change(module: ModuleType) -> None:

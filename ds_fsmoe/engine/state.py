@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the state of one engine's MoE layers, and updates it between steps."""
+"""Holds the state of one engine's MoE layers, and updates it between steps.
+
+The engine calls it at the start of each forward and at the end of each step; scripts reach it as ``engine.fsmoe``. The
+functions below the class describe the active settings for the log.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ from ds_fsmoe.versions import VERSION
 
 
 class FSMoEState:
-    """The state of one engine's MoE layers: ``engine.fsmoe``."""
+    """Holds the state of one engine's MoE layers: ``engine.fsmoe``."""
 
     def __init__(
         self,
@@ -126,10 +130,10 @@ class FSMoEState:
         running.checks.append(self.chunking_guard.check)
 
     def begin(self, steps_whole: bool) -> None:
-        """Begin to look at layers, as the engine is complete.
+        """Begin to check and observe layers, when the engine is complete.
 
         Args:
-            steps_whole: whether the engine has an optimizer, and parameters that are whole in a forward.
+            steps_whole: True if the engine has an optimizer, and parameters that are whole in a forward.
         """
         self.chunking_guard.begin(self.inner_layers)
         running = self.running
@@ -154,7 +158,7 @@ class FSMoEState:
         """Start, or continue, optimizer step ``number``.
 
         Raises:
-            DisagreementError: every ``debug.check_every`` steps, if ranks differ by then.
+            DisagreementError: every ``debug.check_every`` steps, if ranks differ.
         """
         self.running.at_step(number)
         self.routing.at_step(number)
@@ -173,26 +177,27 @@ class FSMoEState:
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
     def _chunk_by_rule(self) -> None:
-        """Cut layers by their bytes, where that is asked for and a step has told them. Collective."""
+        """Set the number of chunks of layers by their bytes, if the config asks for it and a step has counted them.
+        Collective."""
         if self.micro_ops is None or not self.micro_ops.is_wanted:
             return
         self.chunking_guard.settle(self.inner_layers)
         is_cut = self.micro_ops.chunk_layers(self.inner_layers)
         if self.stage_group is not None:
-            # Plans are compared on all stages at once, also on those where nothing is cut.
+            # Plans are compared on all stages at once, also on those without chunked layers.
             is_cut = any(on_every_rank(is_cut))
         if is_cut:
             self.plans_changed()
 
     def replay(self, indices: Any) -> None:
-        """Replay given choices in the next forward, such as those of a sampling engine. Collective.
+        """Replay choices in the next forward, such as those of a sampling engine. Collective.
 
         Only the choice is replaced: weights, and with them the gradients of routers, come from the scores of the
-        forward. Under activation checkpointing the forward that is computed again goes by the same choice.
+        forward. Under activation checkpointing the recomputed forward uses the same choice.
 
         Args:
             indices: [tokens, layers, k], see :meth:`~ds_fsmoe.engine.routing_data.RoutingData.replay`; ``None`` on a
-                rank that has none.
+                rank without choices.
 
         Raises:
             ReplayError: the choices of any rank do not fit the model; on every rank.
@@ -200,7 +205,7 @@ class FSMoEState:
         self.routing.replay(indices)
 
     def before_forward(self) -> None:
-        """Choose how layers are run, once, before a forward in training. Collective where that is due.
+        """Choose how layers are run, once, before a forward in training. Collective when a choice is due.
 
         Raises:
             MeasuringError, DisagreementError: on every rank.
@@ -224,15 +229,15 @@ class FSMoEState:
         self.plans_changed()
 
     def keeps_batches_whole(self) -> bool:
-        """Return whether batches are measured, recorded or replayed whole for now; the same on every rank."""
+        """Return True if batches are measured, recorded or replayed unsplit for now; the same on every rank."""
         is_measuring = self.autotune is not None and self.autotune.is_measuring
         return is_measuring or self.running.records_routing or self.running.replay.is_armed
 
     def begin_stages(self, stages: Stages) -> None:
-        """Set this rank to run one of several stages, between two batches whose plans differ.
+        """Set this rank to run one of several pipeline stages, whose plans change only between two batches.
 
         Args:
-            stages: where this rank is.
+            stages: the stages, with this rank's own.
         """
         if self.autotune is None:
             return
@@ -245,8 +250,9 @@ class FSMoEState:
         """Update the state after a change of plans. Collective.
 
         Raises:
-            DisagreementError: raised on every rank, if plans differ between ranks; in pipeline stages, where those of
-                one stage alone have plans in common, MeasuringError.
+            DisagreementError: on every rank, if plans differ between ranks.
+            MeasuringError: the same in pipeline stages, where only the ranks of one stage share plans; on every
+            rank.
         """
         if self.watch is not None:
             self.watch.plans_changed()
@@ -257,14 +263,19 @@ class FSMoEState:
             self.telemetry.plans_changed()
 
     def wait_for_parameters(self) -> None:
-        """Wait for all updated parameters that are still on their way: for code that reads memory behind torch's back,
-        by an address from before. Everything else waits by itself."""
+        """Wait for all updated parameters that are still being gathered.
+
+        Code that reads memory without torch, by an earlier address, needs this. All other reads wait by themselves.
+        """
         if self.updated is not None:
             self.updated.wait()
 
     def look_again(self) -> None:
-        """Check again whether layers may be cut: to be called by every rank, between two steps, after experts or their
-        weights have been changed, hooks put on their module, or dropout turned on. Collective."""
+        """Check again whether layers may be chunked. Collective.
+
+        Every rank has to call it between two steps, after experts, their weights, hooks on their module or dropout have
+        changed.
+        """
         self.chunking_guard.recheck()
         self.chunking_guard.begin(self.inner_layers)
 
@@ -275,11 +286,11 @@ class FSMoEState:
             self.telemetry.plans_changed()
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
-        """End an optimizer step: go on with trying plans, or compare the step with its prediction. Collective where
-        something is due.
+        """End an optimizer step: continue trials of plans, or compare the step with its prediction. Collective if
+        either is due.
 
         Args:
-            next_step: the number of the next one.
+            next_step: the number of the next step.
 
         Returns:
             The comparison, if one was made.
@@ -300,7 +311,7 @@ class FSMoEState:
                 self.plans_changed()
             return None
         if self.autotune is not None and self.autotune.step_is_over():
-            # Layers may be cut from now on, and experts may have changed since they were looked at.
+            # Layers may be chunked from now on, and experts may have changed since the last check.
             self.chunking_guard.recheck()
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
@@ -323,15 +334,15 @@ class FSMoEState:
         update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
 
     def groups(self) -> dict[str, FSMoEGroups]:
-        """The groups of the layers, by DeepSpeed's name of those that share experts."""
+        """Return the groups of the layers, by DeepSpeed's name of the experts' group."""
         return {
             each.ep_group_name: self.running.groups(each.ep_size, each.fsmoe.tensor_parallel)
             for each in self.inner_layers.values()
         }
 
     def close(self) -> None:
-        """Give the reduction of gradients back to DeepSpeed, and end the lanes: layers run on without the engine.
-        Once."""
+        """Return the reduction of gradients to DeepSpeed, and end the lanes, once; layers keep running without the
+        engine."""
         if self.running.is_over:
             return
         for each in (self.autotune, self.telemetry, self.routing, self.splitter, self.updated, self.reduction):
@@ -343,7 +354,7 @@ class FSMoEState:
 
     @property
     def num_layers(self) -> int:
-        """The number of MoE layers that are ours."""
+        """Return the number of MoE layers that are ours."""
         return len(self.layers)
 
     def chosen(self) -> dict[str, str]:
@@ -353,7 +364,7 @@ class FSMoEState:
 
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:
-    """Return the part of a block that has to be the same on every rank."""
+    """Return the part of a block that has to be equal on every rank."""
     own = {"trace": {"path"}, "autotune": {"cache_dir"}, "routing": {"record"}}
     found = block.model_dump(by_alias=True, exclude=own)
     # A size that is written is each mode's; left out, it is another for each.
@@ -370,8 +381,11 @@ MIN_LOGGED_SHARE = 0.1
 
 
 def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
-    """Return field of the config -> what runs, and whether that differs from what DeepSpeed does: from the plans that
-    layers have now and not from what the config wished for, in the order a token meets them."""
+    """Return field of the config -> (active setting, True if it differs from DeepSpeed's).
+
+    Settings come from the current plans of layers, not from the config's request, in the order in which a token meets
+    them.
+    """
     block, running = state.block, state.running
     blocks = _blocks(state)
     is_cut = any(each.degree > 1 for pair in blocks for each in pair)
@@ -414,7 +428,7 @@ _FIELDS = {
 
 
 def summary(state: FSMoEState) -> Message:
-    """Return the active settings as a table for the log: requested or different from stock, and the rest for
+    """Return the active settings as a table for the log: those requested or different from stock; the rest as
     details."""
     head = f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"
     asked = {_FIELDS.get(each, each) for each in state.block.model_fields_set}
@@ -424,7 +438,7 @@ def summary(state: FSMoEState) -> Message:
 
 
 def _blocks(state: FSMoEState) -> list[tuple[BlockPlan, BlockPlan]]:
-    """Return how layers run, forward and backward; a stage of a pipeline may have no layer."""
+    """Return how layers run, forward and backward; empty for a pipeline stage without layers."""
     pipelines = [layer.pipeline for layer in state.inner_layers.values()]
     blocks = [(each.forward.block, each.backward.block) for each in pipelines]
     return blocks or [(state.running.plan.forward, state.running.plan.backward)]
@@ -440,7 +454,7 @@ def _runs_two_batch(state: FSMoEState) -> bool:
 
 
 def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
-    """Return whose order layers run in now, and why."""
+    """Return the source of the order in which layers run now, and the reason."""
     name, tuner = state.block.schedule, state.autotune
     if tuner is not None and tuner.trials is not None:
         return f"{name}: the autotuner is trying plans"
@@ -461,7 +475,7 @@ def _describe_schedule(state: FSMoEState, is_cut: bool) -> str:
 
 
 def _describe_two_batch(state: FSMoEState) -> str:
-    """Return whether two halves of a batch take turns now; where batches stay whole, the reason."""
+    """Return whether two-batch overlap runs now; if not, the reason."""
     asked, splitter, tuner = state.block.split_batch, state.splitter, state.autotune
     why = state.why_whole or (splitter and (splitter.why_not or splitter.why_whole))
     if why:
@@ -476,7 +490,7 @@ def _describe_two_batch(state: FSMoEState) -> str:
 
 
 def _describe_placement(state: FSMoEState) -> str:
-    """Describe who decides where experts are."""
+    """Describe the source of the placement of experts."""
     block = state.block.placement
     if block.policy == "off":
         return "the model's own order" if state.placement is None else "as the file says, and stays"
@@ -488,7 +502,7 @@ def _describe_placement(state: FSMoEState) -> str:
 
 
 def describe_dispatch(state: FSMoEState) -> str:
-    """Return whether layers send slots or rows, and where slots are sent that stay empty, what would send none."""
+    """Return the dispatch mode; for padded dispatch with empty slots, also the option that would avoid them."""
     layers = state.inner_layers.values()
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
     words = "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
@@ -499,14 +513,14 @@ def describe_dispatch(state: FSMoEState) -> str:
 
 
 def _least_empty(gate: Any) -> float:
-    """Return the share of a gate's slots that no token can use, as capacity exceeds the number of choices."""
+    """Return the least share of a gate's slots that stay empty, as capacity exceeds the number of choices."""
     factor = getattr(getattr(gate, "settings", gate), "capacity_factor", None)
     # A gate of a user's own may mean anything by it.
     return 1.0 - 1.0 / factor if isinstance(factor, (int, float)) and factor > 1.0 else 0.0
 
 
 def describe_alltoall(state: FSMoEState) -> str:
-    """Return the all-to-all that is asked for, and those that run where they are others."""
+    """Return the configured all-to-all, and those that run where they differ from it."""
     asked = state.running.plan.alltoall
     run = {layer.pipeline.forward.alltoall for layer in state.inner_layers.values()}
     return f"{asked}, run as {'; '.join(sorted(run))}" if asked == NODE_DEDUPLICATED and run - {asked} else asked

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports measurements at the end of steps: to DeepSpeed's monitors, and to the run's record."""
+"""Reports measurements at the end of steps: to DeepSpeed's monitors, and to the record of the run.
+
+The engine calls it after each step. ``ds_fsmoe/telemetry`` counts and writes; here the values of one step are put
+together and sent. It also records stock engines, for comparison.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +63,11 @@ _claimed: list[Ownership] = []
 
 
 def claim_folders(block: FSMoEBlock) -> None:
-    """Take the folders of the record and of the trace, before anything is removed there. Collective.
+    """Claim the folders of the record and of the trace, before files are removed there. Collective.
 
     Raises:
-        ConfigError: one cannot be written to, another job writes there, or it has files that are no run's; raised on
-            every rank.
+        ConfigError: a folder is not writable, another job writes there, or it has files that belong to no run; raised
+            on every rank.
     """
     while _claimed:  # by an engine that was never made
         _claimed.pop().release()
@@ -80,7 +84,7 @@ def claim_folders(block: FSMoEBlock) -> None:
 
 
 def _claim(folder: Path) -> str:
-    """Make a folder this job's own, and return why not."""
+    """Claim a folder for this job; return the reason why that failed, or an empty text."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_run_folder(folder)
@@ -110,10 +114,10 @@ def _is_recording() -> bool:
 
 
 def watch_fsmoe(engine: Any) -> None:
-    """Begin the record of an engine of ours, if its block asks for one, and let DeepSpeed's profiler count all of it.
+    """Begin the record of an engine of ours, if its block asks for one, and make DeepSpeed's profiler count its layers.
 
     Raises:
-        ConfigError: its folder cannot be written to; raised on every rank.
+        ConfigError: its folder is not writable; raised on every rank.
     """
     state = engine.fsmoe
     count_grouped_products(engine)
@@ -124,7 +128,7 @@ def watch_fsmoe(engine: Any) -> None:
     facts["why_untuned"] = state.why_untuned
     record = _record(engine, state.block, facts, next(iter(state.layers.values()), None))
     if record is not None:
-        # The record outlives an engine that nobody has ended, and writes its end.
+        # The record outlives an engine without a call of destroy, and writes its end.
         autotune = (lambda: None) if state.autotune is None else weakref.ref(state.autotune)
         record.steps.mark_tuning(lambda: _is_tuning(autotune()))
         state.telemetry.record = record
@@ -132,15 +136,15 @@ def watch_fsmoe(engine: Any) -> None:
 
 
 def _is_tuning(autotune: Autotune | None) -> bool:
-    """Return whether something is measured or tried in the step that comes next."""
+    """Return True if the next step measures or tries a plan."""
     return autotune is not None and (autotune.is_measuring or autotune.trials is not None)
 
 
 def watch_stock(engine: Any, block: FSMoEBlock) -> None:
-    """Begin the record and the trace of an engine of DeepSpeed's own, as far as the block asks for them. Collective.
+    """Begin the record and the trace of an engine of DeepSpeed's own, where the block asks for them. Collective.
 
     Raises:
-        ConfigError: the folder of either cannot be taken; raised on every rank.
+        ConfigError: the folder of either cannot be claimed; raised on every rank.
     """
     claim_folders(block)
     modules = engine.module.named_modules()
@@ -185,7 +189,7 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
         record = Record(engine, folder, asked.stop_after, rank_now(), facts, first_layer, owner)
     except OSError as error:
         problem = f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"
-    # Rank 0 alone writes, and no rank may go on into a collective without it.
+    # Rank 0 alone writes, and no rank may continue to a collective without it.
     problem = from_first_rank(problem)
     if record is None or problem:
         raise ConfigError(problem)
@@ -206,9 +210,9 @@ def _layer(path: str, layer: nn.Module) -> dict[str, Any]:
 
 
 class Telemetry:
-    """Reports for one engine. Nothing is counted where nobody listens: ``metrics`` off, or neither monitor nor record.
+    """Reports for one engine. It counts only with ``metrics`` on, and with a monitor or a record.
 
-    Collective to make where a model has stages, and at the end of every step that is counted.
+    Making it is collective where a model has stages; so is the end of every step that is counted.
 
     Args:
         engine: the complete engine.
@@ -284,7 +288,7 @@ class Telemetry:
             self._recorded = self._shapes
 
     def _watch_own_routers(self) -> None:
-        """Watch the model's own routers where they return logits; experts see their choices only."""
+        """Record the model's own routers where they return logits; experts receive their choices only."""
         experts = {label: each for label, each in self._layers.items() if isinstance(each, FSMoEExperts)}
         found = router_outputs(self._engine.module, experts) if experts else {}
         for label, output in found.items():
@@ -304,10 +308,10 @@ class Telemetry:
             self.routers.listen(self._gates())
 
     def step_is_over(self, step: int, num_samples: int, found: StepComparison | None) -> None:
-        """Report that step number ``step``, from 1 on, is over. Collective if it was counted.
+        """Report the end of a step. Collective if it was counted.
 
         Args:
-            step: its number.
+            step: the number of the step, from 1 on.
             num_samples: the samples trained with so far.
             found: the comparison of the step, if there was one.
         """
@@ -338,7 +342,7 @@ class Telemetry:
             self._engine.monitor.write_events(named(values, num_samples))
 
     def _with_places(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows of a decision, those of layers that change with where their experts are and will be."""
+        """Return the rows of a decision; a layer whose experts move has their old and new placement."""
         placement, watch = self._state.placement, self._state.placement_watch
         wanted, found = watch.wanted, []
         for row in rows:
@@ -373,7 +377,7 @@ class Telemetry:
         if self.record is None:
             return
         pipelines = {label: each.pipeline for label, each in self._layers.items()}
-        # In the step that is under way something has been measured.
+        # The current step has measured something.
         now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
         self.record.write(PLANS, plans_as_data(pipelines, self._state.autotune) | now)
         self._record_costs()
@@ -387,7 +391,7 @@ class Telemetry:
 
 
 def _num_copies(layer: Any) -> int:
-    """Return the number of ranks that come to a layer with the same tokens."""
+    """Return the number of ranks that enter a layer with the same tokens."""
     state = layer.fsmoe
     is_copied = state.mp_group is not None and state.tensor_parallel.same_tokens
     return state.mp_group.size() if is_copied else 1

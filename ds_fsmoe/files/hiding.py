@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes secrets from commands, configs and texts, as pages of runs are shared.
+"""Removes secrets from commands, configs and texts, since pages of runs are shared.
 
-A value is left out if its name may be that of a secret, or if it looks like one. Values of environment variables are
-shown only where they are known to be none.
+The record of a run and its readers call it. A value is removed if its name may be that of a secret, or if it looks like
+one. Values of environment variables are shown only if they are known to be harmless.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def config_of(value: Any, *, is_environment: bool = False) -> Any:
-    """Return a config, however deep, without secrets.
+    """Return a config of any depth without secrets.
 
     Args:
         value: the config, or a part of it.
@@ -83,7 +83,7 @@ def text_of(text: str) -> str:
 
 def _of_pair(found: re.Match[str]) -> str:
     name, sign, value = found.groups()
-    # What stands behind a name may be a pair itself: an address with its query.
+    # The value after a name may be a pair itself: an address with its query.
     return f"{name}{sign}{HIDDEN if _hides(name, value) else _IN_TEXT.sub(_of_pair, value)}"
 
 
@@ -94,11 +94,11 @@ def without(text: str, secrets: Iterable[str]) -> str:
 
 
 def secrets_of(whole: Any, shown: Any) -> set[str]:
-    """Return the secrets of a value as they may occur in a text: plain, and as JSON.
+    """Return the secrets of a value in the forms that may occur in a text: plain, and as JSON.
 
     Args:
         whole: a config, or the arguments of a command.
-        shown: what is shown of it.
+        shown: its shown form, without secrets.
     """
     if isinstance(whole, Mapping) and isinstance(shown, Mapping):
         return set().union(*(secrets_of(each, shown[str(name)]) for name, each in whole.items()))
@@ -171,7 +171,7 @@ def _hides(name: str, value: Any) -> bool:
 
 
 def may_be_secret(name: str) -> bool:
-    """Return whether a name of an option, a field or a variable may be that of a secret."""
+    """Return True if the name of an option, a field or a variable may be that of a secret."""
     words = _words(name)
     return any(_SECRET.fullmatch(each) for each in words) or "apikey" in "".join(words)
 
@@ -185,7 +185,8 @@ def _words(name: str) -> list[str]:
 
 
 def _place_of_code(arguments: Sequence[str]) -> tuple[int, str] | None:
-    """Return where a Python process is given code, and what is shown in its place; ``None``: it runs a file."""
+    """Return the place of the code in the arguments of a Python process, and the text shown instead; ``None`` if it
+    runs a file."""
     place = 1
     while place < len(arguments) and (each := arguments[place]).startswith("-") and each != "-":
         if not each.startswith("--") and "c" in each and "m" not in each.partition("c")[0]:

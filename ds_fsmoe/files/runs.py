@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes the folder of a run (``fsmoe.record.dir``); writers and readers share the names here.
 
-``run.json`` says what ran; ``steps.jsonl`` has a line per optimizer step, ``routers.jsonl`` one per step whose routers
-were observed, ``compared.jsonl`` one per step that was compared with its prediction, ``placement.jsonl`` one for each
-layer whenever it was decided where its experts should be; ``plans.json`` has what was measured and decided;
-``measured.json`` has what the layers are and what their tasks cost, so that they can be planned again, and
-``cluster.json``, a cluster file as ``ds_fsmoe plan --cluster`` takes it, what collectives cost among other ranks;
-``trace/`` has what each rank has traced.
+The record and the call observer write, ``ds_fsmoe/offline`` reads. The files are:
+
+``run.json`` the facts of the run; ``steps.jsonl`` a line per optimizer step; ``routers.jsonl`` one per step whose
+routers were observed; ``compared.jsonl`` one per step that was compared with its prediction; ``placement.jsonl`` one
+per layer and decision on expert placement; ``plans.json`` the measurements and decisions; ``measured.json`` the layers
+and the costs of their tasks, for planning them again; ``cluster.json`` a cluster file for ``ds_fsmoe plan --cluster``,
+with the costs of collectives among other ranks; ``trace/`` each rank's trace.
 """
 
 from __future__ import annotations
@@ -165,12 +166,12 @@ FACTS = create_model(
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy's numbers and similar objects into Python's own types, and anything else into text."""
+    """Return numpy's numbers and similar objects as Python's own types, and other objects as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all.
+    """Write a value as JSON, completely or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -189,7 +190,8 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class Run:
-    """The content of a run's folder. Missing parts are empty, and unreadable ones are listed in ``problems``."""
+    """Represents the content of a run's folder. Missing parts are empty, and unreadable ones are listed in
+    ``problems``."""
 
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -206,12 +208,12 @@ class Run:
 
     @property
     def is_stock(self) -> bool:
-        """Whether DeepSpeed's own layers ran."""
+        """Return True if DeepSpeed's own layers ran."""
         return self.facts.get("schedule") == STOCK
 
     @property
     def name(self) -> str:
-        """The name of the run, in a word or two."""
+        """Return the name of the run, in a word or two."""
         if self.title:
             return self.title
         return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
@@ -221,7 +223,7 @@ def check_run_folder(folder: Path) -> None:
     """Check that a run may be recorded in a folder: existing files of its names are from a run.
 
     Raises:
-        FileExistsError: it is not; the message names the files.
+        FileExistsError: a file is from no run; names the files.
     """
     found = [name for name in FILES if (folder / name).exists()]
     if found and not _is_of_a_run(folder / RUN):
@@ -229,10 +231,10 @@ def check_run_folder(folder: Path) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of an earlier run from a folder, and nothing else.
+    """Remove only the files of an earlier run from a folder.
 
     Raises:
-        OSError: it cannot be removed, or the files are of no run.
+        OSError: a file cannot be removed, or the files are of no run.
     """
     check_run_folder(folder)
     if (folder / RUN).exists():
@@ -251,14 +253,14 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 class NoRunError(ValueError):
-    """Raised when a folder has no run; the message lists its content."""
+    """Says that a folder has no run; the message lists its content."""
 
 
 def read_run(folder: Path) -> Run:
     """Read a run from its folder, complete or not.
 
     Raises:
-        NoRunError: none of the files of a run is there.
+        NoRunError: the folder has none of the files of a run.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -298,7 +300,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run says of itself as this version would have written it; earlier ones have hidden less."""
+    """Return the facts of a run without secrets, also those that earlier versions did not remove."""
     hidden = {name: config_of(facts[name]) for name in ("config", "block") if name in facts}
     if "command" in facts:
         hidden["command"] = command_of(facts["command"])
@@ -306,17 +308,17 @@ def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_trace(folder: Path) -> bool:
-    """Return whether ranks have left traces in a folder."""
+    """Return True if a folder has traces of ranks."""
     return any(trace_folder(folder).glob("rank*.json"))
 
 
 def trace_folder(folder: Path) -> Path:
-    """Return where ranks leave traces: in a folder of their own, or, if it has nothing else, in this folder."""
+    """Return the folder of the ranks' traces: the ``trace`` folder inside, or, without one, this folder."""
     return folder / TRACE if (folder / TRACE).is_dir() else folder
 
 
 def _read(run: Run, name: str, read: Callable[[Path], Any], nothing: Any) -> Any:
-    """Return the content of a file; ``nothing`` if it is missing or unreadable, which is noted."""
+    """Return the content of a file; ``nothing`` if it is missing or unreadable, which is recorded as a problem."""
     try:
         return read(run.folder / name)
     except FileNotFoundError:
@@ -340,7 +342,7 @@ def _object(run: Run, name: str, shape: type[BaseModel]) -> dict[str, Any]:
 
 
 def _lines(run: Run, name: str, shape: type[BaseModel]) -> list[dict[str, Any]]:
-    """Return the lines of a file that have the form that a run writes."""
+    """Return the lines of a file that have the form of a run's lines."""
     # Not splitlines: inside of a text there may be characters that it takes for line breaks.
     lines = [each for each in _read(run, name, read_regular, "").split("\n") if each]
     rows, bad = [], 0

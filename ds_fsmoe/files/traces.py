@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes trace files for Perfetto and chrome://tracing, one per rank, and merges those of a folder.
 
-Times are whole microseconds since 1970 by the host's clock, so files of one host fit together, and those of several as
-far as their clocks agree. They are whole, because a float has no room for more digits, and rounded down, because
-then tasks that do not overlap never seem to. The milliseconds in ``args`` are exact.
+The tracer writes them; ``ds_fsmoe/offline`` reads them. Times are whole microseconds since 1970 by the host's clock.
+Files of one host therefore fit together; those of several hosts fit if their clocks agree. They are whole, because a
+float has too few digits, and rounded down, so that tasks without overlap never seem to overlap. The milliseconds in
+``args`` are exact.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _Row = tuple[bool, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """One run of a schedule, with its times in nanoseconds since 1970."""
+    """Represents one run of a schedule, with its times in nanoseconds since 1970."""
 
     number: int
     """The position of the run among all runs of the trace, by their beginnings."""
@@ -55,14 +56,14 @@ class TracedRun:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run has ended."""
+        """Return True if the run has ended."""
         return None not in self.spans_ns
 
 
 def place_of(label: str, task: Task) -> tuple[str, str]:
     """Return (layer, phase) of a task in a run with a label: "L03/backward" is ("L03", "bwd").
 
-    A label without a layer, such as "backward", is a run over several layers; then the task names its own.
+    A label without a layer, such as "backward", is a run over several layers; then the task names its layer.
     """
     layer, _, phase = label.rpartition("/")
     return layer or f"L{task.layer:02d}", _PHASES.get(phase, phase)
@@ -74,7 +75,7 @@ def range_name(label: str, task: Task) -> str:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Return where the trace of a rank is written."""
+    """Return the file of a rank's trace."""
     return folder / f"rank{rank}.json"
 
 
@@ -127,8 +128,8 @@ def _predicted(run: TracedRun) -> list[tuple[Task, int, int]]:
 
 
 def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
-    """Return what must end before a task can begin: its dependencies, and the task before it on its lane. A HOLD is
-    replaced by what it waits for itself."""
+    """Return the tasks that must end before a task can begin: its dependencies, and the task before it on its lane. A
+    HOLD is replaced by its own dependencies."""
     before = next((at for at in reversed(range(index)) if tasks[at].lane is tasks[index].lane), None)
     found: dict[int, None] = {}
     for needed in (*tasks[index].after, *(() if before is None else (before,))):
@@ -179,7 +180,7 @@ def _event(run: TracedRun, is_predicted: bool, task: Task, start_ns: int, end_ns
 
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
-    """Write a trace whole or not at all: a reader at that time, or after a crash, finds the old file or the new one.
+    """Write a trace completely or not at all: a reader always finds the old file or the new one.
 
     Raises:
         OSError: it cannot be written.
@@ -193,7 +194,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not such a file, or is incomplete.
+        ValueError: it is no trace, or is incomplete.
     """
     try:
         trace = read_json(path, most_bytes=MOST_RUN_BYTES)
@@ -232,7 +233,7 @@ _TASK = create_model(
 
 
 def _is_event(event: Any) -> bool:
-    """Return whether an event has the fields that are read here; other programs may have added other events."""
+    """Return True if an event has the fields that are read here; other programs may have added other events."""
     if not isinstance(event, dict) or event.get("ph") != "X":
         return isinstance(event, dict)
     if not fits(event, _SPAN):
@@ -248,10 +249,10 @@ def _is_event(event: Any) -> bool:
 
 
 def merge_traces(folder: Path) -> Path:
-    """Merge the files that the ranks have written into a folder into ``trace.json`` there, and return its path.
+    """Merge the ranks' files in a folder into ``trace.json`` there, and return its path.
 
-    It keeps what each rank says about its trace, in ``otherData``. The files that are missing, those that
-    cannot be read, and those of a job with another number of ranks are named there too, and in a warning.
+    ``otherData`` keeps each rank's description of its trace. It also names files that are missing, unreadable, or of a
+    job with another number of ranks; a warning names them, too.
 
     Raises:
         FileNotFoundError: there is no file of a rank that can be read.

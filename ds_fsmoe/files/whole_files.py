@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files with guessable names in folders that others can write to: follows no links and waits at no pipes.
+"""Writes files with guessable names in folders that other users can write to: without following links or opening pipes.
 
-A file appears whole or not at all, under a name where nobody could have put a link. How such files are read says
-:mod:`ds_fsmoe.untrusted`.
+All writers of the package call it; :mod:`ds_fsmoe.untrusted` reads such files. A file appears completely or not at all,
+under a temporary name that no user can have replaced by a link.
 
-A locked file tells which process writes in a folder (of an unfinished checkpoint, of a run's record, of recorded
-routing), and whether it is alive. The system releases a lock when its process ends for any reason. Where a file system
-has no locks, the file says which process it was, and on the same host that can be looked up.
+A lock file shows which process writes in a folder, and whether it is alive. Unfinished checkpoints, records of runs and
+recorded routing have one. The system releases a lock when its process ends for any reason. On a file system without
+locks, the file names the process, and on the same host its state can be checked.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _NOT_FOR_FOLDERS = {
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that nobody ever sees only a part of it: neither a reader nor somebody after a crash.
+    """Write a text file completely or not at all, for concurrent readers and after a crash.
 
     Raises:
-        OSError: it cannot be written, or its place is taken by something other than a file; what was there stays.
+        OSError: it cannot be written, or its place has something other than a file, which stays.
     """
     with new_file(path) as file:
         file.write(text)
@@ -52,15 +52,15 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO]:
-    """Open a file to write to, which moves to its place if the block succeeds. It replaces a link that is there.
+    """Open a file to write to, which moves to its place if the block succeeds. It replaces a link at this place.
 
     Args:
         path: the place of the file.
         mode: either ``"w"`` for text, in UTF-8, or ``"wb"``.
-        errors: how text that UTF-8 cannot encode is handled.
+        errors: the handling of text that UTF-8 cannot encode.
 
     Raises:
-        OSError: it cannot be written, or its place is taken by something other than a file; what was there stays.
+        OSError: it cannot be written, or its place has something other than a file, which stays.
     """
     _check_place(path)
     stem = f".{path.name[:200]}."
@@ -81,7 +81,7 @@ def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO
 
 
 def _clear(folder: Path, stem: str) -> None:
-    """Remove the parts of a file that processes left behind when they were killed."""
+    """Remove the parts of a file that killed processes left behind."""
     for left in folder.glob(f"{glob.escape(stem)}{'?' * 16}{_PART}"):
         with suppress(OSError):
             if time.time() - left.lstat().st_mtime > _LEFT_BEHIND_S:
@@ -89,10 +89,10 @@ def _clear(folder: Path, stem: str) -> None:
 
 
 def create(path: Path) -> IO[bytes]:
-    """Open a file of bytes to write to, which must not be there.
+    """Open a new file of bytes to write to, whose path must be free.
 
     Raises:
-        OSError: it cannot be written, or there is something.
+        OSError: it cannot be written, or the path exists.
     """
     return open(path, "xb", opener=opener(_NEW))
 
@@ -109,7 +109,7 @@ def append_to(path: Path, text: str) -> None:
 
 
 def check_folders(*paths: Path | None) -> None:
-    """Check, before the work is done, that the results can be written.
+    """Check, before the work, that the results can be written.
 
     Raises:
         ValueError: the folder of a path does not exist.
@@ -130,7 +130,7 @@ def to_disk(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, would survive a loss of power.
 
     Raises:
-        OSError: what was written is lost. A folder that its file system cannot sync is no error.
+        OSError: the written data are lost. A folder that its file system cannot sync is no error.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -156,13 +156,13 @@ Life = Literal["alive", "dead", "unknown"]
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a folder, as its file describes it.
+    """Represents the owner of a folder, from its lock file.
 
     Attributes:
-        token: the token of the save; empty where nothing is saved.
+        token: the token of the save; empty without a save.
         host: the host that its process runs on.
         process: the process number there.
-        life: whether that process is alive.
+        life: the state of that process.
     """
 
     token: str
@@ -175,21 +175,21 @@ class Owner:
 
 
 class OwnedError(Exception):
-    """Raised when a folder has an owner already; the message says which."""
+    """Says that a folder has an owner already; the message names it."""
 
 
 class Ownership:
     """Holds the lock of a folder, from its creation until :meth:`release` or the end of this process.
 
     Args:
-        folder: a folder that is there.
+        folder: an existing folder.
         token: the token of the save.
-        name: the name of the file in a folder that outlives its owners, of which one that is dead, or has released the
+        name: the name of the lock file in a folder that outlives its owners. An owner that is dead, or has released the
             folder, is replaced. By default the folder is new.
 
     Raises:
         OSError: the file system refuses.
-        OwnedError: the folder has an owner that lives, or of which that is not known.
+        OwnedError: the folder has an owner that is alive, or whose state is unknown.
     """
 
     def __init__(self, folder: Path, token: str = "", name: str | None = None) -> None:
@@ -211,7 +211,7 @@ class Ownership:
             raise
 
     def release(self) -> None:
-        """Release the folder to others; only the first call has an effect, and none in a forked process."""
+        """Release the folder to other processes; only the first call has an effect, and none in a forked process."""
         if self._opened is not None and os.getpid() == self._process:
             if self._is_kept:
                 # Not removed: another one may have opened it meanwhile.
@@ -237,7 +237,7 @@ def _refuse(owner: Owner | None) -> None:
 
 
 def owner_of(folder: Path, name: str = OWNER) -> Owner | None:
-    """Return who has written, or writes, in a folder; ``None`` if nothing in the folder tells."""
+    """Return the process that has written, or writes, in a folder; ``None`` if the folder has no such file."""
     try:
         opened = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

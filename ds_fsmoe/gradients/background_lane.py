@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the steps of messages beside the caller: those between nodes on one lane, those inside them on another.
+"""Runs the steps of messages concurrently with the caller: those between nodes on one lane, those inside nodes on
+another.
 
-Messages of several steps follow each other closely: while one travels between nodes, the next is added up inside. The
-order on each lane follows from the order in which messages are given alone, so it is the same on every rank.
+Messages of several steps follow each other closely: while one is sent between nodes, the next is added up inside. The
+order on each lane follows from the order of the messages alone, so it is the same on every rank. The reduction of
+gradients and the gather of updated parameters call it.
 
-Gradients and updated parameters share communicators, and gradients travel in the lanes of layers as well. A rank may
-still receive parameters that it has not read when its backward begins. So no gradient is sent before the gather is
-over: see :func:`end_gathers`.
+Gradients and updated parameters share communicators, and gradients are sent in the lanes of layers as well. A rank may
+still receive parameters that it has not read when its backward begins. Gradients are therefore sent after the gather
+has ended: see :func:`end_gathers`.
 """
 
 from __future__ import annotations
@@ -30,27 +32,29 @@ def begin_gather(waits: Sequence[Callable[[], None]]) -> None:
     """Register messages of updated parameters that have begun.
 
     Args:
-        waits: what :meth:`BackgroundLane.start` has returned for each.
+        waits: the result of :meth:`BackgroundLane.start` for each.
     """
     _gathers.extend(waits)
 
 
 def end_gathers() -> None:
-    """Wait for all updated parameters, whatever this rank has read of them: the caller sends on their communicators
-    next. On a CPU all messages have ended then. On a GPU the host has issued them, and the current stream comes behind
-    them; so does each stream that waits for it before it sends."""
+    """Wait for all updated parameters, read or unread by this rank: the caller sends on their communicators next.
+
+    On a CPU all messages have ended then. On a GPU the host has issued them, and the current stream comes after them;
+    so does each stream that waits for it before it sends.
+    """
     while _gathers:
         _gathers.pop(0)()
 
 
 class BackgroundLane(ABC):
-    """Runs messages beside the caller."""
+    """Runs messages concurrently with the caller."""
 
     def __init__(self) -> None:
         self._running: list[Callable[[], None]] = []
 
     def start(self, steps: Steps) -> Callable[[], None]:
-        """Begin with a message; return a function that waits until it is through, for the same thread."""
+        """Begin a message; return a function that waits for its end, to be called in the same thread."""
         done = [self._now()]
 
         def give(kind: str) -> None:
@@ -74,7 +78,7 @@ class BackgroundLane(ABC):
         return wait
 
     def flush(self) -> None:
-        """Hand the lanes the steps that waited for the next message."""
+        """Send the lanes the steps that waited for the next message."""
         held, self._running = self._running, []
         for give in held:
             give()
@@ -85,7 +89,7 @@ class BackgroundLane(ABC):
 
     @abstractmethod
     def _give(self, between: bool, step: Callable[[], None], after: Any) -> Any:
-        """Give a lane a step, behind what it has, that needs an earlier one; return what stands for it."""
+        """Add a step to a lane, after the steps already there, and return its handle; the step needs an earlier one."""
 
     @abstractmethod
     def _await(self, done: Any) -> None:
@@ -123,7 +127,7 @@ class BackgroundThreads(BackgroundLane):
         done.result()
 
     def close(self) -> None:
-        """End the threads, after the steps that they still have."""
+        """End the threads, after their remaining steps."""
         for lane in self._lanes.values():
             lane.shutdown()
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers gradients from end to end, so that any stretch of them can travel as one message; each lies by itself."""
+"""Numbers gradients from end to end, so that any stretch of them can be sent as one message.
+
+Each gradient keeps its own memory. ``reduction`` makes these buffers, ``reducer`` fills and sends them, and
+``reduction_algorithms`` adds them up over ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,28 +45,28 @@ told apart."""
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scales a message so that a sum over ranks becomes the gradient wanted; both functions work in place."""
+    """Scales a message so that the sum over ranks becomes the wanted gradient; both functions work in place."""
 
     before: Callable[[torch.Tensor], object] | None = None
     after: Callable[[torch.Tensor], object] | None = None
 
 
 class FlatGradients:
-    """Holds the gradients that travel over one group in one type, from their coming until whoever needs the sums has
-    them.
+    """Holds the gradients that are sent over one group in one dtype, from their creation until the sums are read.
 
     Args:
         kind: the planner's GRAD or EXPERT_GRAD.
         parameters: the parameters in the order of their gradients; all on one device.
-        dtype: the type on the wire.
-        group: the ranks that are summed over, for this traffic alone.
-        scaling: what is done before and after the sum.
-        beside: runs started reductions beside the caller; ``None``: they are sent in its stream.
+        dtype: the communication dtype.
+        group: the ranks of the sum, in a communicator for this traffic alone.
+        scaling: the scaling before and after the sum.
+        beside: the lane that runs reductions concurrently with the caller; ``None``: they are sent in its stream.
         nodes: the ranks node by node, where they can be added up in two levels.
-        owners: tells who needs which elements; ``None``: everybody all of them. What a rank does not own is not the
-            sum then.
-        is_needed: tells whether this rank needs any of a parameter's sum; what it does not need goes when it is sent.
-        most: the elements of a message in one level, at the most.
+        owners: returns which rank needs which elements; ``None``: every rank needs all. Elements that a rank does not
+            own are undefined after the sum.
+        is_needed: returns whether this rank needs any of a parameter's sum; other gradients are released when they are
+            sent.
+        most: the maximum of elements of a message in one level.
     """
 
     def __init__(
@@ -94,20 +98,20 @@ class FlatGradients:
         self.arrange(parameters)
 
     def reserve_extra(self, num_extra: int) -> None:
-        """Reserve so many elements at the end that belong to no parameter, and are not scaled."""
+        """Reserve elements at the end that belong to no parameter and are not scaled."""
         self.extra = torch.zeros(num_extra, dtype=self.dtype, device=self.device)
 
     @property
     def element_bytes(self) -> int:
-        """The bytes of one gradient element on the wire."""
+        """Return the bytes of one gradient element in the communication dtype."""
         return self.dtype.itemsize
 
     def arrange(self, parameters: Sequence[nn.Parameter], in_levels: bool = False) -> None:
-        """Put gradients in another order; none are held then.
+        """Reorder the gradients; the buffer holds none at that time.
 
         Args:
-            parameters: the same ones in that order.
-            in_levels: whether they are added up inside nodes first, and then between them.
+            parameters: the same parameters in the new order.
+            in_levels: True if they are added up inside nodes first, and then between them.
         """
         self.parameters = tuple(parameters)
         self.starts = [*accumulate((each.numel() for each in parameters), initial=0)][:-1]
@@ -118,12 +122,12 @@ class FlatGradients:
         self.release()
 
     def release(self) -> None:
-        """Hold no gradient any more."""
+        """Release all gradients."""
         self._reduced: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._addresses: set[int] = set()
 
     def release_sent(self, first: int, stop: int) -> None:
-        """Release gradients that are not needed here, and that end in [first, stop)."""
+        """Release gradients that this rank does not need and that end in [first, stop)."""
         for index in self._between(first, stop):
             ends = self.starts[index] + self.parameters[index].numel()
             if first < ends <= stop and not self._is_needed(self.parameters[index]):
@@ -134,7 +138,7 @@ class FlatGradients:
         return range(max(0, bisect_right(self.starts, first) - 1), bisect_left(self.starts, stop))
 
     def release_gradient(self, index: int) -> None:
-        """Hold a parameter's gradient no more."""
+        """Release the gradient of a parameter."""
         held = self._reduced[index]
         if held is not None:
             self._addresses.discard(held.data_ptr())
@@ -148,7 +152,7 @@ class FlatGradients:
         return None if any(each is None for each in found.values()) else found
 
     def algorithm_in(self, in_levels: bool) -> ReductionAlgorithm:
-        """Return how stretches would be added up in one level or, where that can be, in two."""
+        """Return the algorithm that would add up stretches in one level or, where possible, in two."""
         nodes = self.nodes if in_levels else None
         if self._owned is None:
             return AllReduce(self.group, self._most) if nodes is None else AllReduceByNodes(nodes)
@@ -162,8 +166,8 @@ class FlatGradients:
         return ReduceScatter(self.group, stretches, self._most)
 
     def reducing(self, task: str, algorithm: ReductionAlgorithm | None = None) -> Callable[[int], Callable[[], object]]:
-        """Return a function that prepares the measurement of a task: of a stretch of so many elements, now or by
-        another algorithm."""
+        """Return a function that prepares the measurement of a task: of a stretch of so many elements, by the current
+        or another algorithm."""
 
         def prepare(numel: int) -> Callable[[], object]:
             return (algorithm or self.algorithm).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
@@ -171,7 +175,8 @@ class FlatGradients:
         return prepare
 
     def readiness(self, ready_of: Callable[[nn.Parameter], int], num_windows: int) -> BufferReadiness:
-        """Return how much there is before each window, if ``ready_of`` tells ahead of which one a gradient comes."""
+        """Return how many elements exist before each window; ``ready_of`` returns the window before which a gradient
+        comes."""
         ready = tuple(
             sum(each.numel() for each in self.parameters if ready_of(each) <= window) for window in range(num_windows)
         )
@@ -179,12 +184,13 @@ class FlatGradients:
         return BufferReadiness(self.kind, self.element_bytes, ready, self.numel, tuple(ends))
 
     def in_order(self, ready_of: Callable[[nn.Parameter], int]) -> list[nn.Parameter]:
-        """Return the parameters in the order in which their gradients come, those of one window spread over owners."""
+        """Return the parameters in the order in which their gradients come; those of one window are spread over
+        owners."""
         in_order = sorted(self._given, key=ready_of)
         return [each for _, those in groupby(in_order, ready_of) for each in self.spread(list(those))]
 
     def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return parameters in an order in which those of one owner do not come all at once."""
+        """Return parameters in an order in which those of one owner are spread out."""
         if self._owned is None:
             return list(parameters)
         of_owner: dict[int, list[nn.Parameter]] = {}
@@ -199,8 +205,10 @@ class FlatGradients:
         return [each for _, _, each in sorted(placed, key=lambda place: place[:2])]
 
     def take(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Hold a gradient of the wire's type from now on; return the tensor that has it, which is the same one unless
-        it shares memory or is laid out in another way than the parameter."""
+        """Store a gradient of the communication dtype; return the tensor that has it from now on.
+
+        This is the same tensor unless it shares memory, or its layout differs from the parameter's.
+        """
         parameter = self.parameters[index]
         is_alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
         is_alone = is_alone and gradient.data_ptr() not in self._addresses
@@ -218,12 +226,12 @@ class FlatGradients:
         return place
 
     def holds(self, index: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is the one that is held."""
+        """Return True if a gradient is the one in the buffer."""
         held = self._reduced[index]
         return held is not None and held.data_ptr() == gradient.data_ptr()
 
     def value(self, index: int) -> torch.Tensor:
-        """Return the gradient of a parameter, [numel]; zeros, if none is held."""
+        """Return the gradient of a parameter, [numel]; zeros if the buffer has none."""
         held = self._reduced[index]
         if held is None:
             held = torch.zeros(self.parameters[index].numel(), dtype=self.dtype, device=self.device)
@@ -232,11 +240,11 @@ class FlatGradients:
         return held
 
     def place(self, index: int) -> torch.Tensor:
-        """Return the same memory in the shape of the parameter and its layout."""
+        """Return the same memory in the parameter's shape and layout."""
         return _laid_out(self.value(index), self.parameters[index])
 
     def packed(self, ranges: Sequence[Range]) -> torch.Tensor:
-        """Return a new tensor with the elements of ranges, one behind the other, made ready for the sum."""
+        """Return a new tensor with the elements of ranges, one after the other, scaled for the sum."""
         views = [view for each in ranges for view in self._views(*each)]
         message = torch.cat(views) if views else self.extra[:0].clone()
         if self._scaling.before is not None:
@@ -244,7 +252,7 @@ class FlatGradients:
         return message
 
     def put(self, ranges: Sequence[Range], sums: torch.Tensor) -> None:
-        """Write sums where :meth:`packed` has read."""
+        """Write sums to the ranges that :meth:`packed` has read."""
         if self._scaling.after is not None:
             self._scaling.after(sums[: self._num_gradients(ranges)])
         at = 0
@@ -253,11 +261,11 @@ class FlatGradients:
             at += len(view)
 
     def _num_gradients(self, ranges: Sequence[Range]) -> int:
-        """Return how many elements of ranges are gradients; extra elements come behind them."""
+        """Return the number of elements of ranges that are gradients; extra elements come after them."""
         return sum(min(stop, self.numel) - min(first, self.numel) for first, stop in ranges)
 
     def _views(self, first: int, stop: int) -> list[torch.Tensor]:
-        """Return elements [first, stop); those that are extra follow the gradients."""
+        """Return elements [first, stop) as tensors; extra elements follow the gradients."""
         found = []
         for index in self._between(first, stop):
             start, value = self.starts[index], self.value(index)
@@ -286,21 +294,22 @@ class FlatGradients:
         return tuple(self.kind if each == GRAD else each for each in self._prepared(first, stop))
 
     def send(self, first: int, stop: int, task: str) -> None:
-        """Do one of the tasks that reduce elements [first, stop), in the calling thread and on its current stream."""
+        """Run one of the tasks that reduce elements [first, stop), in the calling thread and on its current stream."""
         self._prepared(first, stop)[GRAD if task == self.kind else task]()
 
     def _prepared(self, first: int, stop: int) -> Steps:
-        """Return the functions of its tasks; a stretch of the plan is the same in every round."""
+        """Return the functions of the tasks of a stretch; a planned stretch is the same in every round."""
         if (first, stop) not in self._steps:
             self._steps[first, stop] = self.algorithm.steps(self, first, stop)
         return self._steps[first, stop]
 
     def start(self, first: int, stop: int, with_extra: bool = False) -> Callable[[], None]:
-        """Begin to reduce elements [first, stop); return a function that waits for the end, for the same thread.
+        """Begin to reduce elements [first, stop); return a function that waits for the end, to be called in the same
+        thread.
 
         Args:
             first, stop: the range of the gradients.
-            with_extra: whether the extra elements follow them, in the same message if all ranks get all sums.
+            with_extra: whether the extra elements are sent after them, in the same message if all ranks get all sums.
         """
         waits: list[Callable[[], object]] = []
         extra = len(self.extra) if with_extra else 0
@@ -319,7 +328,7 @@ class FlatGradients:
         return wait
 
     def _run(self, steps: Steps, waits: list[Callable[[], object]]) -> None:
-        """Begin with a message, or send it."""
+        """Begin a message in the background lane, or send it."""
         if self._background is not None:
             waits.append(self._background.start(steps))
             return
@@ -328,7 +337,7 @@ class FlatGradients:
                 step()
 
     def _ranges(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """Return the pieces in which a message travels; the same on every rank."""
+        """Return the ranges in which a message is sent; the same on every rank."""
         count = min(MOST_RANGES, (stop - first) // RANGE_NUMEL) if len(self.algorithm.most_kinds) > 1 else 1
         if count < 2:
             return [(first, stop)] if stop > first else []
@@ -337,7 +346,7 @@ class FlatGradients:
 
 
 def _laid_out(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return [numel] values in autograd's layout of a gradient: fused optimizers go through memory, not by index."""
+    """Return [numel] values in autograd's layout of a gradient: fused optimizers read memory in order, not by index."""
     if parameter.is_contiguous():
         return values.view(parameter.shape)
     strides = torch.empty_like(parameter, device="meta").stride()

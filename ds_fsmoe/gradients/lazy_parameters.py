@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose new values are still on their way: whoever reads one waits for it, wherever that is.
+"""Makes reads of a parameter wait for its new value, which is still being gathered.
 
-A parameter keeps being the same object; as long as it waits it is of a class that torch asks before each operation.
-Questions after its shape, its gradient and the like are answered at once.
+``updated_parameters`` marks parameters by it after an optimizer step. A parameter stays the same object. While it
+waits, its class is one that torch calls before each operation. Reads of its shape or its gradient return at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _GATHER = "_fsmoe_arrives"
 
 
 class LazyParameter(nn.Parameter):
-    """A parameter that is waited for when it is read."""
+    """Represents a parameter that is waited for when it is read."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Wait for the parameters among the arguments, unless ``func`` does not look at values; then run it."""
+        """Wait for the parameters among the arguments, unless ``func`` reads no values; then run it."""
         if func not in _NOT_VALUES:
             _wait_for_all(args)
             _wait_for_all((kwargs or {}).values())
@@ -46,19 +46,19 @@ def gather_on_first_read(parameter: nn.Parameter, arrives: Callable[[], None]) -
 
     Args:
         parameter: of torch's own class.
-        arrives: waits until the value is there; for any thread, and any number of times.
+        arrives: waits until the value is complete; callable in any thread, any number of times.
     """
     setattr(parameter, _GATHER, arrives)
     parameter.__class__ = LazyParameter
 
 
 def can_be_waited_for(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter may change its class: it is of torch's own."""
+    """Return True if a parameter may change its class: it is of torch's own."""
     return type(parameter) in (nn.Parameter, LazyParameter)
 
 
 def wait_for(parameter: nn.Parameter) -> None:
-    """Wait for a parameter if it is on its way."""
+    """Wait for a parameter if it is still being gathered."""
     if type(parameter) is not LazyParameter:
         return
     # Where two threads wait, the first one that is through takes the mark off.
@@ -79,7 +79,7 @@ def _wait_for_all(values: Iterable[Any]) -> None:
             _wait_for_all(each.values())
 
 
-# They look at what a parameter is, or at its gradient, and not at its value.
+# They read a parameter's kind or its gradient, and not its value.
 _PROPERTIES = (
     *("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
     *("is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "retains_grad"),

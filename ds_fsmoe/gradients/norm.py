@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the norm of all gradients where DeepSpeed's is wrong: every distinct parameter once, alike on every rank.
+"""Computes the norm of all gradients where DeepSpeed's is wrong: every distinct parameter once, equal on every rank.
 
-With ZeRO (stages 1 and 2) DeepSpeed's norm is right, and stays. Without it (stage 0) DeepSpeed 0.19.8 averages the
-norms that the ranks find for what they hold, or leaves experts out altogether, so the value depends on how experts are
-spread; and gradients are clipped by it.
+With ZeRO (stages 1 and 2) DeepSpeed's norm is right and is kept. Without it (stage 0) DeepSpeed 0.19.8 averages the
+norms of the ranks, or leaves experts out. The value then depends on how experts are spread, and gradients are clipped
+by it. The engine calls this module before each optimizer step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ds_fsmoe.log import log_on_rank_0
 def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
     """Return the 2-norm of the reduced gradients of a model, as a scalar. Collective.
 
-    A dense gradient is the same on all ranks and counts here. Experts' gradients are summed over the ranks that hold
-    different experts, or different shards of one; those of tensor-parallel ranks or stages, over these.
+    A dense gradient is the same on all ranks and counts once. Squares of experts' gradients are summed over the ranks
+    with different experts or shards; those of tensor-parallel ranks or stages, over these.
 
     Args:
         parameters: the model's parameters on this rank; those without a gradient do not count.
@@ -71,7 +71,7 @@ def _sum_of_squares(norms: list[torch.Tensor], device: torch.device | None) -> t
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any = None) -> torch.Tensor:
-    """Scale gradients down to ``max_norm``, if their norm is above; return the norm."""
+    """Scale gradients down to ``max_norm`` if their norm is above it; return the norm."""
     parameters = [each for each in parameters if each.grad is not None]
     norm = norm_of_reduced(parameters, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -83,11 +83,11 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any =
 def correct_norm(engine: Any, has_stock_layers: bool) -> None:
     """Make an engine's optimizer clip by the true norm, and warn of the difference.
 
-    A plain optimizer has its clipping done by the engine (see ``FSMoEEngine.clip_fp32_gradients``).
+    The engine clips for a plain optimizer (see ``FSMoEEngine.clip_fp32_gradients``).
 
     Args:
         engine: the engine.
-        has_stock_layers: whether there are DeepSpeed's own MoE layers. Of a Hugging Face model stock's norm is right.
+        has_stock_layers: whether there are DeepSpeed's own MoE layers. For a Hugging Face model stock's norm is right.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, ZeROOptimizer):
@@ -114,15 +114,15 @@ def correct_norm(engine: Any, has_stock_layers: bool) -> None:
 
 
 def complete_norms(optimizer: Any) -> None:
-    """Let the optimizer of a pipeline's stage take part in the norms of groups that it has not. Collective over all
-    ranks.
+    """Make the optimizer of a pipeline stage take part in the norms of groups that it lacks. Collective over all ranks.
 
-    DeepSpeed adds up norms over the stages: at ZeRO 1 of each group of parameters, in bf16 without ZeRO of all dense
-    ones and of those of experts. Experts are groups of their own, so a stage without any has fewer norms, and DeepSpeed
+    DeepSpeed adds up norms over the stages: at ZeRO 1 of each parameter group; in bf16 without ZeRO, of dense
+    parameters and of experts. Experts are separate groups, so a stage without experts has fewer norms, and DeepSpeed
     0.19.8 waits there for ever.
 
     Args:
-        optimizer: of an engine; nothing is changed where all have as many groups, or where DeepSpeed adds up nothing.
+        optimizer: the optimizer of an engine; it is unchanged if all stages have as many groups, or if DeepSpeed adds
+            up no norms over stages.
     """
     is_bf16 = isinstance(optimizer, BF16_Optimizer)
     groups = optimizer.optimizer.param_groups if is_bf16 else []
@@ -154,7 +154,7 @@ def _complete_experts(optimizer: BF16_Optimizer, names: list[str], own: list[str
     Args:
         optimizer: the optimizer.
         names: DeepSpeed's names of the groups of experts of all stages.
-        own: those of this stage.
+        own: the names of the groups of this stage.
     """
     if names == own:  # as many, in the order of all
         return

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces gradients while the backward is still under way: in windows, by one plan that all ranks share.
+"""Reduces gradients while the backward is still running: in windows, by one plan that all ranks share.
 
 A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one, and are numbered from end
-to end: there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards open windows,
-in which stretches of them travel; ``finish`` sends the rest. Sums that this rank does not need go when they are sent.
-The messages of a communicator and their sizes follow from the plan alone, never from what has arrived on a rank. Two
-things may therefore go wrong on a rank, and both are corrected at the end: a gradient that never came was sent as zero,
-which is right; what came after its place was sent travels in a message of its own, and is added. The last message
-carries, for every parameter, on how many ranks that happened, so all ranks send those together.
+to end. The buffer has their only copy, and autograd adds to it. The MoE layers' backwards open windows, in which
+stretches of them are sent; ``finish`` sends the rest. Sums that this rank does not need are released when they are
+sent.
 
-The first rounds have no plan and send all at the end; they record before which window each gradient came. Ranks take
-the latest of these, order the buffers by it and make the plan. A round in which something came too late makes the next
-one look again.
+The messages of a communicator and their sizes follow from the plan alone, never from the arrivals on a rank. Two faults
+on a rank are therefore possible, and both are corrected at the end. A gradient that never came was sent as zero, which
+is right. A gradient that came after its stretch was sent is sent in a message of its own, and added. The last message
+has, for every parameter, the number of ranks on which that happened, so all ranks send those together.
+
+The first rounds have no plan and send all at the end. They record before which window each gradient came. Ranks take
+the latest of these, order the buffers by it and make the plan. A round in which a gradient came too late makes the next
+one observe again. ``reduction`` makes the reducer; ``zero_stages`` connects it with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,13 +36,14 @@ MakePlan = Callable[[Sequence[BufferReadiness]], GradientPlan]
 
 
 class WaitingGradients:
-    """Bounds the gradients that wait to be sent, where a rank is not to hold what others update (ZeRO 2). Until a
-    backward has been seen, gradients are taken to come in the order of the model, from its end to its start; what comes
-    later than that is sent again, as ever.
+    """Bounds the gradients that wait to be sent, where a rank does not keep what others update (ZeRO 2).
+
+    Before the first observed backward, gradients are assumed to come in the order of the model, from its end to its
+    start. A gradient that comes later is sent again.
 
     Args:
         engine: the engine.
-        most: the elements of a buffer that may wait behind a layer.
+        most: the maximum of elements of a buffer that may wait after a layer.
         layers: the MoE layers.
     """
 
@@ -59,8 +62,8 @@ class WaitingGradients:
         return len(self._ends) - bisect_left(self._ends, self._number_of[id(parameter)])
 
     def guessed(self, flats: Sequence[FlatGradients]) -> tuple[tuple[str, ...], tuple[tuple[GradientSlice, ...], ...]]:
-        """Return the windows, and what is sent in each part of them, as long as there is no plan; none, if nothing
-        would wait for too long. Arranges the buffers."""
+        """Return the windows, and the slices sent in each part of them, while there is no plan; empty if no gradient
+        would wait too long. It arranges the buffers."""
         for flat in flats:
             flat.arrange(flat.in_order(self._ready_of))
         count = len(self._in_backward)
@@ -74,16 +77,17 @@ class GradientReducer:
     """Owns the buffers and the state of a round.
 
     Args:
-        flats: the buffers; the last one's ranks include those of all others, and its ``extra`` gets room for two
-            elements per parameter of all buffers.
+        flats: the buffers; the ranks of the last one include those of all others, and its ``extra`` has two elements
+            per parameter of all buffers.
         gradient_of: returns the present gradient of a parameter, or ``None``.
-        is_sending: returns whether a backward under way now is to be reduced; the same on every rank.
-        make_plan: makes the plan from what exists before each window; the same on every rank. It may communicate.
-        looks: the number of rounds before there is a plan.
+        is_sending: returns whether the current backward is to be reduced; the same on every rank.
+        make_plan: makes the plan from the bytes that exist before each window; the same on every rank. It may
+            communicate.
+        looks: the number of observed rounds before there is a plan.
         replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
-        all_used: whether every parameter is known to get its gradient once in each round, early enough: then nothing
-            is ever sent again, ranks need not tell each other, and ``extra`` is empty.
-        waiting: bounds what may wait; ``None``: the plan alone says what is sent when.
+        all_used: whether every parameter is known to get its gradient once in each round, early enough. Nothing is then
+            sent again, ranks exchange no marks, and ``extra`` is empty.
+        waiting: bounds the gradients that wait; ``None``: the plan alone decides what is sent when.
     """
 
     def __init__(
@@ -134,11 +138,11 @@ class GradientReducer:
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters whose gradients are reduced here."""
+        """Return the parameters whose gradients are reduced here."""
         return (parameter for flat in self.flats for parameter in flat.parameters)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient, [numel], from :meth:`finish` until :meth:`release`; zeros, if this rank does not
+        """Return the reduced gradient, [numel], from :meth:`finish` until :meth:`release`; zeros if this rank does not
         need it."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].value(index)
@@ -149,17 +153,17 @@ class GradientReducer:
         return self.flats[flat].place(index)
 
     def release_gradient(self, parameter: nn.Parameter) -> None:
-        """Hold the reduced gradient of a parameter no more."""
+        """Release the reduced gradient of a parameter."""
         flat, index = self._places[id(parameter)]
         self.flats[flat].release_gradient(index)
 
     def release(self) -> None:
-        """Hold no gradient any more."""
+        """Release all gradients."""
         for flat in self.flats:
             flat.release()
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """Record that the gradient of a parameter exists. Otherwise it is looked up at the end."""
+        """Record that the gradient of a parameter exists; an unrecorded one is looked up at the end."""
         self.begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
@@ -169,14 +173,14 @@ class GradientReducer:
             self._move(parameter)
 
     def _note_backward(self) -> None:
-        """Note the calling backward: autograd tells when it has ended, and nothing if it ends in an error."""
+        """Record the calling backward: autograd reports its end, and reports nothing if it ends in an error."""
         number = torch._C._current_graph_task_id()
         if number >= 0 and number not in self._backwards:
             self._backwards.add(number)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._backwards.discard, number))
 
     def forget_if_broken_off(self) -> None:
-        """Drop, at the start of a forward, the remains of a failed backward: they are no part of the next round."""
+        """Drop the remains of a failed backward at the start of a forward, so that the next round lacks them."""
         # Within a backward it is part of one, checkpointed as a whole, and no sign of an error.
         if self._backwards and torch._C._current_graph_task_id() < 0:
             self.forget()
@@ -189,7 +193,7 @@ class GradientReducer:
         self._is_over = True
 
     def _move(self, parameter: nn.Parameter) -> None:
-        """Take over the gradient that a parameter has."""
+        """Move the gradient of a parameter to the buffer."""
         key, gradient = id(parameter), self._gradient_of(parameter)
         at, index = self._places[key]
         flat = self.flats[at]
@@ -199,7 +203,7 @@ class GradientReducer:
             if not flat.holds(index, gradient):
                 self._replace(parameter, flat.take(index, gradient))
         else:
-            # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
+            # Of another dtype than the communication dtype. The parameter keeps it until its slice is sent, for hooks.
             flat.place(index).copy_(gradient)
         self._visible.add(key)
         self._there.add(key)
@@ -232,11 +236,11 @@ class GradientReducer:
         return self._parts[part]
 
     def tasks(self, grad_slice: GradientSlice) -> tuple[str, ...]:
-        """Return the kinds of tasks that one slice takes which :meth:`open` returned."""
+        """Return the kinds of tasks of a slice that :meth:`open` returned."""
         return self.flats[grad_slice.flat].tasks(grad_slice.first, grad_slice.stop)
 
     def send(self, grad_slice: GradientSlice, task: str) -> None:
-        """Do one task of a slice that :meth:`open` returned, in the calling thread and on its current stream."""
+        """Run one task of a slice that :meth:`open` returned, in the calling thread and on its current stream."""
         self.flats[grad_slice.flat].send(grad_slice.first, grad_slice.stop, task)
 
     def close(self) -> None:
@@ -261,7 +265,7 @@ class GradientReducer:
         last = self.flats[-1]
         marks = self._marks()
         last.extra.copy_(torch.tensor([] if self._all_used else marks))
-        # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
+        # A rank that has passed fewer layers than others still splits its messages as they do.
         self._start_until(len(self._parts), at_end=True)
         for index, flat in enumerate(self.flats):
             grad_slice = GradientSlice(flat.kind, index, self._sent[index], flat.numel)
@@ -296,7 +300,7 @@ class GradientReducer:
         return present + late
 
     def begin_if_over(self) -> None:
-        """Begin a round behind the last one, by the plan that is due."""
+        """Begin a round after the last one, by the plan that is due."""
         if self._is_over:
             self._begin()
 
@@ -329,7 +333,7 @@ class GradientReducer:
         }
 
     def _release_sent(self) -> None:
-        """Release gradients that were sent and are not needed here, if nothing is in flight."""
+        """Release gradients that were sent and are not needed here, if no message is in flight."""
         if self._num_open or self._in_flight:
             return
         for at, flat in enumerate(self.flats):
@@ -350,7 +354,7 @@ class GradientReducer:
         self._next_part = max(self._next_part, part)
 
     def _fill(self, grad_slice: GradientSlice, at_end: bool = False) -> None:
-        """Fill a stretch before it is sent: missing gradients are zero, and at the end their true value."""
+        """Fill a stretch before it is sent: missing gradients are zero, and at the end have their true value."""
         # Every message of a round comes through here before it is sent.
         end_gathers()
         flat = self.flats[grad_slice.flat]
@@ -368,12 +372,12 @@ class GradientReducer:
                 self._replace(parameter, None)
             else:
                 flat.release_gradient(index)
-            # Zeros are made by this thread, and not by whoever sends them.
+            # This thread makes the zeros, and not the thread that sends them.
             flat.value(index)
         self._sent[grad_slice.flat] = grad_slice.stop
 
     def _is_in_place(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter's gradient is still the one that is held."""
+        """Return True if a parameter's gradient is still the one in the buffer."""
         flat, index = self._places[id(parameter)]
         gradient = self._gradient_of(parameter)
         return gradient is not None and self.flats[flat].holds(index, gradient)
@@ -387,7 +391,7 @@ class GradientReducer:
         self.sent_again += len(numbers)
 
     def _agree_on_plan(self, was_late: bool) -> None:
-        """Record the order of gradients in an observed round; after the last one agree on it, and plan."""
+        """Record the order of gradients in an observed round; after the last one, agree on it and plan."""
         if not self._rounds_to_observe:
             self._rounds_to_observe = int(was_late)
             return
@@ -414,7 +418,7 @@ class GradientReducer:
 
     @property
     def _num_passed(self) -> int:
-        """The number of layers whose backward has begun; by name, if that is known."""
+        """Return the number of layers whose backward has begun; by name, if that is known."""
         return len(self._layers) if self.plan is None else self._opened
 
     def try_plan(self, make_plan: MakePlan) -> None:
@@ -425,12 +429,12 @@ class GradientReducer:
 
     @property
     def next_plan(self) -> GradientPlan | None:
-        """The plan of the next round: the one in force, unless another waits for that round to begin."""
+        """Return the plan of the next round: the current one, unless another waits for that round to begin."""
         return self.plan if self._next_plan is None else self._next_plan[0]
 
     def memory(self) -> dict[str, list]:
-        """Return what the coming plan rests on, as plain data: the layers whose windows it counts on, and how many
-        windows had opened when each gradient came."""
+        """Return the basis of the coming plan as plain data: the layers whose windows it uses, and how many windows had
+        opened when each gradient came."""
         windows = self._windows if self._next_plan is None else self._next_plan[1]
         return {"windows": list(windows), "ready_at": list(self._ready_at)}
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the reduction of gradients over from DeepSpeed: when their bytes move, and nothing else.
+"""Replaces DeepSpeed's reduction of gradients: it decides when their bytes are sent, and nothing else.
 
-DeepSpeed goes on deciding what a gradient is worth: its division, its type on the wire, its partitions, norm, clipping
-and overflow check. At stage 0 one method of the engine is replaced, at stages 1 and 2 four of the ZeRO optimizer, on
-the objects themselves; :meth:`Reduction.close` takes them off again.
+DeepSpeed still decides a gradient's value: its division, its communication dtype, its partitions, norm, clipping and
+overflow check. At stage 0 one method of the engine is replaced, at stages 1 and 2 four of the ZeRO optimizer. The
+replacements are on the objects; :meth:`Reduction.close` removes them. The engine makes one Reduction; the autotuner
+tries windows with it. ``reducer`` runs the rounds.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
 
 
 def make_communicators(groups: Iterable[FSMoEGroups], asked: GradientPartitionBlock) -> None:
-    """Make the communicators of a reduction on all ranks of a job: in a pipeline some stages have nothing to reduce,
-    or other parameters. Collective over all ranks, with the same groups on each.
+    """Make the communicators of a reduction on all ranks of a job. Collective over all ranks, with the same groups on
+    each.
+
+    In a pipeline some stages have nothing to reduce, or other parameters.
 
     Args:
-        groups: of the MoE layers of all stages.
+        groups: the groups of the MoE layers of all stages.
         asked: the options.
     """
     for each in groups:
@@ -96,10 +99,10 @@ class Reduction:
     Args:
         engine: the complete engine, with its optimizer.
         layers: its MoE layers, with their pipelines.
-        mode: the mode that says when bytes move.
+        mode: the mode that decides when bytes are sent.
         block: the other options.
         groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
-        beside: whether slices may travel beside other collectives between the layers.
+        beside: whether slices may be sent concurrently with other collectives between the layers.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class Reduction:
             log_on_rank_0(words_of_stage_2(size, self.sums_each, accumulate))
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
-        """Send from now on as much in each window as a plan of layers has foreseen.
+        """Send from now on as many bytes in each window as a plan of layers predicts.
 
         Args:
             windows: the windows in the order of the backward.
@@ -162,12 +165,12 @@ class Reduction:
             self._log_plan(plan)
 
     def go_on(self) -> None:
-        """Return to slices by rule: trials have ended, and no plan is kept."""
+        """Return to slices by rule after trials that kept no plan."""
         self.predicted_windows = None
         self.reducer.try_plan(self._planned)
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
-        """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
+        """Continue with a plan; see :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
         self.predicted_windows = None
         self.reducer.go_on_with(plan, windows, ready_at)
 
@@ -181,7 +184,7 @@ class Reduction:
         if self.predicted_windows is None:
             plan = plan_by_rule(readiness, self.mode, self._chunk_bytes)
         elif self.mode == "micro_ops":
-            # As many bytes as were foreseen, in slices of the tensors that there are.
+            # As many bytes as predicted, in slices of the existing tensors.
             window_bytes = [(_total(each.moe), _total(each.dense)) for each in self.predicted_windows]
             plan = plan_micro_ops(readiness, window_bytes, lambda each: _bytes_in(each, readiness), self._chunk_bytes)
         else:
@@ -189,7 +192,7 @@ class Reduction:
         return replace(plan, two_levels=self._two_levels)
 
     def _log_plan(self, plan: GradientPlan) -> None:
-        """Log how much is sent during the backward; with details also by which way."""
+        """Log how much is sent during the backward; with details also by which reduction algorithm."""
         flats = self.reducer.flats
         ways = ", ".join(dict.fromkeys(str(each.algorithm_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
         details = f" ({self.mode}); they travel by {ways}" if self._has_details else ""
@@ -203,7 +206,8 @@ class Reduction:
 
     @cached_property
     def _two_levels(self) -> tuple[bool, ...]:
-        """Whether each buffer is added up in two levels: as asked, or as rank 0 has measured it. Collective."""
+        """Return for each buffer whether it is added up in two levels: as configured, or as measured on rank 0.
+        Collective."""
         flats, asked = self.reducer.flats, self._asked.levels
         if asked != "auto" or self._by_rule:
             return tuple(each.nodes is not None and asked != 1 for each in flats)
@@ -215,16 +219,16 @@ class Reduction:
 
     @property
     def sums_each(self) -> bool:
-        """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
+        """Return True if every micro-batch is summed over ranks, False if only the last one of a step is."""
         return self._zero_stage.sums_each
 
     def bytes_of_plan(self) -> tuple[int, int]:
-        """Return (all bytes, those that travel before the backward is over), once there is a plan."""
+        """Return (all bytes, bytes sent before the backward ends), once there is a plan."""
         assert self.reducer.plan is not None
         return _bytes_of(self.reducer.plan, self.reducer.flats)
 
     def close(self) -> None:
-        """Give the reduction back to DeepSpeed."""
+        """Return the reduction to DeepSpeed."""
         self._zero_stage.give_back()
         if self.background is not None:
             self.background.close()
@@ -233,7 +237,7 @@ class Reduction:
 
 
 def is_faster_in_levels(flat: FlatGradients, host: Clock = HOST) -> bool:
-    """Measure whether a large message of a buffer takes less time in two levels than in one. Collective among its
+    """Measure a large message of a buffer; return True if two levels take less time than one. Collective among its
     ranks."""
     numel = max(8, min(flat.numel, MEASURED_NUMEL))
     watch = Stopwatch(flat.device, flat.group, host)
@@ -263,7 +267,7 @@ def _bytes_in(each: GradientSlice, flats: Sequence[FlatGradients] | Sequence[Buf
 
 
 def _bytes_of(plan: GradientPlan, flats: Sequence[FlatGradients]) -> tuple[int, int]:
-    """Return (all bytes, those that travel in windows)."""
+    """Return (all bytes, bytes sent in windows)."""
     early = sum(_bytes_in(each, flats) for grad_slices in plan.parts for each in grad_slices)
     return sum(each.numel * each.element_bytes for each in flats), early
 
@@ -283,7 +287,7 @@ def _flats(
     mode: Mode,
     background: BackgroundLane | None,
 ) -> list[FlatGradients]:
-    """Return a buffer for each group and type, the one of the most ranks last."""
+    """Return a buffer for each group and dtype, the one with the most ranks last."""
     dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     experts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     everyone = next(iter(groups.values()))

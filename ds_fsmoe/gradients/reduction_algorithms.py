@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduction algorithms: how ranks add up a stretch of a buffer, in which steps, and which ranks get the sum.
+"""Defines reduction algorithms: how ranks add up a stretch of a buffer, in which steps, and which ranks get the sum.
 
-Every rank may need the whole sum, or each only the part that its optimizer updates (ZeRO stages 1 and 2): its owner
-alone has a part then, and fewer bytes travel. Where ranks lie in several nodes a sum may be taken in two levels: first
-inside each node, so that between nodes a rank sends what is its own share of the node's sum, and no more.
+``flat_buffers`` chooses one for each buffer and runs its steps. Every rank may need the whole sum, or each only the
+part that its optimizer updates (ZeRO stages 1 and 2): then the owner alone has a part, and fewer bytes are sent. Where
+ranks are in several nodes, a sum may be made in two levels: first inside each node, so that between nodes a rank sends
+only its own share of the node's sum.
 
-Letters: m elements of a stretch, n nodes, p ranks in each, N = n * p ranks. Between nodes a link carries, per direction
-and node: of a flat ring 2m(N-1)/N; in two levels 2m(n-1)/n; to owners in two levels m(n-1)/n, if all own alike.
+Letters: m elements of a stretch, n nodes, p ranks in each, N = n * p ranks. A link between nodes carries, per direction
+and node: for a flat ring 2m(N-1)/N; in two levels 2m(n-1)/n; to owners in two levels m(n-1)/n, if all own equal parts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MOST_NUMEL = 1 << 62
 
 
 class Stretch(NamedTuple):
-    """Elements [first, stop) of a buffer that one rank owns."""
+    """Represents elements [first, stop) of a buffer that one rank owns."""
 
     first: int
     stop: int
@@ -46,7 +47,7 @@ Range = tuple[int, int]
 
 
 class ReductionAlgorithm(ABC):
-    """A way to add up stretches of one buffer."""
+    """Adds up stretches of one buffer over ranks, by one algorithm."""
 
     words: str
     """The words by which logs and measurements call it."""
@@ -58,13 +59,13 @@ class ReductionAlgorithm(ABC):
 
     @abstractmethod
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """Return kind of task -> what it does to elements [first, stop), in the order of the tasks; the same kinds on
-        every rank. Each is collective."""
+        """Return kind of task -> function on elements [first, stop), in the order of the tasks; the same kinds on every
+        rank. Each is collective."""
 
     @abstractmethod
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """Return a function that sends one step of a stretch as long as ``scratch``, for measuring; the result is not
-        used."""
+        """Return a function that sends one step of a stretch as long as ``scratch``, for measuring; its result is
+        unused."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +79,7 @@ class AllReduce(ReductionAlgorithm):
     most_kinds = (GRAD,)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`ReductionAlgorithm`."""
+        """Return the steps; see :class:`ReductionAlgorithm`."""
 
         def reduce() -> None:
             for piece in _messages(first, stop, self.most):
@@ -89,7 +90,7 @@ class AllReduce(ReductionAlgorithm):
         return {GRAD: reduce}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`ReductionAlgorithm`."""
+        """Return a step for measuring; see :class:`ReductionAlgorithm`."""
         return lambda: dist.all_reduce(scratch, group=self.group)
 
 
@@ -102,7 +103,7 @@ class AllReduceByNodes(ReductionAlgorithm):
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`ReductionAlgorithm`."""
+        """Return the steps; see :class:`ReductionAlgorithm`."""
         nodes, per_node = self.nodes, self.nodes.per_node
         each = -(-(stop - first) // per_node)
         # A rank's part must be as long as each other's for the gather; what is missing at the end is filled up.
@@ -127,7 +128,7 @@ class AllReduceByNodes(ReductionAlgorithm):
         return {GRAD_SCATTER: scatter, GRAD: between, GRAD_GATHER: gather}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`ReductionAlgorithm`."""
+        """Return a step for measuring; see :class:`ReductionAlgorithm`."""
         nodes = self.nodes
         part = scratch[: -(-len(scratch) // nodes.per_node)].clone()
         if kind == GRAD:
@@ -140,7 +141,7 @@ class AllReduceByNodes(ReductionAlgorithm):
 
 @dataclass(frozen=True, repr=False)
 class ReduceScatter(ReductionAlgorithm):
-    """Sends every element to its owner, who adds up; in one collective among all ranks."""
+    """Sends every element to its owner, which adds up; in one collective among all ranks."""
 
     group: dist.ProcessGroup
     stretches: Sequence[Stretch]
@@ -151,7 +152,7 @@ class ReduceScatter(ReductionAlgorithm):
     most_kinds = (GRAD,)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`ReductionAlgorithm`."""
+        """Return the steps; see :class:`ReductionAlgorithm`."""
         group = self.group
         order = [(owner,) for owner in range(group.size())]
         pieces = [_within(self.stretches, *piece) for piece in _messages(first, stop, self.most)]
@@ -164,14 +165,16 @@ class ReduceScatter(ReductionAlgorithm):
         return {GRAD: scatter}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`ReductionAlgorithm`."""
+        """Return a step for measuring; see :class:`ReductionAlgorithm`."""
         return _summing_equally(scratch, self.group.rank(), self.group)
 
 
 @dataclass(frozen=True, repr=False)
 class ReduceScatterByNodes(ReductionAlgorithm):
-    """Adds up inside the node what ranks of one place own, and between nodes at its owner; or, where a stretch belongs
-    to so few ranks that their links alone would carry it, adds up for all ranks in two levels."""
+    """Adds up for owners in two levels: inside the node for ranks of one index, then between nodes at the owner.
+
+    A stretch that belongs to few ranks, whose links alone would carry it, is added up for all ranks in two levels.
+    """
 
     nodes: NodeLinks
     stretches: Sequence[Stretch]
@@ -180,7 +183,7 @@ class ReduceScatterByNodes(ReductionAlgorithm):
     most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
 
     def is_cheaper(self, first: int, stop: int) -> bool:
-        """Return whether no rank sends or receives more between nodes than if the sum were for all ranks."""
+        """Return True if no rank sends or receives more between nodes than for a sum on all ranks."""
         nodes = self.nodes
         counts = [0] * (nodes.num_nodes * nodes.per_node)
         for each in _within(self.stretches, first, stop):
@@ -194,7 +197,7 @@ class ReduceScatterByNodes(ReductionAlgorithm):
         return most * nodes.num_nodes * nodes.per_node <= 2 * (nodes.num_nodes - 1) * (stop - first)
 
     def steps(self, buffer: FlatGradients, first: int, stop: int) -> Steps:
-        """See :class:`ReductionAlgorithm`."""
+        """Return the steps; see :class:`ReductionAlgorithm`."""
         if not self.is_cheaper(first, stop):
             return AllReduceByNodes(self.nodes).steps(buffer, first, stop)
         nodes, stretches = self.nodes, _within(self.stretches, first, stop)
@@ -215,7 +218,7 @@ class ReduceScatterByNodes(ReductionAlgorithm):
         return {GRAD_SCATTER: scatter, GRAD: between}
 
     def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        """See :class:`ReductionAlgorithm`."""
+        """Return a step for measuring; see :class:`ReductionAlgorithm`."""
         if kind != GRAD:
             return AllReduceByNodes(self.nodes).alone(kind, scratch)
         nodes = self.nodes
@@ -224,7 +227,7 @@ class ReduceScatterByNodes(ReductionAlgorithm):
 
 
 def _messages(first: int, stop: int, most: int) -> list[Range]:
-    """Return the ranges of the messages; the same on every rank. Nothing is one message of nothing."""
+    """Return the ranges of the messages, the same on every rank; an empty stretch is one empty message."""
     return [(at, min(stop, at + most)) for at in range(first, stop, most)] or [(first, stop)]
 
 
@@ -244,14 +247,14 @@ def _of(stretches: Sequence[Stretch], owner: int) -> list[Range]:
 def _packed(
     buffer: FlatGradients, stretches: Sequence[Stretch], order: Sequence[tuple[int, ...]]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return the elements of each set of owners, one set behind the other and owner by owner, and how many they are."""
+    """Return the elements of each set of owners, one set after the other and owner by owner, and their numbers."""
     of_sets = [[each for owner in owners for each in _of(stretches, owner)] for owners in order]
     counts = [sum(stop - first for first, stop in of_set) for of_set in of_sets]
     return buffer.packed([each for of_set in of_sets for each in of_set]), counts
 
 
 def _summed(x: torch.Tensor, counts: Sequence[int], index: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the sum over ranks of this rank's elements: ``counts`` of ``x`` belong to each, in their order."""
+    """Return the sum over ranks of this rank's elements: ``counts`` of ``x`` belong to each rank, in their order."""
     own = counts[index]
     parts = exchange_sized(x, counts, [own] * len(counts), group)
     return parts.view(len(counts), own).sum(dim=0)
@@ -264,6 +267,6 @@ def _summing_equally(scratch: torch.Tensor, index: int, group: dist.ProcessGroup
 
 
 def _is_used_here(x: torch.Tensor) -> None:
-    """Tell a GPU's allocator that a tensor of another lane's stream is read in this one, too."""
+    """Mark a tensor of another lane's stream as read in the current stream, for the GPU's allocator."""
     if x.is_cuda:
         x.record_stream(torch.cuda.current_stream(x.device))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers updated parameters (ZeRO stages 1 and 2) during the next forward.
 
-DeepSpeed gathers all of it at the end of the optimizer step, and every rank waits. Here all ranks begin there with the
-same messages in the same order, those of the first layers first, and a read of a parameter waits for the messages that
-bring it (:mod:`ds_fsmoe.gradients.lazy_parameters`). A read sends nothing: a rank that reads alone, to print a norm,
-waits for no other rank.
+DeepSpeed gathers all of them at the end of the optimizer step, and every rank waits. Here all ranks begin there with
+the same messages in the same order, those of the first layers first. A read of a parameter waits for its messages
+(:mod:`ds_fsmoe.gradients.lazy_parameters`). A read sends nothing: a rank that reads alone, to print a norm, waits for
+no other rank. The engine makes it where the config asks for it.
 
-The messages share communicators with gradients. They begin behind the backward, whose last act is to wait for its
+The messages share communicators with gradients. They begin after the backward, whose last action is to wait for its
 messages. Gradients are sent after all of them have arrived (:func:`ds_fsmoe.gradients.background_lane.end_gathers`).
 
-Where the ranks lie in several nodes, a part goes to one rank of each other node and is passed on inside it. Of each
-node's parts those of the first layers come first, and nodes send at the same time: both directions of a link are used.
+Where the ranks are in several nodes, a part is sent to one rank of each other node and forwarded inside it. Each node
+sends the parts of the first layers first, and nodes send at the same time: both directions of a link are used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _READERS = ("load_state_dict", "update_lp_params", "refresh_fp32_params", "offlo
 
 
 class ParameterPart(NamedTuple):
-    """Elements [first, stop) of one of ZeRO's flat groups, of one parameter and one owner."""
+    """Represents elements [first, stop) of one of ZeRO's flat groups, of one parameter and one owner."""
 
     number: int
     """The number of the parameter in the order of the model."""
@@ -60,13 +60,13 @@ class ParameterPart(NamedTuple):
 def in_messages(
     parts: Sequence[ParameterPart], node_of_owner: Sequence[int], fewest_numel: int, most: int
 ) -> list[list[ParameterPart]]:
-    """Distribute parts over messages: in each, as many elements of every node, and first those of the first layers.
+    """Distribute parts over messages, the first layers first, each with as many elements of every node.
 
     Args:
         parts: the parts.
-        node_of_owner: of each rank its node.
-        fewest_numel: a message has that many elements of each node, as long as there are as many.
-        most: the most messages.
+        node_of_owner: [ranks]: the node of each rank.
+        fewest_numel: the minimum of elements of each node in a message, while as many remain.
+        most: the maximum of messages.
     """
     queues: dict[int, list[ParameterPart]] = {}
     for part in sorted(parts):
@@ -92,7 +92,7 @@ def in_messages(
 
 @dataclass(frozen=True)
 class _Among:
-    """The ranks that share parameters."""
+    """Represents the ranks that share parameters."""
 
     group: dist.ProcessGroup
     nodes: NodeLinks | None
@@ -127,13 +127,13 @@ class _Among:
 
 
 class _Exchange:
-    """Sends the parts that this rank has to all others of a group, and receives theirs.
+    """Sends this rank's parts to all others of a group, and receives theirs.
 
     Args:
         group: the ranks.
-        of_each: the parts that each of them has.
+        of_each: the parts of each rank.
         own: this rank's index among them.
-        flat: one of the message's flat groups, for the type of its elements.
+        flat: one of the message's flat groups, for the dtype of its elements.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class _Exchange:
         self._others = [part for each, those in enumerate(of_each) if each != own for part in those]
 
     def run(self, flats: Sequence[torch.Tensor]) -> None:
-        """Exchange: collective over the group.
+        """Exchange the parts. Collective over the group.
 
         Args:
             flats: ZeRO's flat groups.
@@ -178,11 +178,11 @@ class _Message:
 
 
 class UpdatedParameters:
-    """Takes the gather of updated parameters over from DeepSpeed, for one engine. Collective to make.
+    """Replaces DeepSpeed's gather of updated parameters, for one engine. Making it is collective.
 
     Args:
         engine: with ZeRO stage 1 or 2.
-        reduction: that of its gradients, which sends beside the caller.
+        reduction: the reduction of its gradients, which sends concurrently with the caller.
         groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
         layers: the engine's MoE layers; :meth:`before_layer` is called ahead of each of their calls.
     """
@@ -255,7 +255,7 @@ class UpdatedParameters:
         return messages, parameters
 
     def _stepping(self, *args: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's step, with the gather only begun at its end."""
+        """Run DeepSpeed's step, which only begins the gather at its end."""
         self.wait()
         stock_gather = stage_1_and_2.all_gather_dp_groups
         stage_1_and_2.all_gather_dp_groups = self._begin
@@ -268,8 +268,8 @@ class UpdatedParameters:
         return result
 
     def _begin(self, **_: Any) -> None:
-        """Begin with all messages, in place of DeepSpeed's gather."""
-        # Behind what a failed backward has left under way, and what another engine gathers.
+        """Begin all messages, in place of DeepSpeed's gather."""
+        # After the remaining messages of a failed backward, and after the gathers of another engine.
         self._reducer.forget_if_broken_off()
         end_gathers()
         flats = self._optimizer.bit16_groups_flat
@@ -292,7 +292,7 @@ class UpdatedParameters:
                 self._wait_for(messages)
 
     def before_layer(self, layer: nn.Module, *_: Any) -> None:
-        """Wait for all that an MoE layer has: it looks which class its experts' parameters are of."""
+        """Wait for all parameters of an MoE layer, which reads the class of its experts' parameters."""
         for each in layer.parameters():
             wait_for(each)
 
@@ -301,7 +301,7 @@ class UpdatedParameters:
             self._waits[each]()
 
     def wait(self) -> None:
-        """Wait for all parameters: for code that reads memory behind torch's back."""
+        """Wait for all parameters: for code that reads memory without torch."""
         for each in self._parameters:
             wait_for(each)
         for wait in self._waits:
@@ -310,7 +310,7 @@ class UpdatedParameters:
         end_gathers()
 
     def close(self) -> None:
-        """Give the gather back to DeepSpeed."""
+        """Return the gather to DeepSpeed."""
         self.wait()
         for hook in self._hooks:
             hook.remove()

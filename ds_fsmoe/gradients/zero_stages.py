@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces DeepSpeed's own reduction of gradients: without ZeRO, and at its stages 1 and 2.
 
-Each class says which parameters have gradients, what they are divided by and when, and puts reduced ones where
-DeepSpeed looks for them.
+Each class decides which parameters have gradients, and by what and when they are divided. It writes reduced gradients
+where DeepSpeed reads them. ``reduction`` makes one of them.
 
-*Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of ``L = 1/dp * sum over
-d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens. Every rank r starts its
-backward with dL_r/dL_r = 1, and gradients cross ranks where tokens did, so what a rank finds for a parameter of its own
-is the sum of dL_r/dw over all ranks r whose tokens it worked on. The rest is counting them. A pipeline stage has mp *
-dp = ep * esp * edp ranks.
+*Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of
+``L = 1/dp * sum over d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens.
+Every rank r starts its backward with dL_r/dL_r = 1, and gradients are sent between ranks as tokens were. A rank's
+gradient of its own parameter is therefore the sum of dL_r/dw over all ranks r whose tokens it computed. It remains to
+count them. A pipeline stage has mp * dp = ep * esp * edp ranks.
 
 - Dense parameters and gates see the rank's own tokens: summed over DP, divided by dp.
-- An expert shard works on the tokens of its whole block of ep * esp ranks: the all-to-all brings those of ep ranks, the
+- An expert shard computes the tokens of its whole block of ep * esp ranks: the all-to-all sends those of ep ranks, the
   all-gather those of all esp ranks of each. The reduce-scatter adds the shards' partial outputs, y_r = sum over s of
   y_rs, hence dL_r/dy_rs = dL_r/dy_r for every shard s: its backward is an all-gather without any factor, and the shard
-  has its dL_r/dw_s for each r of the block, complete and once. EDP has one rank in every block: summed over EDP,
-  divided by dp, and not by edp, which would leave a factor that depends on ep and esp. The bias of the output is added
-  by one shard alone, and the others' gradient of it is zero.
+  has its dL_r/dw_s for each r of the block, complete and exactly once. EDP has one rank in every block: summed over
+  EDP, divided by dp, and not by edp, which would leave a factor that depends on ep and esp. The bias of the output is
+  added by one shard alone, and the others' gradient of it is zero.
 - With tensor parallelism mp ranks compute the same L_d. Where they have the same tokens, each sends its 1/mp of the
-  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy, so every slot comes
-  to an expert once, with its full gradient, and the gate has the full gradient on each of the mp ranks: all as above.
-- Where the mp ranks have other tokens of one sequence, nothing changes for experts. The gate, and whatever else the
-  layer holds alike on them, sees the rank's own tokens only: it is summed over MP first, before DeepSpeed's hooks see
-  it. An auxiliary loss is computed mp times then, and the layer divides it by mp.
+  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy. Every slot then
+  reaches an expert once, with its full gradient. The gate has the full gradient on each of the mp ranks: all as above.
+- Where the mp ranks have different tokens of one sequence, nothing changes for experts. The gate, and the other
+  parameters of the layer that are equal on them, process the rank's own tokens only. Their gradients are summed over MP
+  first, before DeepSpeed's hooks see them. An auxiliary loss is computed mp times then, and the layer divides it by mp.
 
 DeepSpeed 0.19.8 does the same at every stage: experts (``group_name`` of ``ep_size_{ep*esp}``) over EDP, all else over
 DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``average_tensor`` of zero/stage_1_and_2.py).
@@ -58,7 +58,7 @@ _PATH = "fsmoe.gradient_partition.accumulate"
 
 
 class Stage0:
-    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters when the backward is over.
+    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters after the backward.
 
     Args:
         engine: the engine, with its optimizer.
@@ -75,8 +75,8 @@ class Stage0:
         self._handles: list[Any] = []
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients we reduce, in module order. Sparse ones, and those that stages share,
-        are left to DeepSpeed."""
+        """Return the parameters whose gradients we reduce, in module order; DeepSpeed reduces sparse ones and those
+        that stages share."""
         sparse = {
             id(module.weight)
             for module in self._engine.module.modules()
@@ -113,7 +113,8 @@ class Stage0:
         return True
 
     def scaling(self) -> Scaling:
-        """Divide as ``DeepSpeedEngine.allreduce_bucket`` does, for experts too: by the data-parallel size."""
+        """Return the scaling of ``DeepSpeedEngine.allreduce_bucket``, for experts too: division by the data-parallel
+        size."""
         engine = self._engine
         size = dist.get_world_size(stock_groups._get_sequence_data_parallel_group())
         if not engine.gradient_average:
@@ -143,7 +144,7 @@ class Stage0:
         self._engine._get_gradients_for_reduction = gradients_for_reduction
 
     def _write_back(self, reducer: GradientReducer) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Put reduced gradients where DeepSpeed reads them; return the rest, which DeepSpeed reduces."""
+        """Write reduced gradients where DeepSpeed reads them; return the rest, which DeepSpeed reduces."""
         dense: list[torch.Tensor] = []
         experts: dict[str, list[torch.Tensor]] = {name: [] for name in self._engine.expert_data_parallel_group}
         for parameter in self._engine.module.parameters():
@@ -171,15 +172,15 @@ class Stage0:
 
 
 class Stages1And2:
-    """Handles gradients with ZeRO: its hooks announce them, and its buckets are filled with reduced ones.
+    """Handles gradients with ZeRO: its hooks report them, and its buckets receive reduced ones.
 
-    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. Where
-    there is room for all gradients, micro-batches can be added up first, and the sum over ranks taken once.
+    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. If
+    memory suffices for all gradients, micro-batches can be added up first, and the sum over ranks is made once.
 
     Args:
         engine: the engine, with its optimizer.
         accumulate: the option of that name.
-        by_rule: whether nothing may depend on what is measured.
+        by_rule: whether choices may depend on rules only, and on no measurement.
     """
 
     def __init__(self, engine: Any, accumulate: str = "auto", by_rule: bool = False) -> None:
@@ -199,8 +200,8 @@ class Stages1And2:
         """Whether the gradients that go through ZeRO's buckets now are already reduced."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are to be reduced, in the order of the module. Those that stages share
-        are left to DeepSpeed."""
+        """Return the parameters whose gradients are to be reduced, in module order; DeepSpeed reduces those that stages
+        share."""
         return [each for each in _of_one_stage(self._engine) if id(each) in self._group_of]
 
     def comm_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -218,10 +219,10 @@ class Stages1And2:
         return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
 
     def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
-        """Return which ranks' partitions a gradient lies in: (how many elements, rank), in its order in memory.
+        """Return the partitions that have a gradient, in its order in memory: (number of elements, rank).
 
-        ``None`` where ZeRO reads more of it than a rank's own part (Muon makes whole matrices orthogonal, ZenFlow keeps
-        columns of all), or its order in memory is not that of the partitions.
+        It is ``None`` if ZeRO reads more of it than a rank's own part: Muon makes whole matrices orthogonal, ZenFlow
+        keeps columns of all. It is also ``None`` if its order in memory differs from that of the partitions.
         """
         optimizer = self.optimizer
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
@@ -231,7 +232,7 @@ class Stages1And2:
 
     @cached_property
     def _place_of(self) -> dict[int, tuple[int, int]]:
-        """Return parameter -> (elements of a partition of its group, where it begins in the group)."""
+        """Return id of a parameter -> (elements of a partition of its group, its start in the group)."""
         optimizer = self.optimizer
         of_groups = zip(
             optimizer.round_robin_bit16_groups,
@@ -247,24 +248,25 @@ class Stages1And2:
 
     @property
     def most(self) -> int:
-        """The elements of a message: an owner of all of it receives as many from every other rank."""
+        """Return the maximum of elements of a message: an owner of all of it receives as many from every other rank."""
         optimizer = self.optimizer
         return max(RANGE_NUMEL, optimizer.reduce_bucket_size // dist.get_world_size(optimizer.dp_process_group))
 
     @property
     def most_waiting(self) -> int | None:
-        """The elements that may wait to be sent: stage 2 has a bucket of them."""
+        """Return the maximum of elements that may wait to be sent: stage 2 has a bucket of them."""
         return self.optimizer.reduce_bucket_size if self.optimizer.partition_gradients else None
 
     def is_needed(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank updates any of a parameter, or ZeRO reads all of it."""
+        """Return True if this rank updates any of a parameter, or ZeRO reads all of it."""
         optimizer = self.optimizer
         return (
             self.owners(parameter) is None or optimizer.is_param_in_current_partition[optimizer.get_param_id(parameter)]
         )
 
     def scaling(self) -> Scaling:
-        """Divide as ``average_tensor`` does, for experts too: by the data-parallel size, ahead of the sum."""
+        """Return the scaling of ``average_tensor``, for experts too: division by the data-parallel size before the
+        sum."""
         size = dist.get_world_size(self.optimizer.dp_process_group)
         return Scaling(before=lambda message: message.div_(size)) if self.optimizer.gradient_average else Scaling()
 
@@ -334,7 +336,7 @@ class Stages1And2:
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
 
     def _hand_over(self, reducer: GradientReducer) -> None:
-        """Pass everything that has a gradient on some rank through ZeRO's buckets, in one order on all ranks."""
+        """Pass every gradient of any rank through ZeRO's buckets, in one order on all ranks."""
         optimizer = self.optimizer
         present = reducer.finish()
         optimizer.setup_buckets()
@@ -352,8 +354,10 @@ class Stages1And2:
         reducer.release()
 
     def _check_memory(self, reducer: GradientReducer) -> None:
-        """Add micro-batches up from the next step on if the GPUs of all ranks have room for all gradients besides what
-        they needed so far; two steps have shown that. Collective."""
+        """Add micro-batches up from the next step on if memory suffices on the GPUs of all ranks. Collective.
+
+        The gradients have to fit on top of the peak so far, which two steps have shown.
+        """
         engine = self._engine
         if not self._may_add_up_later or engine.global_steps < STEPS_WATCHED:
             return
@@ -370,8 +374,8 @@ class Stages1And2:
         )
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
-        """Give ZeRO what it takes for the gradient; where types differ the numbers come from :meth:`take`'s
-        ``average_tensor``."""
+        """Pass ZeRO the tensor that it expects as the gradient; where dtypes differ, its ``average_tensor`` reads the
+        numbers through :meth:`take`."""
         dtype = self._accumulation_dtype(parameter)
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
 
@@ -387,9 +391,10 @@ class Stages1And2:
 
 
 def _of_one_stage(engine: Any) -> list[nn.Parameter]:
-    """Return the parameters of a model that get a gradient, but for those that several stages of a pipeline share.
-    DeepSpeed sums the gradients of these over the stages when all micro batches are through, and over the ranks of a
-    stage after that."""
+    """Return the parameters of a model that get a gradient, except those that several stages of a pipeline share.
+
+    DeepSpeed sums the gradients of these over the stages after all micro-batches, and then over the ranks of a stage.
+    """
     tied = engine.module.get_tied_weights_and_groups() if engine.pipeline_parallelism else ()
     shared = {id(weight) for weight, _ in tied}
     return [
@@ -398,7 +403,7 @@ def _of_one_stage(engine: Any) -> list[nn.Parameter]:
 
 
 def split_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:
-    """Cut elements of one of ZeRO's flat groups, ``numel`` from ``offset`` on, at the ends of its partitions."""
+    """Split elements of one of ZeRO's flat groups, ``numel`` from ``offset`` on, at the ends of its partitions."""
     found, at, end = [], offset, offset + numel
     while at < end:
         owner = at // partition_size
@@ -409,10 +414,10 @@ def split_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch
 
 
 def partitions_match(optimizer: DeepSpeedZeroOptimizer, groups: Mapping[str, FSMoEGroups]) -> bool:
-    """Return whether ZeRO has cut every group of parameters over the ranks that share them here, in their order.
+    """Return True if ZeRO has partitioned every parameter group over the ranks that share it here, in their order.
 
     Args:
-        optimizer: of stage 1 or 2.
+        optimizer: the optimizer of stage 1 or 2.
         groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
     """
     everyone = next(iter(groups.values()))
@@ -438,14 +443,14 @@ _METHODS = (
 
 
 def sums_every_micro_batch(engine: Any, accumulate: str) -> bool:
-    """Return whether each is summed over ranks at ZeRO stage 1 or 2, and not the last one of a step alone.
+    """Return True if every micro-batch is summed over ranks at ZeRO stage 1 or 2, False if only the last of a step is.
 
     Args:
         engine: the engine, with its optimizer.
         accumulate: the option of that name.
 
     Raises:
-        ConfigError: what was asked for cannot be.
+        ConfigError: the option cannot be fulfilled.
     """
     if not engine.optimizer.partition_gradients:
         refuse_before_stage_2(accumulate)
@@ -457,7 +462,8 @@ def sums_every_micro_batch(engine: Any, accumulate: str) -> bool:
 
 
 def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
-    """Return which micro-batches are summed over ranks at stage 2, and why; ``size``: all gradients of a rank in MB."""
+    """Return which micro-batches are summed over ranks at stage 2, and why, in words; ``size``: all gradients of a rank
+    in MB."""
     if not sums_each:
         return f'ZeRO 2: micro-batches are added on each rank first ("accumulate"), in {size:.4g} MB of gradients'
     sentence = (
@@ -472,7 +478,7 @@ def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
 
 
 def _free_bytes(device: torch.device) -> float | None:
-    """Return the bytes of a GPU that nobody has needed at the peak; ``None``: its memory is not known."""
+    """Return the bytes of a GPU that were free at the peak; ``None`` if its memory is unknown."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -480,17 +486,18 @@ def _free_bytes(device: torch.device) -> float | None:
 
 
 def refuse_before_stage_2(accumulate: str) -> None:
-    """Refuse to sum every micro-batch where DeepSpeed does not do it either.
+    """Refuse to sum every micro-batch below stage 2, where DeepSpeed does not do so either.
 
     Raises:
-        ConfigError: it was asked for.
+        ConfigError: the option asks for it.
     """
     if accumulate == "after_sum":
         raise ConfigError(f'{_PATH} = "after_sum" needs zero_optimization.stage 2; remove it')
 
 
 def _obstacle(engine: Any) -> str | None:
-    """Return why micro-batches cannot be added up here at stage 2 before the sum over ranks; ``None``: they can."""
+    """Return the reason why micro-batches cannot be added up here at stage 2 before the sum over ranks; ``None`` if
+    they can."""
     optimizer = engine.optimizer
     if not engine.managed_gradient_accumulation():
         return "managed_gradient_accumulation is false, so the last micro-batch is unknown"

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches what runs: clocks, spans, step times, traces, predictions beside them, a watchdog."""
+"""Observes running layers: clocks, spans, step times, traces with predictions, and a watchdog.
+
+The engine and the runtime of layers attach it. ``ds_fsmoe/telemetry`` reports what it measures.
+"""

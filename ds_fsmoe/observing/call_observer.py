@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observes a layer's calls in steps that are traced and in steps that are timed.
 
-The tracer is told how long each phase should take, and the clock of steps is given the phases with what is needed to
-predict them. In all other steps calls are made as if this did not exist.
+The runtime of layers makes one for each engine. The tracer receives the predicted time of each phase. The clock of
+steps receives the phases with the data for predicting them. In all other steps calls run without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GROUP_OF_GRADIENTS = {GRAD: "dp", GRAD_SCATTER: "dp", GRAD_GATHER: "dp", EXPERT
 
 
 def folder_of_trace(block: FSMoEBlock) -> Path:
-    """Return where ranks write their traces: the block's folder, or else beside the run's record, if there is one."""
+    """Return the folder of the ranks' traces: the block's, or else the ``trace`` folder of the run's record."""
     if block.record.dir is None or "path" in block.trace.model_fields_set:
         return Path(block.trace.path)
     return Path(block.record.dir) / TRACE
@@ -46,7 +46,7 @@ def folder_of_trace(block: FSMoEBlock) -> Path:
 
 @dataclass
 class CallObserver:
-    """The instrument for traces and timed steps of the layers of one engine."""
+    """Observes the layers of one engine for traces and timed steps: an instrument."""
 
     tracer: Tracer | None = None
     clock: StepClock | None = None
@@ -60,7 +60,7 @@ class CallObserver:
         """Make the observer that a block asks for.
 
         Raises:
-            OSError: the folder of the trace cannot be written to.
+            OSError: the folder of the trace is not writable.
             ValueError: there is no such cluster, or its file is wrong.
         """
         trace, tracer = block.trace, None
@@ -72,7 +72,7 @@ class CallObserver:
 
     @property
     def instruments(self) -> tuple[Instrument, ...]:
-        """The instruments that are to be shown the calls of layers."""
+        """Return the instruments for the calls of layers."""
         return () if self.tracer is None and self.clock is None else (self.watch,)
 
     def add_groups(self, pipeline: LayerPipeline, groups: FSMoEGroups) -> None:
@@ -91,8 +91,7 @@ class CallObserver:
             self.predictor.of(pipeline.forward.groups, pipeline.forward.alltoall)
 
     def watch(self, call: LayerCall) -> None:
-        """In a step that is traced or timed, record what the call does. An evaluation before a traced step does not
-        count."""
+        """Record a call in a step that is traced or timed. An evaluation before a traced step does not count."""
         is_timed = not isinstance(call.experts, WholeExperts) or call.experts.is_timed
         clock = self.clock if is_timed and self.clock is not None and self.clock.is_listening else None
         tracer = self.tracer if call.is_training and self.tracer is not None and self.tracer.is_recording else None
@@ -105,7 +104,7 @@ class CallObserver:
 
 
 def call_sizes(at: CalledWith, experts: LayerExperts | WholeExperts) -> CallShape:
-    """Return the sizes of what a call moves and multiplies."""
+    """Return the sizes of the data that a call sends and multiplies."""
     matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
     products = len(matrices), sum(matrices)
     of_rows = at.num_experts, at.capacity, at.width, at.dtype.itemsize, *products
@@ -113,7 +112,7 @@ def call_sizes(at: CalledWith, experts: LayerExperts | WholeExperts) -> CallShap
 
 
 class _MeasuredWindow:
-    """Wraps the window of a layer's backward, and records how large the gradients that it gave to be sent are."""
+    """Wraps the window of a layer's backward, and records the sizes of the gradients that it sends."""
 
     def __init__(self, window: Any) -> None:
         self._window: GradientReducer = window
@@ -129,7 +128,7 @@ class _MeasuredWindow:
 
 @dataclass
 class _OfCall(Observer):
-    """Tells the tracer and the clock of one call, and gives them what is needed to predict each run ahead of it."""
+    """Connects one call with the tracer and the clock, and gives them the data to predict each run beforehand."""
 
     asked: CallObserver
     pipeline: LayerPipeline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's time. Code that reads it or waits by it takes a clock, so that another can be put in its place."""
+"""Provides the host's time. Code that reads it or waits by it receives a clock, so that tests can replace it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 
 
 class Clock:
-    """Wraps what is used of the module ``time``, and waits with a limit.
+    """Wraps the used part of the module ``time``, and waits with a limit.
 
-    A test hands in a clock of its own, on which time passes as the test says.
+    A test passes its own clock, on which time passes as the test decides.
     """
 
     monotonic = staticmethod(time.monotonic)
@@ -21,11 +21,11 @@ class Clock:
     sleep = staticmethod(time.sleep)
 
     def wait(self, event: threading.Event, limit_s: float) -> bool:
-        """Wait for an event, up to a limit; return whether it is set."""
+        """Wait for an event, up to a limit in seconds; return True if it is set."""
         return event.wait(limit_s)
 
     def join(self, thread: threading.Thread, limit_s: float) -> None:
-        """Wait for a thread to end, up to a limit."""
+        """Wait for a thread to end, up to a limit in seconds."""
         thread.join(limit_s)
 
 

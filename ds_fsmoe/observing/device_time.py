@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long work takes by the clock of its device, and how long the host takes to issue it, separately.
+"""Measures how long work takes by the clock of its device, and separately how long the host takes to issue it.
 
-On CUDA work is timed by events, behind a delay that keeps the device waiting until the host has issued all of it. Timed
-by the host's clock it would include the latency of a launch and the Python around it, which do not count on a busy
-device. On a CPU the thread that issues work also does it, so there is one number.
+``measuring/stopwatch.py`` calls it. On CUDA work is timed by events, after a delay that keeps the device busy until the
+host has issued all of it. The host's clock would include the latency of a launch and Python's time, which are hidden on
+a busy device. On a CPU the thread that issues work also executes it, so there is one number.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Delay:
         self.calibrate()
 
     def calibrate(self) -> None:
-        """Measure how long a delay takes. On CUDA cycles are counted by a clock that follows the load of the device, so
-        call this again before every measurement that depends on the length of delays."""
+        """Measure how long a delay takes. On CUDA, cycles follow the load of the device: call this again before every
+        measurement that depends on the length of delays."""
         asked = _ON_CUDA_CYCLES if self.device.type == "cuda" else _ON_CPU_MS
         rounds = [[self._took_ms(each) for each in asked] for _ in range(_ROUNDS)]
         self.line = fit(asked, [statistics.median(column) for column in zip(*rounds[1:], strict=True)])
@@ -50,7 +50,7 @@ class Delay:
             raise RuntimeError(f"delays on {self.device} do not grow as requested: {self.line}")
 
     def __call__(self, delay_ms: float) -> None:
-        """Keep the lane busy for so long."""
+        """Keep the lane busy for ``delay_ms`` milliseconds."""
         self._ask(max(0.0, (delay_ms - self._alpha_ms) / self._beta_ms))
 
     def _ask(self, amount: float) -> None:
@@ -60,7 +60,8 @@ class Delay:
             self.host.sleep(amount / 1e3)
 
     def _took_ms(self, amount: float) -> float:
-        """Time one delay of several in a row: as in a schedule, where a lane has its next task at hand."""
+        """Measure one delay of several in a row: as in a schedule, where a lane has its next task ready. Return
+        milliseconds."""
 
         def work() -> None:
             for _ in range(_IN_A_ROW):
@@ -78,10 +79,10 @@ def elapsed_ms(
     """Return the milliseconds of some work, by the clock of the device.
 
     Args:
-        device: the device that does it.
-        work: issued on the current stream.
-        ahead: done first, and not counted: a pause. It keeps a GPU waiting until the host has issued the work; and on a
-            CPU work takes longer after a pause, which is how most tasks of a schedule begin.
+        device: the device that executes it.
+        work: the work, issued on the current stream.
+        ahead: a pause before the work, which is not counted. It keeps a GPU waiting until the host has issued the work.
+            On a CPU work takes longer after a pause, as most tasks of a schedule do.
         host: the clock of the CPU.
     """
     if device.type != "cuda":
@@ -101,7 +102,8 @@ def elapsed_ms(
 
 
 def issued_ms(device: torch.device, work: Callable[[], object], host: Clock = HOST) -> float:
-    """Return what it costs the host to issue some work; on a CPU that is to do it. It leaves the device idle."""
+    """Return the milliseconds that the host needs to issue some work; on a CPU, to execute it. It leaves the device
+    idle."""
     start_ns = host.perf_counter_ns()
     work()
     took_ms = (host.perf_counter_ns() - start_ns) / 1e6
@@ -111,7 +113,7 @@ def issued_ms(device: torch.device, work: Callable[[], object], host: Clock = HO
 
 
 def pause_ms(issue_ms: float) -> float:
-    """Return how long to keep a device waiting for work that takes the host so long to issue, with a margin.
+    """Return the milliseconds to keep a device busy while the host issues work, with a margin.
 
     A device queues about a thousand launches. With more, the host has to issue the rest while the work runs.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the calls of a layer with timers, metrics and checks that the layer itself does not know.
+"""Observes the calls of a layer with timers, metrics and checks that the layer itself does not know.
 
-An instrument is a function that is shown each call before it is made, and wraps the parts of the call that it watches.
-The layers of one engine share one list of the instruments that are asked for; a layer outside of an engine has none.
+An instrument is a function that receives each call before it is made, and wraps the parts of the call that it observes.
+The layers of one engine share one list of the active instruments; a layer outside of an engine has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Gate = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], R
 
 @dataclass
 class LayerCall:
-    """Describes a call of a layer ahead of it. Instruments may replace the gate, the pipeline and the experts."""
+    """Describes a call of a layer before it runs. Instruments may replace the gate, the pipeline and the experts."""
 
     label: str
     """The label of the layer, one for each layer of an engine."""
@@ -45,7 +45,7 @@ class LayerCall:
     """Whether rows travel instead of slots; then ranks need not have equally many."""
 
     def tell_routing(self, hear: Callable[[RoutingBase], None]) -> None:
-        """Tell a function what the gate decides, before anything is sent."""
+        """Call a function with the gate's decision, before rows are sent."""
         gate = self.gate
 
         def heard(*args: Any) -> RoutingBase:

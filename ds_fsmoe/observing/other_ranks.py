@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the ranks of a job what each does when one of them waits for long: through the job's store, not by collectives.
+"""Exchanges the state of ranks when one of them waits for long: through the job's store, not by collectives.
 
-Nothing is sent as long as no rank waits for long. Then that rank asks, and each writes what it says of itself.
+The watchdog calls it. In normal running nothing is sent. A rank that waits for long asks, and each rank writes a
+description of itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ds_fsmoe.observing.clock import Clock
 
 # ---- Sees from outside which waits of DeepSpeed's own last: its code pays nothing for that, and is not changed
 #
-# A watchdog looks at the stacks of all threads every second. A thread waits in the same collective as before if it is
+# A watchdog reads the stacks of all threads every second. A thread waits in the same collective as before if it is
 # at the same place, and no group of the process has begun a collective since.
 
 
@@ -46,14 +47,14 @@ _IN_THE_SCRIPT = "GatheredParameters.__exit__", "GatheredParameters._exit"
 
 
 class DeepSpeedsWaits:
-    """Marks each wait of DeepSpeed's as :class:`~ds_fsmoe.distributed.waits.waiting`, as long as it is seen."""
+    """Marks each wait of DeepSpeed's as :class:`~ds_fsmoe.distributed.waits.waiting`, while it lasts."""
 
     def __init__(self) -> None:
         self._marked: dict[int, tuple[Any, waiting]] = {}
         """Thread -> the wait that it was in at the last look, and its mark."""
 
     def mark_current(self) -> None:
-        """Mark the waits that threads are in now, and no others."""
+        """Mark exactly the waits that threads are in now."""
         found = _waits_now() if world_size_now() > 1 else {}
         for thread, (before, mark) in list(self._marked.items()):
             if thread not in found or found[thread][0] != before:
@@ -68,14 +69,14 @@ class DeepSpeedsWaits:
                 self._marked[thread] = wait, mark
 
     def close(self) -> None:
-        """Take the marks away."""
+        """Remove the marks."""
         for _, mark in self._marked.values():
             mark.__exit__(None, None, None)
         self._marked.clear()
 
 
 def _waits_now() -> dict[int, tuple[Any, str]]:
-    """Return, for each thread in a wait of DeepSpeed's, what tells it from another wait, and its place in words."""
+    """Return, for each thread in a wait of DeepSpeed's, an identity of the wait, and its place in words."""
     folder = f"{Path(sys.modules['deepspeed'].__file__ or '').parent}/" if "deepspeed" in sys.modules else ""
     places = {thread: _place(frame, folder) for thread, frame in sys._current_frames().items() if folder}
     found = {thread: place for thread, place in places.items() if place is not None}
@@ -84,11 +85,11 @@ def _waits_now() -> dict[int, tuple[Any, str]]:
 
 
 def _place(frame: FrameType | None, folder: str) -> tuple[Any, str] | None:
-    """Return where a thread waits, if it does so for DeepSpeed.
+    """Return (identity, place) of a thread's wait, if it waits for DeepSpeed.
 
     Args:
         frame: the innermost frame of the thread.
-        folder: where DeepSpeed is installed.
+        folder: the folder of DeepSpeed.
     """
     frames: list[tuple[int, int]] = []
     is_wait = False
@@ -113,14 +114,14 @@ def _place(frame: FrameType | None, folder: str) -> tuple[Any, str] | None:
 
 
 def _is_made(frame: FrameType | None, folder: str) -> bool:
-    """Return whether an engine is being made: a rank may load a model meanwhile."""
+    """Return True if an engine is being made: a rank may load a model at that time."""
     while frame is not None and frame.f_code.co_filename != f"{folder}__init__.py":
         frame = frame.f_back
     return frame is not None
 
 
 def _waits_for_a_result(frame: FrameType) -> bool:
-    """Return whether the text of the call that a frame is in says so."""
+    """Return True if the source of the call in a frame waits for a result."""
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     first, last, begin, end = positions
     if first is None or last is None:
@@ -132,7 +133,8 @@ def _waits_for_a_result(frame: FrameType) -> bool:
 
 
 def _collectives_begun() -> tuple[int, ...] | None:
-    """Return how many collectives each group of this process has begun; ``None`` where a group does not say."""
+    """Return the number of collectives that each group of this process has begun; ``None`` if a group does not count
+    them."""
     # A group may be made or ended meanwhile.
     with suppress(RuntimeError):
         return tuple(each._get_sequence_number_for_group() for each in list(dist.distributed_c10d._world.pg_map))
@@ -151,12 +153,12 @@ _PACKAGES = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<"
 class PeerReports:
     """Asks the other ranks, and answers them, for one watchdog.
 
-    A store that does not answer holds up a thread of its own, and nothing else.
+    A store that does not answer blocks only a separate thread.
 
     Args:
-        host: the clock by which that is waited for.
-        limit_s: how long.
-        every: so many looks apart the store is asked, as long as nobody asks.
+        host: the clock for waiting.
+        limit_s: the limit of the wait for the store, in seconds.
+        every: the number of checks between requests to the store while no rank asks.
     """
 
     def __init__(self, host: Clock, limit_s: float, every: int) -> None:
@@ -168,7 +170,7 @@ class PeerReports:
         self._reported_hang: str | None = None
 
     def check(self, is_long: bool) -> str | None:
-        """Ask or answer; return what another rank reports as a hang, once.
+        """Ask or answer; return once the hang that another rank reports.
 
         Args:
             is_long: whether this rank waits for long.
@@ -194,7 +196,7 @@ class PeerReports:
         return None if self._reported_hang == before else self._reported_hang
 
     def report_hang(self, reason: str) -> None:
-        """Tell the others that this rank reports a hang."""
+        """Send the other ranks the hang of this rank."""
 
         def tell(store: Any) -> None:
             self._reported_hang = f"rank {rank_now()}: {reason}"
@@ -203,8 +205,8 @@ class PeerReports:
         self._in_time(tell)
 
     def states(self) -> list[tuple[str, bool]]:
-        """Return for each other rank what it said of itself when it was asked, and whether it is at work with files,
-        waiting for nobody."""
+        """Return for each other rank its description of itself, and True if it works with files and waits for no
+        rank."""
 
         def read(store: Any) -> list[tuple[str, bool]]:
             others = [each for each in range(world_size_now()) if each != rank_now()]
@@ -217,7 +219,7 @@ class PeerReports:
         return self._in_time(read) or []
 
     def _in_time(self, act: Callable[[Any], Any]) -> Any:
-        """Return what comes of the store in time; ``None`` where it does not answer."""
+        """Return the store's result; ``None`` if it does not answer within the limit."""
         if world_size_now() == 1 or (self._asking is not None and self._asking.is_alive()):
             return None
         found: list[Any] = []
@@ -236,7 +238,7 @@ class PeerReports:
 
 
 def _own_store() -> Any:
-    """Return the job's store by a connection of our own: on the main thread's it might wait behind a collective."""
+    """Return the job's store by a separate connection: the main thread's might be blocked by a collective."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()
 
@@ -246,7 +248,7 @@ def _key(rank: int) -> str:
 
 
 def describe_this_rank() -> str:
-    """Return what this rank says of itself, in a line: its waits, its last forward, and where its main thread is."""
+    """Return a description of this rank in one line: its waits, its last forward, and the place of its main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     places: list[str] = []
     while frame is not None and len(places) < 2:

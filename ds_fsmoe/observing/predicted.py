@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts how long the phases of a layer take, from the sizes of each call, to compare with what they do take.
+"""Predicts how long the phases of a layer take, from the sizes of each call, to compare with the measured times.
 
-The schedule that is run carries no sizes, because they do not matter for running it. Here it is given the sizes of a
-call and simulated with costs: those of a cluster, or those measured here. Nothing is computed while the phase runs: the
-trace asks when it is written, a timed step when it is over.
+The call observer and the autotuner call it. A schedule has no sizes, because running it needs none. Here it receives
+the sizes of a call and is simulated with costs: those of a cluster, or those measured here. This costs no time while
+the phase runs: the trace asks when it is written, a timed step when it is over.
 
 Letters: E experts of all ranks, C slots per expert, M width.
 """
@@ -63,13 +63,13 @@ class Predictor:
         return self._predictors[key]
 
     def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
-        """See :meth:`MeasuredPredictor.timeline`."""
+        """Predict one phase of one call; see :meth:`MeasuredPredictor.timeline`."""
         return self.of(plan.groups, plan.alltoall).timeline(schedule, plan, shape)
 
 
 @dataclass
 class MeasuredPredictor:
-    """Predicts the phases of one layer from what its tasks cost."""
+    """Predicts the phases of one layer from the costs of its tasks."""
 
     costs: LayerCosts
     contention: Contention
@@ -86,7 +86,7 @@ class MeasuredPredictor:
         """Predict one phase of one call.
 
         Args:
-            schedule: the tasks of the plan that are run, with the gradients that travel with them.
+            schedule: the tasks of the plan, with the gradients that are sent with them.
             plan: the plan of the phase.
             shape: the sizes of the call.
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures spans: an observer that returns a run as the planner's timeline, to compare with the simulated one."""
+"""Measures spans: an observer that returns a run as the planner's timeline, to compare with the simulated one.
+
+Traces, timed steps and the stopwatch record runs with it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from ds_fsmoe.planning.timeline import Span, Timeline
 class Recorder(Observer):
     """Records when each task of a run began and ended: on the CPU by the clock, on CUDA by events on the lane's stream.
 
-    It holds one run: the next one it observes takes its place.
+    It holds one run, which the next one replaces.
     """
 
     def __init__(self, device: torch.device | None = None, host: Clock = HOST) -> None:
-        """
+        """Initialize a recorder without a run.
+
         Args:
             device: the device of the lanes; the CPU if left out.
             host: the clock of the CPU.
@@ -53,7 +57,7 @@ class Recorder(Observer):
         show whether the task started at that end, or later because the host or a processor was busy.
 
         Raises:
-            ValueError: the last run was not of this schedule, or not all of its tasks were run.
+            ValueError: the last run had another schedule, or lacks some of its tasks.
         """
         if schedule != self.schedule:
             raise ValueError("the last observed run is of another schedule")
@@ -84,7 +88,7 @@ class HostClock:
 
     @staticmethod
     def wait_for(stamp: int) -> None:
-        """Return at once: a stamp of the host has always come."""
+        """Return at once: a stamp of the host needs no wait."""
 
     @staticmethod
     def has_come(stamp: int) -> bool:
@@ -132,7 +136,7 @@ def clock_of(device: torch.device | None, host: Clock = HOST) -> HostClock | Str
 
 
 def set_clock(clock: HostClock | StreamClock, host: Clock = HOST) -> tuple[Any, int]:
-    """Return (a stamp, the nanoseconds since 1970 at which it was made): the closest pair of a few."""
+    """Return (a stamp, the nanoseconds since 1970 at which it was made): the closest pair of several."""
     clock.wait_for(clock.now())  # what the device was given before
     pairs = []
     for _ in range(5):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a step: its forwards and its backwards as a whole, and inside them each run of a layer, task by task.
 
-A whole forward of the engine is one stretch, a backward with the reduction of gradients another; the optimizer's step
-is in neither. The part of a stretch outside of layers' runs is dense: all of the model but the experts' part of its
-layers. Where activations are checkpointed, a forward that is run again belongs to the backward it is in.
+The engine starts its clock; the autotuner and trials of plans read it. A whole forward of the engine is one stretch, a
+backward with the reduction of gradients another; the optimizer's step is in neither. The part of a stretch outside of
+layers' runs is dense: the model without the experts' part of its layers. Under activation checkpointing, a recomputed
+forward belongs to its backward.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Measures all of a step on this rank but the optimizer's part, in milliseconds."""
+    """Measures a step on this rank without the optimizer's part, in milliseconds."""
 
     num_forwards: int
     num_backwards: int
@@ -58,17 +59,17 @@ class MeasuredStep:
 
     @property
     def step_ms(self) -> float:
-        """The time by which plans are judged: that of the batch, or else of all forwards and backwards."""
+        """Return the time by which plans are judged: that of the batch, or else of all forwards and backwards."""
         return self.forward_ms + self.backward_ms if self.batch_ms is None else self.batch_ms
 
     @property
     def has_both(self) -> bool:
-        """Whether there was a forward and a backward."""
+        """Return True if there was a forward and a backward."""
         return self.num_forwards > 0 and self.num_backwards > 0
 
     @cached_property
     def phases_ms(self) -> dict[str, float]:
-        """Label of a phase -> the time of all its runs together."""
+        """Return label of a phase -> time of all its runs together."""
         found: dict[str, float] = defaultdict(float)
         for run in self.runs:
             found[run.label] += run.timeline.makespan_ms
@@ -76,12 +77,12 @@ class MeasuredStep:
 
     @property
     def dense_forward_ms(self) -> float:
-        """The time of the forwards outside of layers' runs."""
+        """Return the time of the forwards outside of layers' runs."""
         return self._outside_ms(self.forward_ms, in_backward=False)
 
     @property
     def dense_backward_ms(self) -> float:
-        """The time of the backwards outside of layers' runs; with gradients that no layer's run has sent."""
+        """Return the time of the backwards outside of layers' runs, with gradients that no layer's run has sent."""
         return self._outside_ms(self.backward_ms, in_backward=True)
 
     def _outside_ms(self, whole_ms: float, in_backward: bool) -> float:
@@ -91,7 +92,7 @@ class MeasuredStep:
 
 
 class DenseTimes(NamedTuple):
-    """The time of all of a model but the experts' part of its layers, in milliseconds."""
+    """Holds the time of a model without the experts' part of its layers, in milliseconds."""
 
     forward_ms: float
     backward_ms: float
@@ -107,11 +108,12 @@ class _Stretch:
 
 
 class StepClock:
-    """Times the forwards in training and the backwards that it is told of, between :meth:`start` and :meth:`stop`. On
-    CUDA it only records events: only reading waits for the device.
+    """Times the forwards in training and the backwards reported to it, between :meth:`start` and :meth:`stop`.
 
-    Without being asked it also times the second forward in training and its backward, to know what is dense, and the
-    first forward after an optimizer step, which may have to wait for updated parameters.
+    On CUDA it only records events: only reading waits for the device.
+
+    It always times the second forward in training and its backward, for the dense part. It also times the first forward
+    after an optimizer step, which may have to wait for updated parameters.
 
     Args:
         device: the device on which steps run.
@@ -135,12 +137,12 @@ class StepClock:
         self._forget(is_on=False)
 
     def start(self) -> None:
-        """Record everything from here on, and forget earlier records."""
+        """Record all runs from here on, and drop earlier records."""
         self._is_asked = True
         self._forget(is_on=True)
 
     def stop(self) -> None:
-        """Stop recording, and forget earlier records."""
+        """Stop recording, and drop earlier records."""
         self._forget(is_on=False)
 
     def _forget(self, is_on: bool) -> None:
@@ -153,12 +155,12 @@ class StepClock:
         self._batch: _Stretch | None = None
 
     def begin_step(self) -> None:
-        """Start the clock of a batch that goes through stages."""
+        """Start the clock of a batch in a pipeline of stages."""
         if self._is_on:
             self._batch = _Stretch(False, self._stamp())
 
     def end_step(self) -> None:
-        """End it, with the optimizer's part."""
+        """End the clock of the batch, with the optimizer's part."""
         if self._batch is not None:
             self._batch.end = self._stamp()
 
@@ -212,13 +214,13 @@ class StepClock:
             schedule: the schedule of the run.
             label: the label of the phase, such as "L03/backward".
             about: a value to keep with the run.
-            takes_turns: whether another run goes on while this one pauses.
+            is_interleaved: whether another run continues while this one pauses.
 
         Returns:
-            The recorder to tell of its tasks, or ``None`` where the run is not timed.
+            The recorder for its tasks, or ``None`` if the run is not timed.
         """
         if not self.is_listening:
-            # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
+            # The layer was called in a forward that was timed, so this is a backward that was not reported.
             self._is_whole = self._is_whole and not self._is_on
             return None
         self._is_interleaved = self._is_interleaved or is_interleaved
@@ -228,10 +230,10 @@ class StepClock:
         return recorder
 
     def read(self) -> MeasuredStep | None:
-        """Return what has been recorded. On CUDA this waits for the last backward.
+        """Return the recorded step. On CUDA this waits for the last backward.
 
         Returns:
-            ``None`` if something is missing, as after an error or a backward that did not go through the engine.
+            ``None`` if a part is missing, as after an error or after a backward outside of the engine.
         """
         if not self._is_whole or any(each.end is None for each in self._stretches):
             return None
@@ -254,18 +256,19 @@ class StepClock:
         return step
 
     def _wait_ms(self) -> float:
-        """Return by how much a step's first forward is longer than the one that was timed unasked."""
+        """Return by how many milliseconds a step's first forward is longer than the one that is always timed."""
         first, other = self._after_step, self._second
         if first is None or other is None or first.end is None or other.end is None:
             return 0.0
         return max(0.0, self._elapsed_ms(first.start, first.end) - self._elapsed_ms(other.start, other.end))
 
     def dense_ms(self, group: dist.ProcessGroup | None = None) -> DenseTimes | None:
-        """Return the dense part of one forward and one backward: the largest over ranks of each, of what is recorded
-        now, or else of the last reading; and what a step's first forward waits. Collective.
+        """Return the dense part of one forward and one backward, and the wait of a step's first forward. Collective.
 
-        The others wait for the rank with the largest, but in their layers' runs, so their dense parts do not include
-        that.
+        Each is the largest over ranks, of the present record or else of the last reading.
+
+        The other ranks wait for the rank with the largest, but in their layers' runs, so their dense parts exclude this
+        wait.
 
         Args:
             group: the ranks; ``None``: all.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces when every task of chosen steps began and ended, on every lane, beside what was predicted.
+"""Traces when every task of chosen steps began and ended, on every lane, together with its prediction.
 
-Where torch's profiler is on, or its NVTX ranges, each task is a range there too, under the same name. On the CPU the
-profiler sees the caller's thread only, and those of the links if it is told to profile all threads.
+The call observer and the trace of stock engines record with it. If torch's profiler or its NVTX ranges are on, each
+task is a range there too, under the same name. On the CPU the profiler records the caller's thread only, and those of
+the links if it profiles all threads.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _PATIENCE_AT_SAVE_S = 1.0
 class Tracer(Observer):
     """Records the runs of some steps and writes them to ``folder/rank{rank}.json`` when the last of the steps is over.
 
-    One object serves all lanes of an engine. Outside of the steps it does nothing. A job that ends early leaves a file
-    with what was recorded: it is written by :meth:`close`, which the interpreter calls at its exit if nobody else has,
-    and by :meth:`save`, for a watchdog that is about to end the process without the interpreter's exit.
+    One object serves all lanes of an engine. It is idle outside of the chosen steps. A job that ends early leaves a
+    file with the recorded runs. :meth:`close` writes it, which the interpreter calls at its exit at the latest.
+    :meth:`save` writes it for a watchdog that is about to end the process without the interpreter's exit.
 
-    The host waits for the device when the first step begins, to align the clocks, and after the last; in between, times
+    The host waits for the device when the first step begins, to align the clocks, and after the last. In between, times
     are events on the lanes' streams.
     """
 
@@ -64,9 +65,10 @@ class Tracer(Observer):
         device: torch.device,
         host: Clock = HOST,
     ) -> None:
-        """
+        """Initialize a tracer and its folder.
+
         Args:
-            folder: created if needed. What an earlier job left there of this rank is removed.
+            folder: created if needed. An earlier job's files of this rank are removed.
             rank: the rank of this process.
             start_step: the first step to record.
             num_steps: the number of steps to record.
@@ -102,7 +104,7 @@ class Tracer(Observer):
         atexit.register(self.close)
 
     def step(self, number: int) -> None:
-        """Start step ``number``. Call it at every step; a second call does nothing."""
+        """Start step ``number``. Call it at every step; a second call for the same step is ignored."""
         if number == self._step:
             return
         self._step = number
@@ -118,7 +120,7 @@ class Tracer(Observer):
 
     @property
     def is_recording(self) -> bool:
-        """Whether the current step is recorded."""
+        """Return True if the current step is recorded."""
         return self._is_on
 
     def of_run(self, schedule: Schedule, label: str, expected: Callable[[], Timeline] | None = None) -> Observer:
@@ -126,8 +128,8 @@ class Tracer(Observer):
 
         Args:
             schedule, label: see :class:`~ds_fsmoe.execution.lanes.Observer`.
-            expected: returns the timeline that is expected, or raises ``ValueError``; then the trace has no prediction.
-                It is called when the trace is written.
+            expected: returns the predicted timeline, or raises ``ValueError``; then the trace has no prediction. It is
+                called when the trace is written.
         """
         if not self._is_on:
             return _NO_OBSERVER
@@ -139,21 +141,21 @@ class Tracer(Observer):
         return run
 
     def close(self) -> None:
-        """Write what was recorded, unless all of it has been written. A second call does nothing.
+        """Write the recorded runs, unless all of them are written. A second call is ignored.
 
-        It may be called from any thread, also while a run hangs: the file names the tasks that are under way.
+        It may be called from any thread, also while a run hangs: the file names the running tasks.
         """
         when = "before the first step" if self._step is None else f"in step {self._step}"
         self._write(f"closed {when}", _PATIENCE_AT_CLOSE_S, is_early=True)
 
     def save(self, reason: str) -> None:
-        """Write what was recorded so far and go on, unless all of it has been written.
+        """Write the runs recorded so far and continue, unless all of them are written.
 
         It may be called from any thread and takes no lock, because the thread that holds it may hang. A later write
         replaces this one.
 
         Args:
-            reason: why it is written now, for the file.
+            reason: the reason for writing now, for the file.
         """
         if self._is_saved:
             return
@@ -192,7 +194,7 @@ class Tracer(Observer):
         return f"steps {self._wanted[0]} to {self._wanted[-1]}"
 
     def _trace_of(self, recorded: Sequence[RunningTrace], ended: str, is_complete: bool) -> dict[str, Any]:
-        """Return what is written about these runs."""
+        """Return the content of the file for these runs."""
         runs = [] if self._reference is None else self._read(recorded, *self._reference)
         about = {
             "world_size": world_size_now(),
@@ -210,17 +212,17 @@ class Tracer(Observer):
         return trace_of(self._rank, socket.gethostname(), runs, about | self._more_about)
 
     def _put(self, trace: Mapping[str, Any]) -> bool:
-        """Write the file; return whether that succeeded."""
+        """Write the file; return True if that succeeded."""
         try:
             write_trace(trace, self.path)
         except OSError as error:
-            # Training goes on without its trace.
+            # Training continues without its trace.
             logger.warning("the trace of rank %d was lost: %s", self._rank, error)
             return False
         return True
 
     def _wait(self, runs: Sequence[RunningTrace], patience_s: float) -> None:
-        """Wait until the device has done what was recorded, but not for ever."""
+        """Wait until the device has finished the recorded work, at most ``patience_s`` seconds."""
         deadline_s = self._host.monotonic() + patience_s
         with suppress(RuntimeError):  # a device that has failed
             for stamp in (each for run in runs for each in (run.start, *run.ends) if each is not None):
@@ -230,7 +232,8 @@ class Tracer(Observer):
     def _read(self, runs: Sequence[RunningTrace], reference: Any, unix_ns: int) -> list[TracedRun]:
         """Return the runs, in nanoseconds since 1970.
 
-        Times go from run to run, and from a run's start to its tasks: over a long time events are microseconds off.
+        Times are taken from run to run, and from a run's start to its tasks: over a long time events are microseconds
+        off.
         """
         found = []
         for number, run in enumerate(runs):
@@ -256,7 +259,7 @@ class Tracer(Observer):
             return None
 
     def _elapsed_ns(self, one: Any, other: Any) -> int | None:
-        """Return the nanoseconds between two stamps; ``None`` where one is missing or has not come."""
+        """Return the nanoseconds between two stamps; ``None`` if one is missing or not reached."""
         with suppress(RuntimeError):
             if other is not None and self._clock.has_come(one) and self._clock.has_come(other):
                 return self._clock.elapsed_ns(one, other)
@@ -264,7 +267,7 @@ class Tracer(Observer):
 
 
 def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
-    """Describe what is known of a run that did not come to its end."""
+    """Describe the known part of a run that did not end."""
     under_way = [
         range_name(run.label, task)
         for task, begin, span_ns in zip(run.tasks, begins, run.spans_ns, strict=True)
@@ -279,7 +282,7 @@ _NO_OBSERVER = Observer()
 
 
 class RunningTrace(Observer):
-    """Holds one run, a slot per task: only the lane that does a task writes its slot, so nothing is locked."""
+    """Holds one run, with a slot per task: only the lane of a task writes its slot, so no lock is needed."""
 
     __slots__ = ("begins", "ends", "expected", "label", "names", "now", "ranges", "start", "step", "tasks")
 
@@ -292,7 +295,8 @@ class RunningTrace(Observer):
         names: Sequence[str] = (),
         expected: Callable[[], Timeline] | None = None,
     ) -> None:
-        """
+        """Initialize a run.
+
         Args:
             label: the label of the run.
             step: its step.
@@ -309,7 +313,7 @@ class RunningTrace(Observer):
         self.ranges: list[Any] = [None] * len(tasks)
 
     def begin(self, index: int, task: Task) -> None:
-        # As torch's own code asks. A range that nobody sees costs more than all else here.
+        # As torch's own code asks. A range without a profiler costs more than all else here.
         if getattr(torch_profiler, "_is_profiler_enabled", True):
             self.ranges[index] = record_function(self.names[index]).__enter__()
         self.begins[index] = self.now()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what each rank was doing when a job goes wrong: it hangs, it fails, or it is told to end.
+"""Reports the state of each rank when a job hangs, fails, or receives SIGTERM.
 
-A collective whose other ranks never come says nothing, and only one rank in a job knows the task in which it waits. So
-each rank leaves a report in a file of its own, by default ``fsmoe_reports/rank3.txt`` under the folder that was current
-when training began: the last task of the schedule that each lane began and finished, and the stacks of all threads.
-Nothing is written as long as nothing goes wrong. Callbacks then save other data before the process ends.
+The runtime of layers makes one for each engine. A collective whose other ranks never arrive reports nothing. Each rank
+knows only its own task. So each rank writes a report to its own file, by default ``fsmoe_reports/rank3.txt`` under the
+folder that was current when training began. It has the last task of the schedule that each lane began and finished, and
+the stacks of all threads. Nothing is written in a normal run. Callbacks then save other data before the process ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
 from ds_fsmoe.untrusted import read_regular
 
-# ---- Listens for the end of this process: an error that nobody catches, and SIGTERM, also while it is in a
+# ---- Listens for the end of this process: an uncaught error, and SIGTERM, also while it is in a
 # collective
 
 
@@ -53,7 +53,7 @@ _hooks: _Hooks | None = None
 
 
 def attend(listener: Watchdog) -> None:
-    """Tell a listener when the process ends."""
+    """Register a listener for the end of the process."""
     global _hooks
     if _hooks is None:
         _hooks = _Hooks()
@@ -62,7 +62,7 @@ def attend(listener: Watchdog) -> None:
 
 
 def stop_attending(listener: Watchdog) -> None:
-    """Stop telling a listener; the last one to leave restores what was taken over."""
+    """Remove a listener; the last removal restores the hooks of the process."""
     global _hooks
     if _hooks is not None and listener in _hooks.listeners:
         _hooks.listeners.remove(listener)
@@ -73,9 +73,9 @@ def stop_attending(listener: Watchdog) -> None:
 
 
 def _forget_in_child() -> None:
-    """Forget the listeners in a forked process, such as a data loader: its errors and its SIGTERM are its own.
+    """Remove the listeners in a forked process, such as a data loader: its errors and its SIGTERM are its own.
 
-    It has our pipe too, so that without this its SIGTERM would look like one of this process.
+    It shares our pipe, so its SIGTERM would otherwise look like one of this process.
     """
     global _hooks
     if _hooks is not None:
@@ -88,8 +88,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _Hooks:
-    """Takes over ``sys.excepthook`` and SIGTERM for all listeners of the process. Other code may take them over from us
-    meanwhile and call ours; so ours keep working after the end, and only pass on."""
+    """Replaces ``sys.excepthook`` and SIGTERM for all listeners of the process.
+
+    Other code may replace them later and call ours; so ours keep working after the end, and only pass on.
+    """
 
     def __init__(self) -> None:
         self.listeners: list[Watchdog] = []
@@ -106,8 +108,8 @@ class _Hooks:
         self._old_excepthook(kind, error, trace)
 
     def take_sigterm(self) -> None:
-        """Take over SIGTERM. Python's handlers run in the main thread, and not while it sits in a collective. But the
-        interpreter also writes the signal's number into a pipe at once, and a thread waits for that."""
+        """Install our handler of SIGTERM. Python's handlers run in the main thread, but not while it waits in a
+        collective. The interpreter also writes the signal's number into a pipe at once, and a thread waits for that."""
         if self._pipe is not None or not _in_main_thread():
             return
         old = signal.getsignal(signal.SIGTERM)
@@ -151,7 +153,7 @@ class _Hooks:
             os.kill(os.getpid(), number)
 
     def give_back(self, in_child: bool = False) -> None:
-        """Restore what is still ours; in the main thread."""
+        """Restore the hooks that are still ours; in the main thread."""
         if sys.excepthook == self._on_error:
             sys.excepthook = self._old_excepthook
         if self._pipe is None:
@@ -170,11 +172,11 @@ class _Hooks:
 
 
 def _in_main_thread() -> bool:
-    """Return whether this is the main thread, where signals can be taken over and restored."""
+    """Return True in the main thread, where signals can be replaced and restored."""
     return threading.current_thread() is threading.main_thread()
 
 
-# ---- Says what each rank was doing when a job goes wrong: it hangs, it fails, or it is told to end
+# ---- Reports the state of each rank when a job hangs, fails, or receives SIGTERM
 
 
 __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
@@ -187,7 +189,7 @@ HANG_STATUS = 86
 # A disk or a driver that does not answer may not keep a process from ending. Launchers kill 30 s after SIGTERM.
 _REPORT_LIMIT_S = 10.0
 _AT_END_LIMIT_S = 5.0
-# A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
+# A job that continues after errors does not fill the disk: after this many reports a file begins again.
 _MAX_REPORTS = 8
 # Of a job of a thousand ranks it should still be read.
 _MOST_RANKS = 32
@@ -205,31 +207,30 @@ def _rank() -> int:
 
 
 def end_process(file: Path | None) -> None:
-    """End this process now, even if its threads sit in collectives: none of their Python or C++ code runs any more."""
+    """End this process now, even if its threads wait in collectives: none of their Python or C++ code runs any more."""
     os._exit(HANG_STATUS)
 
 
 class Watchdog:
-    """Watches lanes, and the waits of this process outside of them, from a thread of its own, and reports.
+    """Watches lanes, and the waits of this process outside of them, from a separate thread, and reports.
 
-    - A hang: a run is under way and no task has begun or finished for ``hang_timeout_s``; or one wait for other ranks
-      (:mod:`~ds_fsmoe.distributed.waits`), ours or DeepSpeed's, has lasted for that long. Otherwise the clock stands
-      still, however long data are loaded or code is compiled, and so it does for a process that is stopped or gets no
-      time. A rank that waits for a slower one looks the same, so the time has to be above what ranks may be apart.
-      After the report ``on_hang`` ends the process, and with that the launcher ends the job. A wait for ranks that are
-      at work with files is reported only.
-    - A hang of another rank, which its watchdog tells through the job's store; this process goes on.
-    - An error that nobody catches is seen through ``sys.excepthook``; one of a run is passed to :meth:`failed`.
-    - SIGTERM, also while the main thread sits in a collective: then the earlier behaviour goes on, a handler or the end
-      of the process. It is left alone where it is ignored or an event loop handles signals; only a watchdog that is
-      made in the main thread takes it over.
+    - A hang: a run is active and no task has begun or finished for ``hang_timeout_s``; or one wait for other ranks
+      (:mod:`~ds_fsmoe.distributed.waits`), ours or DeepSpeed's, has lasted for that long. Loading data and compiling
+      code do not count, nor does time in which the process is stopped. A rank that waits for a slower one looks the
+      same, so the timeout has to exceed the difference between ranks. After the report ``on_hang`` ends the process,
+      and the launcher then ends the job. A wait for ranks that work with files is only reported.
+    - A hang of another rank, which its watchdog reports through the job's store; this process continues.
+    - An uncaught error is observed through ``sys.excepthook``; an error of a run is passed to :meth:`failed`.
+    - SIGTERM, also while the main thread waits in a collective: then the earlier handler runs, or the process ends. It
+      stays as it is if it is ignored or an event loop handles signals. Only a watchdog that is made in the main thread
+      handles it.
 
-    After a report each of ``at_end`` is called with its reason, to save what would be lost with the process: from a
-    thread of its own, and all of them have 5 s, so that a hanging process is not kept alive by something else that
-    hangs in it. The process need not end: after an error the job may go on.
+    After a report each of ``at_end`` is called with its reason, to save data that would be lost with the process. They
+    run in a separate thread and have 5 s in total, so that a second hang does not keep the process alive. After an
+    error the job may also continue.
 
-    The lanes know nothing of this and pay nothing for it: it looks every second, or four times per ``hang_timeout_s``,
-    and does not keep them alive. It cannot see a thread that never releases the interpreter's lock.
+    This costs the lanes nothing: the watchdog checks every second, or four times per ``hang_timeout_s``, and does not
+    keep them alive. It cannot observe a thread that never releases the interpreter's lock.
     """
 
     _is_finalizing = staticmethod(sys.is_finalizing)
@@ -243,16 +244,17 @@ class Watchdog:
         first_use_s: float = 900.0,
         host: Clock = HOST,
     ) -> None:
-        """
+        """Initialize a watchdog and start its thread.
+
         Args:
             lanes: the lanes to watch.
-            hang_timeout_s: a run in which no task begins or finishes for so long hangs.
-            file: where reports go; by default :func:`report_file`. The first report replaces an existing file. If
+            hang_timeout_s: a run in which no task begins or finishes for this many seconds hangs.
+            file: the file of reports; by default :func:`report_file`. The first report replaces an existing file. If
                 another watchdog of this process has it, the name is followed by a number.
             on_hang: called from the watchdog's thread, with the file, or ``None`` if it could not be written. If it
                 returns, the next hang is reported once a task has begun or finished.
-            first_use_s: the least timeout in the first run, which makes communicators and compiles kernels.
-            host: the clock by which it looks and waits.
+            first_use_s: the least timeout in seconds in the first run, which makes communicators and compiles kernels.
+            host: the clock for checks and waits.
         """
         self.file = _own_file((report_file() if file is None else Path(file)).absolute())
         self.at_end: list[Callable[[str], None]] = []
@@ -284,7 +286,8 @@ class Watchdog:
         self._thread.start()
 
     def failed(self, error: BaseException) -> None:
-        """Report an error of a run, even if it is caught later; once per error. It gets a note with the file's name."""
+        """Report an error of a run, even if it is caught later; once per error. The error gets a note with the file's
+        name."""
         if self._closed.is_set() or any(str(self.file) in note for note in getattr(error, "__notes__", ())):
             return
         text = "".join(traceback.format_exception(error))
@@ -297,7 +300,7 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """The most seconds that :meth:`terminated` takes."""
+        """Return the maximum of seconds that :meth:`terminated` takes."""
         return _REPORT_LIMIT_S + _AT_END_LIMIT_S
 
     def close(self) -> None:
@@ -341,7 +344,7 @@ class Watchdog:
             del lanes  # not kept alive from here
 
     def _longest_wait(self, passed_s: float) -> tuple[waits.waiting | None, float]:
-        """Return the wait outside of lanes that has lasted longest, and for how long."""
+        """Return the longest present wait outside of lanes, and its seconds."""
         self._deepspeeds.mark_current()
         before = self._waited
         self._waited = {}
@@ -351,10 +354,10 @@ class Watchdog:
         return max(self._waited.values(), key=lambda each: each[1], default=(None, 0.0))
 
     def _hangs(self, what: str, wait: waits.waiting | None = None) -> float:
-        """Report a hang and end the process, unless it is a wait for others that are at work with files.
+        """Report a hang and end the process, unless it is a wait for ranks that work with files.
 
         Returns:
-            The time for which such a wait counts from now on; minus infinity for what is reported once.
+            The seconds that such a wait counts from now on; minus infinity if it is reported only once.
         """
         reason = f"hang: {what} (fsmoe.debug.hang_timeout_s = {self._hang_timeout_s:g})"
         states = self._others.states()
@@ -375,7 +378,7 @@ class Watchdog:
         return float("-inf")
 
     def _stands_still(self, lanes: Lanes) -> bool:
-        """Return whether a run is under way in which nothing has moved since the last call."""
+        """Return True if a run is active in which no task has moved since the last call."""
         is_under_way, marks = lanes._is_running, _marks(lanes)
         is_same = all(new is old for new, old in zip(marks, self._last_marks, strict=True))
         is_behind, progress = True, None
@@ -384,7 +387,7 @@ class Watchdog:
             is_under_way = is_under_way or is_behind
         if self._is_first_use:
             self._labels.update(mark[0] for mark in marks if mark is not None)
-            # Another label means that a run is over; so does one that nobody is in.
+            # Another label means that a run is over; so does an idle lane.
             self._is_first_use = len(self._labels) < 2 if is_under_way else not self._labels
             self._is_first_use &= is_behind or not lanes._has_run
         is_same = is_same and progress == self._last_progress
@@ -392,9 +395,9 @@ class Watchdog:
         return is_same and is_under_way
 
     def _ask(self, lanes: Lanes) -> tuple[bool, _Progress]:
-        """Return whether a device still has work of runs to do, and how far each lane has come.
+        """Return (True if a device still has work of runs to do, the progress of each lane).
 
-        On CUDA the driver is asked, which may block one thread while another waits in it. If it does not answer, the
+        On CUDA this asks the driver, which may block one thread while another waits in it. Without an answer, the
         device counts as behind and the lanes as unmoved.
         """
         if self._asking is None or not self._asking.is_alive():
@@ -410,7 +413,7 @@ class Watchdog:
     # ---- the report
 
     def _report_and_save(self, reason: str, details: str = "") -> Path | None:
-        """Write the report first, because it says why, then save; return its file."""
+        """Write the report first, because it has the reason, then save other data; return the report's file."""
         file = self._report(reason, details)
         if self.at_end:
             thread = threading.Thread(target=self._save, args=(reason,), name="fsmoe-at-end", daemon=True)
@@ -427,7 +430,7 @@ class Watchdog:
                 logger.exception("rank %s: not everything was saved at the end", self._rank)
 
     def _report(self, reason: str, details: str = "") -> Path | None:
-        """Write a report and log where it is; return ``None`` if it could not be written, or not in time."""
+        """Write a report and log its file; return ``None`` if it could not be written, or not in time."""
         written: list[Path] = []
 
         def write() -> None:
@@ -488,19 +491,19 @@ class Watchdog:
 
 
 def _marks(lanes: Lanes) -> list[tuple[str, Any] | None]:
-    """Return what each lane began and finished last, as new objects each time, also if a task of the same name repeats.
-    Reading them does not ask the device."""
+    """Return each lane's last begun and last finished task, as new objects each time, also if a task's name repeats.
+    Reading them needs no answer of the device."""
     return [at for mark in lanes._marks.values() for at in (mark.begun, mark.finished)]
 
 
 def _is_behind(lanes: Lanes) -> bool:
-    """Return whether a device still has work of runs to do. Without a device, a run is over when it returns."""
+    """Return True if a device still has work of runs to do. Without a device, a run is over when it returns."""
     is_behind = getattr(lanes, "is_behind", None)
     return is_behind is not None and is_behind()
 
 
 def _own_file(file: Path) -> Path:
-    """Return the file, or one beside it that no watchdog of this process uses."""
+    """Return the file, or a file next to it that no watchdog of this process uses."""
     others = set() if _hooks is None else {each.file for each in tuple(_hooks.listeners)}
     names = (file, *(file.with_stem(f"{file.stem}_{number}") for number in range(2, len(others) + 2)))
     return next(each for each in names if each not in others)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets DeepSpeed's flops profiler count grouped products, which it does not know."""
+"""Makes DeepSpeed's flops profiler count grouped products, which it lacks. The engine calls it when it is complete."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from deepspeed.profiling.flops_profiler import profiler as deepspeeds
 
 
 def count_grouped_products(engine: Any) -> None:
-    """Count grouped products wherever DeepSpeed's profiler of this engine counts others.
+    """Make the profiler of a DeepSpeed engine count grouped products, wherever it counts others.
 
     Args:
-        engine: the complete engine; without such a profiler nothing is done.
+        engine: the complete engine; one without such a profiler is unchanged.
     """
     # Of the engine itself: what it does not have it looks for in the user's model.
     profiler = vars(engine).get("flops_profiler")
@@ -38,6 +38,6 @@ def count_grouped_products(engine: Any) -> None:
 
 
 def _flops_of(rows: torch.Tensor, weights: torch.Tensor, **_: Any) -> tuple[int, int]:
-    """Return the operations of a product and its multiply-accumulates: each row has one of the weights."""
+    """Return (operations, multiply-accumulates) of a product: each row is multiplied with one of the weights."""
     macs = math.prod(rows.shape) * weights.shape[-1]
     return 2 * macs, macs

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts, beside the training, which experts the tokens of each path choose: for Lina's scheduler of inference.
+"""Counts, concurrently with training, the experts that the tokens of each path choose: for Lina's inference scheduler.
 
-A token's path are its first choices in the layers before, see :class:`~ds_fsmoe.planning.lina.popularity.PathProfile`.
-Counting takes the host milliseconds for each layer, so it is a sample that is counted: some tokens of one forward in
-many. Their choices are copied to the host without waiting, and counted there when the next forward begins.
+The engine's state attaches it; ``ds_fsmoe.inference`` reads the profiles. A token's path is its first choices in the
+layers before, see :class:`~ds_fsmoe.planning.lina.popularity.PathProfile`. Counting costs the host milliseconds for
+each layer, so only a sample is counted: some tokens of one forward in many. Their choices are copied to the host
+without waiting, and counted there when the next forward begins.
 
 Letters: S tokens, K choices of a token, L layers of a path, E experts.
 """
@@ -45,7 +46,7 @@ class TokenPaths:
         self._chosen: list[torch.Tensor] = []
 
     def begins_forward(self, label: str) -> bool:
-        """Return whether a call of this layer belongs to a new forward, and record it."""
+        """Return True if a call of this layer starts a new forward, and record the call."""
         number = self._numbers[label]
         is_new = number <= self._last
         if is_new:
@@ -54,7 +55,8 @@ class TokenPaths:
         return is_new
 
     def of(self, num_tokens: int) -> torch.Tensor:
-        """Return [S, up to L] int64: the paths so far of so many tokens; none where there were as many others."""
+        """Return the paths so far of ``num_tokens`` tokens, [S, up to L] int64; empty if the layers before had another
+        number."""
         if any(len(each) != num_tokens for each in self._chosen):
             self._chosen = []
         if not self._chosen:
@@ -62,7 +64,7 @@ class TokenPaths:
         return torch.stack(self._chosen, dim=1)
 
     def add(self, first_S: torch.Tensor) -> None:
-        """Note the first choices in a layer.
+        """Record the first choices in a layer.
 
         Args:
             first_S: [S] int64, on the host: the first choice of each token; E for none.
@@ -72,14 +74,15 @@ class TokenPaths:
 
 
 class PathProfiler:
-    """Fills the profiles of an engine's layers from what their routers choose in training: :meth:`watch` is an
-    instrument. A forward that is run again does not count, nor one without a batch.
+    """Fills the profiles of an engine's layers from their routers' choices in training: :meth:`watch` is an instrument.
+
+    A recomputed forward does not count, nor does one without a batch.
 
     Args:
         layers: label -> E, in the order of the layers' calls.
         path_length: L.
-        every: the forwards from one that is counted to the next.
-        most_tokens: the most tokens of a forward that are counted, as evenly spread over it as every n-th is.
+        every: the number of forwards from one counted forward to the next.
+        most_tokens: the maximum of counted tokens of a forward, evenly spread over it.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class PathProfiler:
         """Whether the forward that is under way has no batch."""
 
     def watch(self, call: LayerCall) -> None:
-        """Count what is chosen in a call, if it is one in training: an instrument."""
+        """Count the choices of a call in training: an instrument."""
         if not call.is_training or self.is_paused or call.label not in self._layers or in_backward():
             return
         if self._paths.begins_forward(call.label):
@@ -115,12 +118,12 @@ class PathProfiler:
             self._arriving.append((label, num_tokens, HostCopy(sample_KS)))
 
     def profiles(self) -> dict[str, PathProfile]:
-        """Return label -> profile, of all that this rank has counted so far."""
+        """Return label -> profile of all choices that this rank has counted so far."""
         self._count()
         return dict(self._profiles)
 
     def as_state(self) -> dict[str, Any]:
-        """Return what was counted as plain data and tensors, to be stored with a checkpoint."""
+        """Return the counts as plain data and tensors, to be stored with a checkpoint."""
         layers = {}
         for label, profile in self.profiles().items():
             found = profile.as_arrays()
@@ -130,10 +133,10 @@ class PathProfiler:
         return {"format": STATE_FORMAT, "layers": layers}
 
     def read_state(self, state: Any) -> dict[str, PathProfile]:
-        """Return label -> profile of what :meth:`as_state` returned, checked; nothing is changed.
+        """Return label -> profile of a state from :meth:`as_state`, checked; this profiler stays as it is.
 
         Raises:
-            ValueError: it is no such state, or of other layers, experts or paths.
+            ValueError: the state has another form, or other layers, experts or paths.
         """
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise ValueError(f"unknown format of token paths: this version reads {STATE_FORMAT}")
@@ -156,7 +159,7 @@ class PathProfiler:
         return found
 
     def go_on_with(self, profiles: Mapping[str, PathProfile]) -> None:
-        """Count on from what :meth:`read_state` has returned."""
+        """Continue counting from the result of :meth:`read_state`."""
         self._arriving = []
         self._profiles = dict(profiles)
 
@@ -174,7 +177,7 @@ class PathProfiler:
 
 
 def choices_of(routing: Routing, num_experts: int) -> torch.Tensor:
-    """Return [K, S] int64: the expert of each choice, ``num_experts`` for none; nothing waits.
+    """Return the expert of each choice, [K, S] int64, ``num_experts`` for none, without a wait.
 
     Args:
         routing: the decision.

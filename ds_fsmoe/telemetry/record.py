@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a run's folder for ``ds_fsmoe report``: rank 0 what ran and a line for each step, every rank its trace.
+"""Writes a run's folder for ``ds_fsmoe report``: rank 0 the facts and a line for each step, every rank its trace.
 
-A line has the loss, the times of the step's parts, the tokens of this rank, and memory. The engine's own methods are
-wrapped, so that stock and ours are measured in the same way. Times are those of this rank, from stamp to stamp: the
-host's clock on a CPU, events on CUDA, which are read when lines are written.
+The engine makes it. A line has the loss, the times of the step's parts, the tokens of this rank, and memory. The
+engine's own methods are wrapped, so that stock and ours are measured in the same way. Times are those of this rank,
+from stamp to stamp: the host's clock on a CPU, events on CUDA, which are read when lines are written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ON_DEVICE, OF_PROCESS = "allocated on the device", "resident in the process"
 
 
 class TokenCount:
-    """Counts the tokens that come to a layer in training, of this rank; those computed again in a backward once.
+    """Counts this rank's tokens that enter a layer in training; tokens recomputed in a backward count once.
 
     Args:
         layer: the layer; its input has a token in each row.
@@ -71,7 +71,8 @@ class TokenCount:
 
 
 def memory_reader(device: torch.device) -> tuple[str, Callable[[], tuple[int, int]]] | None:
-    """Return what is read, and a function that returns bytes now and at most so far; ``None``: nothing can be read."""
+    """Return the name of the measured memory, and a function that returns (bytes now, peak bytes); ``None`` if there is
+    no measurement."""
     if device.type == "cuda":
         return ON_DEVICE, lambda: _on_cuda(device)
     statm = Path("/proc/self/statm")
@@ -100,7 +101,7 @@ class StepLog:
         file: the file of lines; ``None``: this rank writes none.
         write_every: the number of steps between writes, so that the host seldom waits for the device.
         stop_after: the number of optimizer steps after which the process ends; 0: never.
-        tokens: the count of tokens; ``None``: nothing counts them.
+        tokens: the count of tokens; ``None``: tokens are not counted.
     """
 
     def __init__(
@@ -131,10 +132,10 @@ class StepLog:
                 _wrap(engine, method, functools.partial(self._timed, part))
 
     def mark_tuning(self, tunes: Callable[[], bool]) -> None:
-        """Mark steps in which something is measured or tried.
+        """Mark steps that measure or try a plan.
 
         Args:
-            tunes: a function that tells it of the step that comes next.
+            tunes: returns True if the next step does so.
         """
         self._tunes, self._is_tuning = tunes, tunes()
 
@@ -196,7 +197,7 @@ class StepLog:
         return found
 
     def write(self) -> None:
-        """Write the lines that have not been written yet. This waits for the device."""
+        """Write the lines that are not written yet. This waits for the device."""
         rows, self._waiting = self._waiting, []
         if self._file is None or not rows:
             return
@@ -246,16 +247,16 @@ class Record:
 
     Args:
         engine: the complete engine.
-        folder: a folder; what an earlier run has left there is removed. ``None``: nothing is written, and the run only
-            ends when it should.
+        folder: a folder; an earlier run's files there are removed. ``None``: the record is not written, and only
+            ``stop_after`` has an effect.
         stop_after: the number of optimizer steps after which the process ends; 0: never.
         rank: the rank of this process.
-        facts: what ran, for ``run.json``.
-        first_layer: the module of the first MoE layer that tokens come to; ``None``: there is none on this rank.
+        facts: the facts of the run, for ``run.json``.
+        first_layer: the module of the first MoE layer that tokens enter; ``None``: this rank has none.
         owner: the ownership of the folder, released when the record is closed.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
 
     def __init__(
@@ -272,31 +273,31 @@ class Record:
         self._process = os.getpid()
         self._folder = folder if rank == 0 else None
         self.is_open = True
-        # Rank 0 alone writes; nobody else need look.
+        # Rank 0 alone writes, so only it checks.
         self._facts = {} if self._folder is None else _about(engine) | dict(facts or {})
         if self._folder is not None:
             clear_run(self._folder)
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
-        # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
+        # If reading a time needs no wait, a killed process leaves all its steps.
         counts = file is not None and first_layer is not None
         self.tokens = TokenCount(first_layer) if counts else None
         """The count of tokens; ``None``: nothing counts them."""
         self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, self.tokens)
         self.steps.at_stop = self.close
-        # With the engine, even if nobody ends it; or with the process.
+        # With the engine, even without a call of destroy; or with the process.
         self._end = weakref.finalize(engine, self._at_exit)
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record further lines of one of the files of :mod:`ds_fsmoe.files.runs`."""
+        """Append lines to one of the files of :mod:`ds_fsmoe.files.runs`."""
         self._try(lambda folder: append_lines(folder / name, rows))
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
-        """Record all that one of these files says; the last call counts."""
+        """Write the whole content of one of these files; the last call counts."""
         self._try(lambda folder: write_json(folder / name, value))
 
     def close(self) -> None:
-        """Write what is left, and that the run has ended. A second call does nothing."""
+        """Write the remaining lines and the end of the run. A second call is ignored."""
         self._close({"ended": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _at_exit(self) -> None:
@@ -326,7 +327,7 @@ class Record:
         try:
             write(self._folder)
         except OSError as error:
-            # Training goes on without its record.
+            # Training continues without its record.
             logger.warning("%s: the run is no longer recorded: %s", self._folder, error)
             self._folder = None
 
@@ -357,7 +358,7 @@ def _about(engine: Any) -> dict[str, Any]:
             "accumulation": engine.gradient_accumulation_steps(),
             "all": engine.train_batch_size(),
         }
-        # The ranks of a model that is cut get the same tokens, or none.
+        # The ranks of a model-parallel model get the same tokens, or none.
         facts["token_ranks"] = engine.seq_dp_world_size
     return facts
 
@@ -372,8 +373,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def commit_of(script: str) -> str | None:
-    """Return the commit of the repository that holds a script, and whether files differ from it; ``None``: there is no
-    repository, or no git."""
+    """Return the commit of a script's repository, and whether files differ from it; ``None`` without a repository or
+    git."""
     folder = Path(script).resolve().parent if script and Path(script).is_file() else Path.cwd()
     with suppress(OSError, subprocess.SubprocessError):
         found = _git(folder, "rev-parse", "--verify", "HEAD")

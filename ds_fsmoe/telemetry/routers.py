@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what routers do, finds those of Hugging Face models, and makes numbers for DeepSpeed's monitors of that.
+"""Counts the decisions of routers, finds those of Hugging Face models, and makes numbers of them for DeepSpeed's
+monitors.
 
-Counts are kept on the device, only in the steps that are asked about, and shared once when such a step is over:
-one all-reduce of the same number of values on every rank, whatever each of them has run.
+The engine's telemetry calls it. Counts stay on the device, only in the steps that are reported. They are shared once at
+the end of such a step: one all-reduce of the same number of values on every rank, independent of the layers that ran.
 
-A family of Hugging Face says what may be recorded of it:
-``_can_record_outputs = {"router_logits": OutputRecorder(ARouter, index=0)}``, or just a class. Nothing of transformers
-is imported here.
+A family of Hugging Face declares its recordable outputs:
+``_can_record_outputs = {"router_logits": OutputRecorder(ARouter, index=0)}``, or just a class. This module does not
+import transformers.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """Says where router logits come out."""
+    """Describes where a module returns router logits."""
 
     module: nn.Module
     index: int
     """Which of the module's outputs they are, where it has several."""
 
     def of(self, output: Any) -> torch.Tensor | None:
-        """Return the logits among what the module has returned, ``None`` where it gave none."""
+        """Return the logits in the output of the module; ``None`` if it has none."""
         if not isinstance(output, (tuple, list)):
             return output
         return output[self.index] if self.index < len(output) else None
 
 
 def router_outputs(model: nn.Module, experts: Mapping[str, nn.Module]) -> dict[str, RouterOutput]:
-    """Return name -> where the router logits of each module of experts come out, as far as its family declares it.
+    """Return name -> output with the router logits of each experts module, if its family declares it.
 
-    A layer's router is the only declared one in the smallest module around its experts that has any; a module around
-    the experts of several layers says nothing of either.
+    A layer's router is the only declared one in the smallest module around its experts that has any. A module around
+    the experts of several layers identifies no router.
 
     Args:
         model: the whole model.
-        experts: the modules of experts, by a name of one's choice.
+        experts: the experts modules, by any name.
     """
     names = {id(module): name for name, module in model.named_modules()}
     declared = _declared(model)
@@ -80,8 +81,10 @@ def router_outputs(model: nn.Module, experts: Mapping[str, nn.Module]) -> dict[s
 
 
 def probabilities_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return a router's probabilities [S, E] of its declared logits [..., E], without a gradient or a host wait: their
-    softmax, unless they are probabilities already, which is what some families declare."""
+    """Return a router's probabilities, [S, E], of its declared logits, [..., E], without a gradient or a host wait.
+
+    They are the softmax of the logits, unless these are probabilities already, as some families declare.
+    """
     logits_SE = logits.detach().reshape(-1, logits.shape[-1]).float()
     is_over = ((logits_SE >= 0).all() & ((logits_SE.sum(dim=1) - 1).abs() < _TOLERANCE).all()).view(1, 1)
     return torch.where(is_over, logits_SE, logits_SE.softmax(dim=1))
@@ -92,7 +95,8 @@ def _is_within(name: str, around: str) -> bool:
 
 
 def _declared(model: nn.Module) -> dict[str, RouterOutput]:
-    """Return name -> output of every module that the innermost model around it declares to give router logits."""
+    """Return name -> output of every module that the innermost model around it declares as a source of router
+    logits."""
     rules: dict[str, list[Any]] = {}
     found = {}
     for name, module in model.named_modules():
@@ -129,7 +133,7 @@ _NUM_COUNTS = 6
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What the router of one layer did in one step, over all ranks and micro batches."""
+    """Holds the counts of one layer's router in one step, over all ranks and micro-batches."""
 
     tokens_E: tuple[float, ...]
     """[E]: the tokens that chose each expert, before any was dropped."""
@@ -144,37 +148,39 @@ class LayerLoad:
 
     @property
     def mean(self) -> float:
-        """The mean number of tokens per expert."""
+        """Return the mean number of tokens per expert."""
         return sum(self.tokens_E) / len(self.tokens_E)
 
     @property
     def most(self) -> float:
-        """The number of tokens of the fullest expert."""
+        """Return the number of tokens of the fullest expert."""
         return max(self.tokens_E)
 
     @property
     def variation(self) -> float:
-        """The standard deviation over the mean: 0 in balance, ``sqrt(E - 1)`` with all tokens on one expert."""
+        """Return the standard deviation over the mean: 0 in balance, ``sqrt(E - 1)`` with all tokens on one expert."""
         mean = self.mean
         return math.sqrt(sum((each - mean) ** 2 for each in self.tokens_E) / len(self.tokens_E)) / mean if mean else 0.0
 
     @property
     def dropped_share(self) -> float:
-        """The share of choices that were dropped."""
+        """Return the share of choices that were dropped."""
         return self.dropped / self.asked if self.asked else 0.0
 
     def as_row(self) -> dict[str, Any]:
-        """Return what the record of a run has of it."""
+        """Return its row in the record of a run."""
         return {name: getattr(self, name) for name in ("tokens_E", "dropped_share", "aux_loss", "entropy")}
 
 
 class RouterMetrics:
-    """Metrics of the layers of one engine; with pipeline stages, of all stages, and its constructor is collective.
+    """Counts metrics of the layers of one engine; with pipeline stages, of all stages.
+
+    The constructor is collective with pipeline stages.
 
     Args:
-        layers: maps each layer's label -> (E, ranks with the same tokens) on this rank, in an order that is the same
-            on every rank that runs them.
-        device: the device on which they run.
+        layers: label of each layer -> (E, ranks with the same tokens) on this rank, in an order that is the same on
+            every rank that runs them.
+        device: the device of the layers.
         stage: the stage of this rank; ``None``: there are no stages.
     """
 
@@ -196,7 +202,7 @@ class RouterMetrics:
         """Count from now on, until :meth:`read`.
 
         Args:
-            gates: maps a label -> the gate of each layer of this rank.
+            gates: label -> gate of each layer of this rank.
         """
         self._counts.zero_()
         self._set_listening(gates, True)
@@ -208,18 +214,17 @@ class RouterMetrics:
                 gate.says_entropy = is_listening
 
     def watch_call(self, call: LayerCall) -> None:
-        """Count what is decided in a call in training, while that is asked about: an instrument."""
+        """Count the decisions of a call in training, while counting is on: an instrument."""
         if call.is_training and self.is_listening and not self.is_paused and not in_backward():
             call.tell_routing(partial(self._count, self._own[self._prefix + call.label]))
 
     def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> RemovableHandle:
-        """Count the entropies of a router that is the model's own, in what a module of its returns, from now on and
-        while they are asked about.
+        """Count the entropies of the model's own router from the output of a module, from now on while counting is on.
 
         Args:
-            output: where its logits come out.
-            experts: the experts that it decides for.
-            label: the label of their layer.
+            output: the output that has its logits.
+            experts: the experts of the router.
+            label: the label of the layer.
 
         Returns:
             The handle of the hook on that module.
@@ -251,11 +256,11 @@ class RouterMetrics:
         own[-_NUM_COUNTS:][: len(others)] += torch.stack(scalars)
 
     def read(self, gates: Mapping[str, Any]) -> dict[str, LayerLoad]:
-        """Return the counts by label (``stage1/L00`` where there are stages), and stop counting.
-        Collective over all ranks of the job; it waits for the device.
+        """Return the counts by label (``stage1/L00`` where there are stages), and stop counting. Collective over all
+        ranks of the job; it waits for the device.
 
         Args:
-            gates: the gates that :meth:`listen` was given.
+            gates: the gates passed to :meth:`listen`.
         """
         self._set_listening(gates, False)
         with waiting("the counts of routers"):
@@ -285,7 +290,7 @@ Event = tuple[str, float, int]
 
 
 def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, float]:
-    """Return the numbers of routers over all layers, and each layer's own if details are asked for.
+    """Return the numbers of routers over all layers, and those of each layer if ``is_detailed``.
 
     ``expert_tokens_mean`` is over all experts of all layers, ``expert_tokens_max`` the fullest of them,
     ``expert_tokens_cv`` the mean over layers of standard deviation over mean, ``dropped_share`` is of all choices,
@@ -311,11 +316,11 @@ def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, f
 
 
 def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[str, float]:
-    """Return the numbers of one decision about where experts are, and each layer's own if details are asked for.
+    """Return the numbers of one decision on expert placement, and those of each layer if ``is_detailed``.
 
-    ``balance`` is the rows of the fullest rank over the mean, and ``expected_balance`` the same with what was decided,
-    both of the layer where it is highest; ``moved`` is the number of exchanges of two experts, ``gain_ms`` what a step
-    is predicted to become shorter by: sums over layers, the last one left out where nothing is known of times.
+    ``balance`` is the rows of the fullest rank over the mean, in the layer where it is highest. ``expected_balance`` is
+    the same after the decision. ``moved`` is the number of exchanges of two experts. ``gain_ms`` is the predicted
+    decrease of the step time; it is left out if times are unknown. Both are sums over layers.
 
     Args:
         rows: a row of the record for each layer.
@@ -338,5 +343,5 @@ def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[s
 
 
 def named(values: Mapping[str, float], num_samples: int) -> list[Event]:
-    """Turn values into events, with ``fsmoe/`` before each name."""
+    """Return values as events, with ``fsmoe/`` before each name."""
     return [(f"fsmoe/{name}", float(value), num_samples) for name, value in values.items()]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records which experts tokens choose, beside the training: nothing waits, neither for the device nor for the disk.
+"""Records the experts that tokens choose, concurrently with training: it waits neither for the device nor for the disk.
 
-A layer's choices are made small where they are, copied to the host without waiting, and written by a thread.
+``ds_fsmoe/engine/routing_data.py`` makes it. A layer's choices are converted to a small dtype on the device, copied to
+the host without waiting, and written by a thread.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class RoutingRecorder:
         facts: the ranks and layers.
         numbers: label -> the number of a layer among those of ``facts``.
         with_weights: whether to record weights as well.
-        every: the steps from one that is recorded to the next.
+        every: the number of steps from one recorded step to the next.
         step: the number of the next optimizer step.
-        owner: the ownership of the folder, released when all is written.
+        owner: the ownership of the folder, released when all choices are written.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RoutingRecorder:
         self._writer = _Writer(folder, facts, weakref.ref(self))
 
     def watch(self, call: LayerCall) -> None:
-        """Record what is decided in a call, if it is one in training: an instrument."""
+        """Record the choices of a call in training: an instrument."""
         if not call.is_training or in_backward():
             return
         micro_batch = self._calls.get(call.label, 0)
@@ -91,21 +92,21 @@ class RoutingRecorder:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write all that was recorded."""
+        """Write all recorded choices."""
         self._writer.close()
         if self._owner is not None:
             self._owner.release()
 
 
 def _small(index: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return a copy in a small type. Weightless classes that some routers have besides experts count above E."""
+    """Return a copy in a small dtype. Weightless classes that some routers have besides experts count above E."""
     most = num_experts + 1
     dtype = torch.uint8 if most < _SMALL else torch.int16 if most < _MIDDLE else torch.int32
     return index.to(dtype, copy=True)
 
 
 class _Writer:
-    """Writes choices in a thread of its own, which ends with the recorder."""
+    """Writes choices in a separate thread, which ends with the recorder."""
 
     def __init__(self, folder: Path, facts: RankFacts, recorder: weakref.ref[RoutingRecorder]) -> None:
         self._folder, self._facts, self._recorder = folder, facts, recorder
@@ -137,7 +138,7 @@ class _Writer:
             atexit.unregister(self.close)
 
     def _next(self) -> Any:
-        """Return what comes next; the word to end where nothing is left of an engine that nobody has ended."""
+        """Return the next item; the end marker if the engine was released without an end."""
         while True:
             try:
                 return self._waiting.get(timeout=_CHECK_EVERY_S)
@@ -172,7 +173,8 @@ class _Writer:
         self._part.add(*key, Choices(*arrays))
 
     def _begin(self, step: int) -> Part:
-        """Begin a file. A job from its first step on replaces what the folder has; one that goes on adds to it."""
+        """Begin a file. A job that starts at its first step replaces the folder's content; one that continues adds to
+        it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         rank, world_size = self._facts.rank, self._facts.world_size
         mine = [(part, path) for each, part, path in parts_of(self._folder) if each == rank]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces stock DeepSpeed's steps in the form of ours: its all-to-alls, experts and gradients, task by task.
 
-With ``"enabled": false`` and a trace asked for, DeepSpeed's own engine and layers run; the functions of its
-communication module are told apart by their callers, and experts by hooks on their module. No computation
-changes. What stock does between these tasks appears as gaps between them, as in our own traces.
+The engine's telemetry makes it with ``"enabled": false`` and a trace in the block. DeepSpeed's own engine and layers
+run then; functions of its communication module are distinguished by their callers, experts by hooks on their module. No
+computation changes. Stock's other work appears as idle time between tasks, as in our own traces.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StockTracer(Tracer):
         num_steps: the number of steps to record.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
 
     _of = " of stock DeepSpeed"
@@ -62,7 +62,7 @@ class StockTracer(Tracer):
         """Whether a collective is under way: those that DeepSpeed uses inside it are not separate tasks."""
         self._watch()
 
-    # ---- who is told of what
+    # ---- hooks and wrapped functions
 
     def _watch(self) -> None:
         module, step = self._engine.module, self._engine.step
@@ -131,7 +131,7 @@ class StockTracer(Tracer):
 
     @property
     def _is_traced(self) -> bool:
-        """Return whether this is a forward or backward of training in one of the steps; the optimizer is in neither."""
+        """Return True in a forward or backward of training in one of the steps; the optimizer is in neither."""
         is_training = self.is_recording and not self._in_step and self._engine.module.training
         return is_training and self._engine.global_steps in self._wanted
 
