@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files that anybody may have written: regular ones, up to a size; and says how large what they name may be.
+"""Reads files that anybody may have written: regular ones, up to a size; and says how large what they name may be,
+and which choice is nearest to a misspelt one.
 
 The bounds are beyond any real model or cluster. They keep a few bytes from taking all memory, or all day.
 """
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +36,18 @@ MOST_RUN_BYTES = 1 << 30
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _MARGIN_BYTES = 1 << 20
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def suggested(value: Any, choices: Collection[str], listed: str = "") -> str:
+    """Return the choice that is nearest to a wrong value, as a question; if none is near, which choices there are.
+
+    Args:
+        value: what was written.
+        choices: what may be written.
+        listed: how the choices are described; ``""``: by their names.
+    """
+    found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"did you mean {found[0]!r}?" if found else listed or f"the choices are {', '.join(choices)}"
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> IO[bytes]:

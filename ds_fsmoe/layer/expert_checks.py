@@ -256,7 +256,7 @@ def agreed(
 # ---- Finds layers that must not be cut into chunks; agrees on them and logs them
 
 
-class Uncut:
+class ChunkGuard:
     """Finds the uncut layers of one engine.
 
     Args:

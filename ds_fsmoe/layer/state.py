@@ -251,8 +251,8 @@ class LayerState:
     plan: LayerPlan | None = None
     """The plan applied last; a layer that is run uncut has one chunk whatever it says."""
     why_unchunked: str = ""
-    """The reason why the layer must not be cut, see :class:`~ds_fsmoe.layer.expert_checks.Uncut`; empty where it may
-    be."""
+    """The reason why the layer must run in one chunk, see :class:`~ds_fsmoe.layer.expert_checks.ChunkGuard`; empty
+    where it may have several."""
     groups: FSMoEGroups | None = None
     """The process groups of a layer in an engine."""
     duplicates: TensorParallelTokens | None = None

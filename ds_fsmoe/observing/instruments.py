@@ -44,7 +44,7 @@ class LayerCall:
     in_rows: bool = False
     """Whether rows travel instead of slots; then ranks need not have equally many."""
 
-    def tell_routing(self, hear: Callable[[RoutingBase], None]) -> None:
+    def add_routing_callback(self, hear: Callable[[RoutingBase], None]) -> None:
         """Tell a function what the gate decides, before anything is sent."""
         gate = self.gate
 

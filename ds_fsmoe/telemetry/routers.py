@@ -210,7 +210,7 @@ class RouterMetrics:
     def watch_call(self, call: LayerCall) -> None:
         """Count what is decided in a call in training, while that is asked about: an instrument."""
         if call.is_training and self.is_listening and not self.is_paused and not in_backward():
-            call.tell_routing(partial(self._count, self._own[self._prefix + call.label]))
+            call.add_routing_callback(partial(self._count, self._own[self._prefix + call.label]))
 
     def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> RemovableHandle:
         """Count the entropies of a router that is the model's own, in what a module of its returns, from now on and

@@ -120,7 +120,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def somebody_keeps_for_autograd() -> bool:
+def has_saving_hooks() -> bool:
     """Whether what is saved for the backward goes through hooks: kept graphs would hold what those want to drop."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None

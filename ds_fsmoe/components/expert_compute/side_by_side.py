@@ -27,7 +27,7 @@ Layers = tuple[ManualExpert, Sequence[Any], Any]
 _LARGEST_ON_CPU_BYTES = 8 << 20
 
 
-def pays(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
+def has_gain(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
     """Whether it is worth it for these rows of the experts, and changes no bit.
 
     Worth it is where an expert has no more rows than its width, R <= M. One expert alone is then too small to keep a
