@@ -22,9 +22,9 @@ from tests.calls import call_of
         (
             (200, 3),
             16,
-            "L00 and 1 other layer(s): 200 chunks forward and 3 backward, but 4 slot",
+            "L00 and 1 other layer(s): num_chunks is 200 forward and 3 backward, but each expert has 4 slot",
         ),
-        ((1, 5), 16, "L00 and 1 other layer(s): 1 chunks forward and 5 backward"),
+        ((1, 5), 16, "L00 and 1 other layer(s): num_chunks is 1 forward and 5 backward"),
         ((4, 4), 16, ""),
         ((5, 5), 32, ""),
     ],

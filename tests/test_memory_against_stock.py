@@ -236,7 +236,7 @@ def test_stage_2_adds_micro_batches_up_where_every_rank_is_known_to_have_room(tm
             assert 100 < size < 10**9
             # Two steps show what there is.
             assert found == (wanted or [True, True, True, False, False])
-            assert "every micro-batch is summed" in said[0]
+            assert "every micro-batch is reduced over ranks" in said[0]
             assert "before_sum" in said[0]
             assert len(said) == 1 + (room is not None)
             if room is not None:

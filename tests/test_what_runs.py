@@ -80,14 +80,14 @@ def test_after_tuning_the_table_says_what_runs(tuned_run: dict[str, Any]) -> Non
     count = plans["num_plans"]
     assert count > 1
     if tuned_run["keeps_stock"]:
-        assert chosen["schedule"] == f"DeepSpeed's, kept by the autotuner: none of {count - 1} other plans was faster"
+        assert chosen["schedule"] == f"DeepSpeed's (kept by the autotuner: none of {count - 1} other plans was faster)"
         assert chosen["num_chunks"] == "forward 1, backward 1"
         assert chosen["links"] == "one at a time (layers run in one chunk)"
         assert chosen["gradients"].endswith("all reduced after the backward")
     else:
-        assert chosen["schedule"] == f"best, chosen by the autotuner from {count} plans"
+        assert chosen["schedule"] == f"best (chosen by the autotuner from {count} plans)"
         assert chosen["num_chunks"] == "forward 2, backward 2"
-        assert not chosen["links"].startswith("one after another")
+        assert not chosen["links"].startswith(("one after another", "one at a time"))
     assert tuned_run["first"]["schedule"] != chosen["schedule"]
 
 
