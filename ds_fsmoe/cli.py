@@ -61,5 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (ValueError, ModuleNotFoundError) as error:
         # What a user can cause is one sentence, not a traceback.
-        print_coloured(f"{args.parser.prog}: error: {error}", RED)
+        remedy = "; pip install 'ds_fsmoe[train]'" if getattr(error, "name", None) in ("torch", "deepspeed") else ""
+        print_coloured(f"{args.parser.prog}: error: {error}{remedy}", RED)
         return 2
