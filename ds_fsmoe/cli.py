@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 
 from ds_fsmoe.terminal.screen import RED, print_coloured
+from ds_fsmoe.untrusted import suggested
 from ds_fsmoe.versions import VERSION
 
 COMMANDS = {
@@ -31,10 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 if all is well, 1 if the command found a problem, 2 for a wrong argument.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    moved = MOVED.get(arguments[0]) if arguments else None
-    if moved is not None:
-        where = f"it is a benchmark now: in a checkout of the repository, run python -m {moved}"
-        print_coloured(f"ds_fsmoe {arguments[0]}: error: {where}", RED)
+    if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        moved = MOVED.get(arguments[0])
+        remedy = (
+            f"it is a benchmark now: in a checkout of the repository, run python -m {moved}"
+            if moved
+            else f"unknown command; {suggested(arguments[0], COMMANDS)}"
+        )
+        print_coloured(f"ds_fsmoe {arguments[0]}: error: {remedy}", RED)
         return 2
     parser = argparse.ArgumentParser(prog="ds_fsmoe", description="Training of Mixture-of-Experts models, scheduled.")
     parser.add_argument("--version", action="version", version=f"ds_fsmoe {VERSION}")
@@ -46,10 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
     try:
+        if unknown:
+            options = sorted(set(re.findall(r"--[a-z][\w-]+", args.parser.format_help())))
+            remedy = suggested(unknown[0].partition("=")[0], options, f"run {args.parser.prog} --help for all options")
+            raise ValueError(f"{unknown[0]}: unknown argument; {remedy}")
         return args.run(args)
     except (ValueError, ModuleNotFoundError) as error:
         # What a user can cause is one sentence, not a traceback.
-        print_coloured(f"{args.parser.prog}: error: {error}", RED)
+        remedy = "; pip install 'ds_fsmoe[train]'" if getattr(error, "name", None) in ("torch", "deepspeed") else ""
+        print_coloured(f"{args.parser.prog}: error: {error}{remedy}", RED)
         return 2

@@ -12,6 +12,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import TypeVar
 
+from ds_fsmoe.untrusted import suggested
+
 _FOLDER_OF_KIND: dict[str, str] = {
     "gate": "ds_fsmoe.components.gates",
     "order": "ds_fsmoe.components.orders",
@@ -166,5 +168,5 @@ def lookup(kind: str, name: str) -> type:
     """
     names = known(kind)
     if name not in names:
-        raise ValueError(f"no {kind} is called {name!r}: the choices are {', '.join(map(repr, names))}")
+        raise ValueError(f"no {kind} {name!r}: {suggested(name, names)}")
     return _PARTS[kind][name]

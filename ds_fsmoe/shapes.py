@@ -65,13 +65,13 @@ class StrictShape(BaseModel):
     @classmethod
     def _has_few_keys(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > _MOST_KEYS:  # each unknown one is an error, with its value
-            raise ValueError(f"{len(value)} keys, and there are {len(cls.model_fields)}")
+            raise ValueError(f"{len(value)} keys: must be at most {len(cls.model_fields)}")
         return value
 
 
 def _values(value: Any) -> Any:
     if not isinstance(value, dict):
-        raise ValueError("no object")
+        raise ValueError("must be an object")
     return list(value.values())
 
 
@@ -139,9 +139,10 @@ def sentences(
         shape: the shape by which the value was read.
         root: the prefix of every path.
         elsewhere: returns where to write a well-known key that belongs somewhere else.
-        musts: path of a field of words -> text of its choices.
+        musts: path of a field of words, or of an object -> the description of its choices or keys.
     """
     found: dict[str, list[str]] = {}
+    nearest: dict[str, str] = {}
     ends: dict[str, str] = {}
     listed = set()
     for each in error.errors(include_url=False)[:_MOST_ERRORS]:
@@ -152,7 +153,8 @@ def sentences(
         if kind == "extra_forbidden":
             parent = ".".join(map(str, [*root, *location[:-1]]))
             words = known_keys(shape_at(shape, location[:-1]))
-            found[unknown_key(parent, location[-1], words, elsewhere(path), is_listed=parent not in listed)] = []
+            described = "" if parent in listed else musts.get(parent)
+            found[unknown_key(parent, location[-1], words, elsewhere(path), described)] = []
             listed.add(parent)
             continue
         if kind in ("missing", "value_error"):
@@ -166,39 +168,38 @@ def sentences(
         must = "an object" if is_object else re.sub(r"^[Ii]nput should be |^must be ", "", each["msg"])
         found.setdefault(start, []).append(must.replace("a valid ", "a ").replace("a int", "an int"))
         if kind == "literal_error":
-            ends.setdefault(start, near(each["input"], re.findall(r"'([^']+)'", each["ctx"]["expected"])))
+            choices = re.findall(r"'([^']+)'", each["ctx"]["expected"])
+            if isinstance(each["input"], str) and (close := difflib.get_close_matches(each["input"], choices, n=1)):
+                nearest[start] = f"{start.removesuffix('must be ')}unknown value; did you mean {close[0]!r}?"
             found[start] = [musts[path]] if path in musts else found[start]
         example = example_of(field_at(shape, location)) if kind.endswith("_type") else None
         if example is not None:  # of another kind, so one of the right kind says more
             example = example[0] if isinstance(location[-1], int) else example
             ends.setdefault(start, f", for example {shown(example)}")
-    return [start + " or ".join(dict.fromkeys(either)) + ends.get(start, "") for start, either in found.items()]
+    return [
+        nearest.get(start) or start + " or ".join(dict.fromkeys(either)) + ends.get(start, "")
+        for start, either in found.items()
+    ]
 
 
 def unknown_key(
-    parent: str, key: str, words: list[tuple[str, ...]], elsewhere: str | None = None, is_listed: bool = True
+    parent: str, key: str, words: list[tuple[str, ...]], elsewhere: str | None = None, described: str | None = None
 ) -> str:
-    """Return a sentence with the nearest known key or, if none is near, with all of them.
+    """Return a sentence with the nearest known key, or, if none is near, with a description of all.
 
     Args:
         parent: the path of the key's object.
         key: the key.
         words: the words of each known key, today's first.
         elsewhere: the right place of the key, if known.
-        is_listed: whether all known keys may be listed.
+        described: the description of the known keys; ``None``: their list.
     """
     today = {word: each[0] for each in words for word in each}
     found = elsewhere and f"; {elsewhere}"
     if not found and (close := difflib.get_close_matches(key, today, n=1)):
         found = f"; did you mean {today[close[0]]!r}?"
-    listed = f"; the keys are {', '.join(each[0] for each in words)}" if is_listed else ""
-    return f"{parent}{'.' * bool(parent)}{key}: unknown key{found or listed}"
-
-
-def near(value: Any, choices: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown value: the nearest choice, if any is near."""
-    found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"; did you mean {found[0]!r}?" if found else ""
+    listed = f"the keys are {', '.join(each[0] for each in words)}" if described is None else described
+    return f"{parent}{'.' * bool(parent)}{key}: unknown key{found or (listed and f'; {listed}')}"
 
 
 def shown(value: Any) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads untrusted files: regular ones only, up to a size; and bounds the sizes that they may name.
+"""Reads untrusted files: regular ones only, up to a size; bounds the sizes that they may name, and
+suggests the nearest choice for a misspelt one.
 
 Readers of files of runs, clusters, plans and checkpoints call it. The bounds are above any real model or cluster.
 Without them a few bytes could use up all memory, or a day.
@@ -7,11 +8,12 @@ Without them a few bytes could use up all memory, or a day.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +37,18 @@ MOST_RUN_BYTES = 1 << 30
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _MARGIN_BYTES = 1 << 20
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def suggested(value: Any, choices: Collection[str], listed: str = "") -> str:
+    """Return the choice that is nearest to a wrong value, as a question; if none is near, which choices there are.
+
+    Args:
+        value: what was written.
+        choices: what may be written.
+        listed: how the choices are described; ``""``: by their names.
+    """
+    found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"did you mean {found[0]!r}?" if found else listed or f"the choices are {', '.join(choices)}"
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> IO[bytes]:

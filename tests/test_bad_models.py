@@ -39,8 +39,8 @@ def refused(model: nn.Module, blocks: dict[str, Any] = ENABLED, **arguments: Any
 def test_a_model_without_moe_layers_is_told_which_class_was_looked_for() -> None:
     message = refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     assert message.startswith(
-        "No MoE layers found in Sequential: neither deepspeed.moe.layer.MoE nor ds_fsmoe.MoE nor experts of "
-        "transformers 5. ds_fsmoe speeds up MoE models only; set fsmoe.enabled to false for this one"
+        "No MoE layers found in Sequential: ds_fsmoe needs deepspeed.moe.layer.MoE, ds_fsmoe.MoE or experts of "
+        "transformers 5. Set fsmoe.enabled to false for this model"
     )
 
 

@@ -57,7 +57,7 @@ def test_batches_of_different_sizes_are_named_before_anything_is_exchanged(tmp_p
         for name, size in SIZES.items():
             for is_training in (True, False):
                 said = found[f"{name}, {is_training}"]
-                assert said.startswith("DisagreementError: the ranks disagree about the size of a batch in moes.0")
+                assert said.startswith("DisagreementError: the ranks disagree about the batch size in moes.0")
                 assert f"tokens: rank 0: '21'; rank 1: '{7 * size}'" in said
                 assert "slots of each expert: rank 0: '" in said
                 assert "drop_tokens = False" in said

@@ -344,7 +344,7 @@ def test_several_processes_give_the_same_rows_in_the_same_order() -> None:
         ({"ranks": 0}, r"ranks = 0: must be at least 1"),
         ({"ranks": 8, "samples": 0}, r"samples = 0: must be at least 1"),
         ({"ranks": 8, "micro_batches": -1}, r"micro_batches = -1: must be at least 1"),
-        ({"ranks": 8, "cluster": "h100"}, r"no cluster is called 'h100', .*did you mean 'h100_400'"),
+        ({"ranks": 8, "cluster": "h100"}, r"no cluster or file 'h100': did you mean 'h100_400'"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(job: dict, message: str) -> None:

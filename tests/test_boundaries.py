@@ -31,12 +31,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "terminal": ("rich",),
     "planning": ("numpy", "scipy", "pydantic", "ds_fsmoe.shapes", "ds_fsmoe.terminal", "ds_fsmoe.untrusted"),
-    "planning/decide": ("numpy", "scipy", "ds_fsmoe.planning"),
+    "planning/decide": ("numpy", "scipy", "ds_fsmoe.planning", "ds_fsmoe.untrusted"),
     "planning/job": ("ds_fsmoe.planning", "ds_fsmoe.untrusted"),
     "planning/lina": ("numpy", "ds_fsmoe.terminal"),
     "files": ("pydantic", "ds_fsmoe.planning", "ds_fsmoe.shapes", "ds_fsmoe.untrusted"),
     "routes": ("numpy", "ds_fsmoe.files", "ds_fsmoe.untrusted"),
-    "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.shapes"),
+    "config": (
+        *("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.shapes"),
+        "ds_fsmoe.untrusted",
+    ),
     "ops": ("torch",),
     "components": ("torch", "ds_fsmoe.components", "ds_fsmoe.distributed.waits", "ds_fsmoe.ops"),
     "components/alltoalls": ("torch", "ds_fsmoe.components", "ds_fsmoe.registry"),
@@ -118,7 +121,7 @@ TOP_LEVEL: dict[str, str] = {
     "registry.py": "the shelf of parts",
     "run.py": "deepspeed --module ds_fsmoe.run",
     "shapes.py": "what data of others may look like, by pydantic",
-    "untrusted.py": "reads files that anybody may have written; the bounds of what they say",
+    "untrusted.py": "reads files that anybody may have written; the bounds of what they say; suggestions",
     "versions.py": "read by setup.py too",
 }
 # The files that may import DeepSpeed, each with its reason.

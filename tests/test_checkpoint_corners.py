@@ -122,9 +122,9 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_the_good_tag_stays(tmp_pa
     assert "No space left" in first[1]
     assert "Input/output error" in first[2]
     saved = tmp_path / "saved"
-    begin = f"{saved}: no tag was given, and no latest names one; "
-    assert first[3].startswith(f"{begin}there is no such folder, so no checkpoint to go on from")
-    assert first[4].startswith(f"{begin}there is no checkpoint in this folder, so no checkpoint to go on from")
+    begin = f"{saved}: no tag was given, and the folder has no latest file; "
+    assert first[3].startswith(f"{begin}there is no such folder; to start a new run, call load_checkpoint only if")
+    assert first[4].startswith(f"{begin}there is no checkpoint in this folder; to start a new run")
     assert first[5] == f"{begin}there are: good"
     of_a_tag = f"this is the folder of one checkpoint: call load_checkpoint('{saved}', tag='good')"
     assert first[6] == f"{begin.replace(str(saved), str(saved / 'good'))}{of_a_tag}"

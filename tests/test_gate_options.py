@@ -68,10 +68,7 @@ def test_a_matrix_of_the_same_meaning_begins_as_the_model_has_it() -> None:
     [
         (
             {"type": "deepseek", "num_group": 4},
-            "fsmoe.gate.num_group = 4: the gate \"deepseek\" has no such option; did you mean 'num_groups'? Its "
-            "options are k, capacity_factor, eval_capacity_factor, min_capacity, drop_tokens, drop_policy, "
-            "balance_loss_factor, z_loss_factor, num_groups, kept_groups, norm_topk_prob, routed_scaling_factor, "
-            "bias_update_speed",
+            "fsmoe.gate.num_group = 4: the gate \"deepseek\" has no such option; did you mean 'num_groups'?",
         ),
         (
             {"type": "sigmoid", "zzz": [1]},
@@ -81,7 +78,7 @@ def test_a_matrix_of_the_same_meaning_begins_as_the_model_has_it() -> None:
             {"type": "softmoe", "drop_policy": "probs"},
             'fsmoe.gate.drop_policy = "probs": the gate "softmoe" has no such',
         ),
-        ({"type": "gshart"}, 'fsmoe.gate.type = "gshart": no such part; the choices are '),
+        ({"type": "gshart"}, "fsmoe.gate.type = \"gshart\": no such part; did you mean 'gshard'?"),
         ({"num_groups": 4}, "fsmoe.gate.num_groups: unknown key; the keys are type, top_k, capacity_factor"),
         (
             {"type": "topk", "drop_token": True},

@@ -77,7 +77,7 @@ def test_a_block_is_read_from_a_file_or_as_json(tmp_path: Path) -> None:
         ("broken.json", "--fsmoe broken.json: cannot be read as JSON: "),
         ("list.json", "--fsmoe list.json: holds [1]; the block is an object"),
         ("inner.json", "--fsmoe inner.json: holds true; the block is an object"),
-        ('{"enabled": tru}', '--fsmoe {"enabled": tru}: is no JSON: '),
+        ('{"enabled": tru}', '--fsmoe {"enabled": tru}: is not JSON: '),
         ("", "--fsmoe : no such file"),
     ],
 )

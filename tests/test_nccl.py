@@ -42,7 +42,7 @@ from tests.small_model import Case, SmallModel
 
 FIXTURES = (pretended,)  # which pytest finds by their names here
 ON = {VARIABLE: "1"}
-TOO_OLD = "NCCL 2.25.1 has no NCCL_LAUNCH_ORDER_IMPLICIT: it came with 2.26"
+TOO_OLD = "NCCL 2.25.1 has no NCCL_LAUNCH_ORDER_IMPLICIT: use 2.26 or later"
 
 
 # ---- the variable
@@ -115,8 +115,8 @@ def test_both_doors_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.Monke
         ((2, 27, 5), {VARIABLE: "2"}, None),
         ((3, 0, 0), ON, None),
         ((2, 25, 1), ON, TOO_OLD),
-        ((2, 27, 5), {VARIABLE: "0"}, f"{VARIABLE} = 0 was set by somebody, and is kept; 1 would do"),
-        ((2, 27, 5), {VARIABLE: "yes"}, f"{VARIABLE} = yes was set by somebody, and is kept; 1 would do"),
+        ((2, 27, 5), {VARIABLE: "0"}, f"{VARIABLE} = 0 is set in the environment: set it to 1"),
+        ((2, 27, 5), {VARIABLE: "yes"}, f"{VARIABLE} = yes is set in the environment: set it to 1"),
         ((2, 27, 5), {}, "the first process group was made before ds_fsmoe could set"),
     ],
 )
@@ -157,7 +157,7 @@ def reason_on_a_rank(rank: int, world_size: int) -> str | None:
 
 def test_ranks_agree_on_whether_links_take_turns(tmp_path: Path) -> None:
     reasons = run_on_ranks(reason_on_a_rank, 2, tmp_path)
-    assert reasons == [f"{VARIABLE} = 0 was set by somebody, and is kept; 1 would do (rank 1)"] * 2
+    assert reasons == [f"{VARIABLE} = 0 is set in the environment: set it to 1 (rank 1)"] * 2
 
 
 def test_links_that_take_turns_are_one_stream_in_the_order_of_the_list(pretended: Any) -> None:
@@ -181,7 +181,7 @@ def test_a_run_says_what_its_links_do_and_plans_for_it(
     streams = {id(stream) for stream in running.lanes._links.values()}
     if is_ordered:
         assert (running.links, len(streams), said) == ("reduce_first", 2, [])
-        how = f"started in the order of issue ({VARIABLE}), 16 thread blocks each at the most"
+        how = f"started in the order of issue ({VARIABLE}), at most 16 thread blocks each"
         assert running.describe_links(["links side by side"]) == f"side by side, {how}"
     else:
         assert (running.links, len(streams)) == ("shared", 1)

@@ -130,7 +130,7 @@ def reports_of(folder: Path, world_size: int) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "waits"),
     [
-        ("a sample", [f"the comparison of the size of a batch in {EXPERTS}", f"the exchange of counts of {EXPERTS}"]),
+        ("a sample", [f"the comparison of the batch size in {EXPERTS}", f"the exchange of counts of {EXPERTS}"]),
         pytest.param("generate", ["", ""], marks=pytest.mark.long),
         ("a batch beside a save", [f"the exchange of counts of {EXPERTS}", "the comparison of what to save"]),
     ],

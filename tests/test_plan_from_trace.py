@@ -102,7 +102,7 @@ def test_predictions_are_held_against_what_the_run_took(
     assert "inter." in asked["why_not"]
     assert {"ep_size 1, expert_tensor_parallel_size 2"} <= {row["name"] for row in data["elsewhere"]}
     assert [row["layer"] for row in data["placement"]["layers"]] == ["moes.0", "moes.1"]
-    assert "corrected by what it took in the trace of rank 0" in data["notes"][0]
+    assert "corrected by its time in the trace of rank 0" in data["notes"][0]
 
 
 def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
@@ -113,7 +113,7 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     said = capsys.readouterr().out
     assert "1 and 3 chunks" in said
     assert "fitted to the spans of the trace of rank 0" in said
-    assert "presets that differ by gradients alone are not told apart" in said
+    assert "presets that differ only in gradients look equal" in said
     assert "are unknown: add --cluster FILE" in said
     assert "placement has no effect" in said
     found = calibrated(folder / "given")
@@ -127,7 +127,7 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     [
         (lambda of: (of / MEASURED).unlink(), f"contains no {MEASURED}"),
         (lambda of: (of / MEASURED).write_text('{"format": 99}'), "format 99"),
-        (lambda of: shutil.rmtree(of / "trace"), "nothing tells what tasks cost: there is no trace of rank 0"),
+        (lambda of: shutil.rmtree(of / "trace"), "the costs of tasks are unknown: there is no trace of rank 0"),
         (lambda of: (of / "steps.jsonl").unlink(), "no step after the trials has a breakdown"),
         (lambda of: (of / "plans.json").write_text("{}"), "do not contain L00"),
         (lambda of: (of / "trace" / "rank0.json").write_text("{"), "the trace is of no use"),

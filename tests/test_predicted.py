@@ -336,7 +336,7 @@ def test_two_ranks_trace_what_each_phase_should_take_beside_what_it_took(tmp_pat
     [
         (
             "testbed_c",
-            "fsmoe.trace.cluster = \"testbed_c\": no cluster is called 'testbed_c', and there is no such file",
+            "fsmoe.trace.cluster = \"testbed_c\": no cluster or file 'testbed_c': did you mean",
         ),
         (3, "fsmoe.trace.cluster = 3: must be a string"),
     ],

@@ -191,7 +191,7 @@ def test_a_reader_leaves_a_save_under_way_alone_and_puts_back_what_a_killed_one_
     assert text_of(tmp_path / "a") == "new"
     (tmp_path / "a").rename(publication.unfinished)
     monkeypatch.setattr(publishing.time, "sleep", lambda _: None)
-    with pytest.raises(CheckpointError, match=rf"being saved over by process {os.getpid()} on .*does not go on"):
+    with pytest.raises(CheckpointError, match=rf"being overwritten by process {os.getpid()} on .*does not finish"):
         recover(tmp_path, "a")
     publication.end()
     assert recover(tmp_path, "a")
@@ -275,7 +275,7 @@ def test_nothing_is_put_in_the_place_of_a_file_or_a_link(tmp_path: Path) -> None
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for tag in ("file", "link"):
-        with pytest.raises(CheckpointError, match=f"{tag} is a {tag}, and a checkpoint is not put in its place"):
+        with pytest.raises(CheckpointError, match=f"{tag} is a {tag}: remove it, or choose another tag"):
             save(tmp_path, tag, "x", TOKENS[0])
     assert everything(tmp_path) == {"file", "link"}
 
@@ -312,7 +312,7 @@ def test_a_file_that_is_not_on_disk_is_an_error_and_a_folder_that_cannot_be_sync
     ],
 )
 def test_a_tag_that_could_not_be_found_again_is_refused(tag: str) -> None:
-    with pytest.raises(CheckpointError, match=r"save_checkpoint: tag .*: (must be|that name is kept)"):
+    with pytest.raises(CheckpointError, match=r"save_checkpoint: tag .*: (must be|that name is reserved)"):
         tags.check_new("folder", tag)
 
 

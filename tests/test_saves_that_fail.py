@@ -143,7 +143,7 @@ def test_a_save_that_fails_on_one_rank_ends_on_all_with_its_cause_and_nothing_is
     assert "save_dir is given: rank 0: 'False'; rank 1: 'True'" in first["no folder"]
     assert "failed on rank 1: FileNotFoundError: " in first["other folder"]
     assert "saved/1 is not the folder that rank 0 writes to" in first["other folder"]
-    assert "tag 'latest': that name is kept" in first["latest"]
+    assert "tag 'latest': that name is reserved" in first["latest"]
     assert "tag: rank 0: 'other'; rank 1: 'good'" in first["loading tags"]
     assert "load_module_only: rank 0: 'False'; rank 1: 'True'" in first["loading parts"]
     # Where latest alone could not be written, the tag is there.

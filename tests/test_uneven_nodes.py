@@ -64,9 +64,9 @@ def start_on(rank: int, world_size: int, hosts: str, ep_size: int, esp_size: int
 def test_uneven_nodes_are_refused_for_shards_on_every_rank_before_any_group_is_made(tmp_path: Path) -> None:
     for error, _, made in run_on_ranks(start_on, 4, tmp_path, "aaab", 1, 2, {}):
         assert error == (
-            "fsmoe.esp_size = 2: the nodes are not equally large (1 of 1 rank, 1 of 3 ranks), so some ranks that share "
-            "an expert would lie inside a node and others in two; use 1, or as many ranks on every node, or, where "
-            "host names do not tell the nodes, set fsmoe.topology.ranks_per_node"
+            "fsmoe.esp_size = 2: the nodes have different numbers of ranks (1 of 1 rank, 1 of 3 ranks), so "
+            "ranks of two nodes would share an expert; use 1, or as many ranks on every node. If host names do not "
+            "identify the nodes, set fsmoe.topology.ranks_per_node"
         )
         assert made == []
 
@@ -98,7 +98,7 @@ def test_an_expert_shared_between_nodes_is_allowed_and_its_price_is_said(tmp_pat
 def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
     on_hosts(rank, "aaab")
     with pytest.raises(
-        ValueError, match=r"fsmoe\.expert_tensor_parallel_size = 2: the nodes are not equally large"
+        ValueError, match=r"fsmoe\.expert_tensor_parallel_size = 2: the nodes have different numbers of ranks"
     ) as refusal:
         make_groups(1, 2)
     held = len(ours._made().groups)

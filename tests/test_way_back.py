@@ -392,7 +392,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     dist.broadcast_object_list(told)
     with pytest.raises(ds_fsmoe.ConfigError, match="ep_size"):
         engine_of(model, config(0, ep_size=3))
-    with pytest.raises(ds_fsmoe.LayerError, match="has this rank's experts only and no engine any more"):
+    with pytest.raises(ds_fsmoe.LayerError, match="has this rank's experts only, and its engine has ended"):
         model(input_ids=batch(0, 1))
     engine_of(ds_fsmoe.make_whole(model), config(0, enabled=False)).destroy()
     return differing(model.state_dict(), told[0])

@@ -140,7 +140,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
             {"autotune": True, "deterministic": True},
             "fsmoe.autotune = true and fsmoe.deterministic = true: tuning",
         ),
-        ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are '),
+        ({"gate": "gshart"}, "fsmoe.gate = \"gshart\": no such part; did you mean 'gshard'?"),
         (
             {"gate": {"type": "softmoe", "top_k": 2}},
             'fsmoe.gate.top_k = 2: the gate "softmoe" has no such option; its options are slots_per_expert, causal',
@@ -151,7 +151,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
         ),
         (
             {"gate": {"capacity_factor": None, "drop_tokens": True}},
-            "fsmoe.gate.capacity_factor = null: must be a number with fsmoe.gate.drop_tokens = true; null is room for",
+            "fsmoe.gate.capacity_factor = null: must be a number with fsmoe.gate.drop_tokens = true; null drops no",
         ),
         ({"gate": {"eval_capacity_factor": None}}, "fsmoe.gate.eval_capacity_factor = null: must be a number"),
         ({"gradient_partition": {"chunk_bytes": 1.5}}, "fsmoe.gradient_partition.chunk_bytes = 1.5: must be an int"),

@@ -143,7 +143,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     """
     inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
     if set(layers) != inner.keys():
-        raise ValueError(f"plans of layers {sorted(layers)}: there are {sorted(inner)}")
+        raise ValueError(f"plans of layers {sorted(layers)}: the model has {sorted(inner)}")
     most = _most_chunks(state.block.pipeline_degree)
     for label, each in layers.items():
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))

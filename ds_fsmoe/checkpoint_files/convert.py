@@ -70,7 +70,10 @@ def find_tag(source: Path, tag: str | None) -> Path:
         return source
     tag = tags.latest(source) if tag is None else tag
     if tag is None:
-        raise CheckpointError(f"{source} has neither a {tags.LATEST} nor a {DENSE_FILE}: pass a folder of checkpoints")
+        raise CheckpointError(
+            f"{source} has neither a {tags.LATEST} nor a {DENSE_FILE}: "
+            f"{'give' if source.is_dir() else 'there is no such folder; give'} a folder of checkpoints"
+        )
     recover(source, tag)
     if not (source / tag).is_dir():
         raise CheckpointError(f"{source / tag}: no such checkpoint")

@@ -224,7 +224,7 @@ def stock_index(names: Iterable[str], main: Mapping[str, Any], read: Callable[[s
     if sorted(states) != list(range(world)) or sorted(weights) != list(range(world)):
         raise CheckpointError(f"{len(states)} files of the optimizer and {len(weights)} of weights, for {world} ranks")
     if read(states[0])[OPTIMIZER].get("ds_zero_partition_groups") is not None:
-        raise CheckpointError("experts were shared out over some of the ranks, by DeepSpeed's AutoEP")
+        raise CheckpointError("experts were distributed over some of the ranks by DeepSpeed's AutoEP")
     groups: list[Group] = []
     for rank in range(world):
         for number, shapes in enumerate(main["param_shapes"] or ()):

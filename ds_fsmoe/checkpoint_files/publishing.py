@@ -68,7 +68,7 @@ class Publication:
         """
         if self._place.is_symlink() or (self._place.exists() and not self._place.is_dir()):
             kind = "link" if self._place.is_symlink() else "file"
-            raise CheckpointError(f"{self._place} is a {kind}, and a checkpoint is not put in its place")
+            raise CheckpointError(f"{self._place} is a {kind}: remove it, or choose another tag")
         self._place.parent.mkdir(parents=True, exist_ok=True)
         recover(self._folder, self._tag)
         _clear(self._folder, self._tag)
@@ -77,8 +77,8 @@ class Publication:
             self.unfinished.mkdir()
         except FileExistsError as error:
             raise CheckpointError(
-                f"{self.unfinished} was made by another rank of this job: nodes share that file system, so "
-                "checkpoint.use_node_local_storage has to be left out"
+                f"{self.unfinished} was made by another rank of this job: the nodes share this file system, so "
+                "remove checkpoint.use_node_local_storage"
             ) from error
         try:
             self._ownership = Ownership(self.unfinished, self._token)
@@ -107,7 +107,10 @@ class Publication:
         """
         owner = owner_of(self.unfinished)
         if owner is None or owner.token != self._token:
-            raise CheckpointError(f"{self.unfinished} was removed or taken by another job while it was written")
+            raise CheckpointError(
+                f"{self.unfinished} was removed or taken by another job while it was written: use "
+                "another folder for each job"
+            )
         self._check_place(self._place)
         replaces = os.path.lexists(self._place)
         try:
@@ -184,7 +187,9 @@ def recover(folder: Path, tag: str) -> bool:
         before, owner = left[-1]
         if owner is None or owner.life == "dead" or look == _ATTEMPTS - 1:
             if owner is not None and owner.life == "alive":
-                raise CheckpointError(f"{place} is being saved over by {owner}, which does not go on")
+                raise CheckpointError(
+                    f"{place} is being overwritten by {owner}, which does not finish: end it, then load again"
+                )
             try:
                 before.rename(place)
             except OSError:
@@ -203,8 +208,10 @@ def _clear(folder: Path, tag: str) -> None:
         if owner is not None and owner.life == "dead":
             shutil.rmtree(unfinished, ignore_errors=True)
         elif owner is not None:
-            is_known = "is at it" if owner.life == "alive" else "may be at it, or was killed: then remove the folder"
-            logger.warning("%s is left as it is: %s %s", unfinished, owner, is_known)
+            is_known = (
+                "is writing it" if owner.life == "alive" else "may be writing it; if it was killed, remove the folder"
+            )
+            logger.warning("%s is kept: %s %s", unfinished, owner, is_known)
     for before, owner in _leftovers(place, BEFORE):
         if place.is_dir() and (owner is None or owner.life == "dead"):
             _finish(before, place)
@@ -259,7 +266,7 @@ def _finish(before: Path, place: Path) -> None:
             if not isinstance(error, FileNotFoundError):  # else another process may be at it, too
                 break
     if before.exists():
-        logger.warning("%s was saved over, and some of what lay in it is still in %s: %s", place, before, problem)
+        logger.warning("%s was overwritten, and some of its old files are still in %s: %s", place, before, problem)
 
 
 def _move_along(old: Path, new: Path, known: Collection[str], prefix: str) -> None:

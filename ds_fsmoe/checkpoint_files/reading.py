@@ -103,7 +103,7 @@ class _Array:
         is_plain = type(version) is int and version == 1 and type(is_fortran) is bool and type(raw) is bytes
         is_plain = is_plain and type(shape) is tuple and all(type(each) is int and each >= 0 for each in shape)
         if not is_plain or type(kind) is not _Kind or math.prod(shape) * kind.size_bytes != len(raw):
-            raise _refuse(f"an array of shape {shape!r:.200} with other bytes than that takes")
+            raise _refuse(f"an array of shape {shape!r:.200} with another number of bytes")
         self.is_filled = True
 
 
@@ -115,7 +115,7 @@ def _reconstruct(array_type: Any, shape: Any, letter: Any) -> _Array:
 
 def _scalar(kind: Any, raw: Any = None) -> object:
     if type(kind) is not _Kind or type(raw) is not bytes or len(raw) != kind.size_bytes:
-        raise _refuse("a numpy scalar with other bytes than it takes")
+        raise _refuse("a numpy scalar with another number of bytes")
     return object()
 
 
@@ -220,8 +220,8 @@ def read_file(
         if not named:
             raise CheckpointError(f"{path} cannot be read: {_without_advice(error)}") from error
         raise CheckpointError(
-            f"{path} holds objects of {', '.join(named)}, and making them could run code: if you trust whoever wrote "
-            'it, name them in your config, "fsmoe": {"checkpoint": {"trusted": [...]}}'
+            f"{path} holds objects of {', '.join(named)}, and making them could run code: if you trust the file, "
+            'name them in your config, "fsmoe": {"checkpoint": {"trusted": [...]}}'
         ) from error
     except Exception as error:  # a damaged file brings up anything
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -47,7 +47,7 @@ def check_new(folder: str | Path, tag: str) -> None:
     elif tag.encode(errors="ignore").decode() != tag:
         problem = "must be a name that UTF-8 can write"
     elif parts[0] in _TAKEN or any(map(_UNFINISHED.search, parts)):
-        problem = f"that name is kept for other files in {folder}; choose another"
+        problem = f"that name is reserved for other files in {folder}; choose another"
     if problem is not None:
         raise CheckpointError(f"save_checkpoint: tag {tag!r}: {problem}")
 
@@ -97,7 +97,7 @@ def latest_there(folder: Path) -> str:
     """
     tag = latest(folder)
     if tag is None:
-        raise CheckpointError(f"{folder}: no tag was given, and no {LATEST} names one; {found_in(folder)}")
+        raise CheckpointError(f"{folder}: no tag was given, and the folder has no {LATEST} file; {found_in(folder)}")
     return tag
 
 
@@ -110,10 +110,7 @@ def found_in(folder: Path) -> str:
     if known != _NO_TAGS:
         return f"there are: {known}"
     what = "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder"
-    return (
-        f"{what}, so no checkpoint to go on from; to begin a run, call load_checkpoint only where {folder / LATEST} is "
-        "there"
-    )
+    return f"{what}; to start a new run, call load_checkpoint only if {folder / LATEST} exists"
 
 
 def known_tags(folder: Path) -> str:

@@ -102,7 +102,7 @@ class Whole:
         self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
         first = SHARED_OUT_FILE if self.is_shared_out else DENSE_FILE
         if first not in names:
-            raise CheckpointError(f"{place} is no checkpoint of DeepSpeed's: it has no {DENSE_FILE}")
+            raise CheckpointError(f"{place} is not a DeepSpeed checkpoint: it has no {DENSE_FILE}")
         stages = () if self.manifest is None else self.manifest.stages
         self.num_stages = max(1, len(stages))
         self.main_files = [first, *map(main_file, range(1, self.num_stages))]
@@ -110,8 +110,8 @@ class Whole:
         has_tensor_parallel = self.manifest is not None and self.manifest.sizes.mp > 1
         if has_others or has_tensor_parallel or any(map(_OF_TENSOR_PARALLEL_STAGES.match, there)):
             raise CheckpointError(
-                f"{place} was saved with tensor-parallel ranks, or in pipeline stages by stock DeepSpeed or an older "
-                "version, whose layers only the model itself can put together"
+                f"{place} was saved with tensor-parallel ranks, or in pipeline stages by stock DeepSpeed or an "
+                "older version: load it into its model, as it cannot be converted"
             )
         main = self.main()
         self._buffers = frozenset(main["buffer_names"]) if self.is_shared_out else frozenset()
@@ -128,7 +128,7 @@ class Whole:
             try:
                 self.index = stock_index(there, main, self.file)
             except CheckpointError as error:
-                raise CheckpointError(f"{place} cannot be put together: {error}") from error
+                raise CheckpointError(f"{place} cannot be converted: {error}") from error
         self.numbering = self._numberings()
         self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
         self._first = {name: each.first() for name, each in self.parts.items()}
@@ -293,7 +293,9 @@ class Whole:
             return None if here is None else here.all_of_it()
         cuts = self._shard_dims.get(expert.layer)
         if not cuts:
-            raise CheckpointError(f"{self.place} does not say how {name} is cut into its {num_shards} shards")
+            raise CheckpointError(
+                f"{self.place} does not contain the dimension along which {name} is split into its {num_shards} shards"
+            )
         # What is not named is no parameter, but a buffer.
         return of_one_expert(cuts.get(expert.parameter, "whole"), 0, num_shards)
 
@@ -415,5 +417,5 @@ class Whole:
     def _names_in(self, file: str) -> list[ExpertName]:
         found = [expert_name(each) for each in self.file(file)]
         if not found or None in found:
-            raise CheckpointError(f"{self.place / file} is not of an expert")
+            raise CheckpointError(f"{self.place / file} does not belong to an expert")
         return [each for each in found if each is not None]

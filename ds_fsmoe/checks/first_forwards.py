@@ -80,7 +80,7 @@ class FirstForwards:
             self._checked.add(call.label)
             self._recompute = call.pipeline.recompute
             if self._keeps_calls:
-                call.tell_routing(partial(self._keep_choices, call.label))
+                call.add_routing_callback(partial(self._keep_choices, call.label))
             # Nothing of the call itself: its pipeline would hold it, and with its input the whole graph of a forward,
             # until garbage is collected.
             seen = call.label, call.x.shape[:-1].numel(), call.x.device, call.pipeline.degrees, call.in_rows
@@ -164,7 +164,7 @@ def _compare(capacity: int | None, x_SM: torch.Tensor, path: str, group: dist.Pr
     exchanged = {"dtype": str(x_SM.dtype).removeprefix("torch.")}
     if capacity is not None:
         exchanged = {"slots of each expert": str(capacity)} | exchanged
-    what = f"the size of a batch in {path} (each rank brings as many tokens, or the gate has drop_tokens = False)"
+    what = f"the batch size in {path} (give each rank the same number of tokens, or set drop_tokens = False)"
     try:
         check_agreement(exchanged, group, what)
     except DisagreementError:

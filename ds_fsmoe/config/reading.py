@@ -23,9 +23,14 @@ from ds_fsmoe import registry
 from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock, PlacementBlock
 from ds_fsmoe.config.words import BLOCK, Words, elsewhere, words_of
 from ds_fsmoe.planning.placement_policies import policy
-from ds_fsmoe.shapes import known_keys, near, sentences, shown, unknown_key, words_for
+from ds_fsmoe.shapes import known_keys, sentences, shown, unknown_key, words_for
+from ds_fsmoe.untrusted import suggested
 
-_SCHEDULES = '"best", or a system of docs/schedules.md to compare with'
+_DESCRIBED = {
+    BLOCK: "docs/config.md describes all keys",
+    f"{BLOCK}.schedule": '"best", or a system of docs/schedules.md to compare with',
+}
+"""Path in the block -> the description of the keys or values there, which are too many for a list."""
 
 
 class ConfigError(ValueError):
@@ -87,7 +92,7 @@ def _validated(words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
         return FSMoEBlock.model_validate(words.normalized), set(), []
     except ValidationError as error:
         wrong = {_field_of(each["loc"][0]) for each in error.errors()}
-        found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, {f"{BLOCK}.schedule": _SCHEDULES})
+        found = sentences(error, FSMoEBlock, (BLOCK,), elsewhere, _DESCRIBED)
     right = {word: value for word, value in words.normalized.items() if _field_of(word) not in wrong}
     # A block that was written as one value has an error for each field that it sets.
     return FSMoEBlock.model_validate(right), wrong, list(dict.fromkeys(map(words.as_written, found)))
@@ -116,9 +121,8 @@ def refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
 def _misplaced_autotuner(ds_config: Mapping[str, Any]) -> list[str]:
     """Return a sentence if our autotuner is written outside of our block, in the place of DeepSpeed's."""
     return [
-        f"{key} = ...: no such block in a DeepSpeed config; {BLOCK}.autotune, which chooses how layers are run, "
-        f"stands in {BLOCK}; DeepSpeed's own search for batch sizes and ZeRO settings is called autotuning and "
-        "stands beside it"
+        f"{key} = ...: no such block in a DeepSpeed config; write it as {BLOCK}.autotune, which chooses how layers "
+        "run. DeepSpeed's search for batch sizes and ZeRO settings is the key autotuning"
         for key in ds_config
         if re.sub(r"[^a-z]", "", str(key).lower()) in ("autotune", "autotuner")
     ]
@@ -144,8 +148,7 @@ def _unfit_null(written: Mapping[str, Any]) -> dict[str, str]:
         return {}
     path = f"{BLOCK}.gate"
     return {
-        path: f"{path}.capacity_factor = null: must be a number with {path}.drop_tokens = true; null is room for all "
-        "tokens"
+        path: f"{path}.capacity_factor = null: must be a number with {path}.drop_tokens = true; null drops no tokens"
     }
 
 
@@ -194,14 +197,13 @@ def _unfit_collective(asked: Asked) -> list[str]:
     if mode == "micro_ops" or (mode == "auto" and _pipeline_of(block.schedule) == "by_bytes"):
         return [
             f'{BLOCK}.gradient_partition.collective = "reduce_scatter": a slice of one tensor (mode "micro_ops", '
-            'schedule "lina") mostly belongs to one rank, whose link alone would carry it; the choices there are '
-            '"auto" and "all_reduce"'
+            'schedule "lina") mostly belongs to one rank, whose link alone would carry it; use "auto" or "all_reduce"'
         ]
     if stage in (1, 2):
         return []
     return [
         f'{BLOCK}.gradient_partition.collective = "reduce_scatter": every rank needs all gradients at '
-        f'zero_optimization.stage = {stage}; the choices there are "auto" and "all_reduce"'
+        f'zero_optimization.stage = {stage}; use "auto" or "all_reduce", or stage 1 or 2'
     ]
 
 
@@ -225,12 +227,12 @@ def _unfit_autotune(asked: Asked) -> list[str]:
     enabled = f"{BLOCK}.autotune.enabled"
     by_no_clock = block.deterministic and block.autotune.enabled == "auto"
     if block.autotune.enabled and not by_no_clock:
-        why = f"{enabled} = true and {BLOCK}.deterministic = true: tuning depends on timings; remove one"
+        why = f"{enabled} = true and {BLOCK}.deterministic = true: tuning depends on timings; remove one of them"
         problems = [why] if block.deterministic and block.autotune.enabled is True else []
         if block.autotune.retune_on_drift and not block.autotune.watch_every:
             problems.append(
                 f"{BLOCK}.autotune.retune_on_drift = true: only with {BLOCK}.autotune.watch_every above 0, and it is "
-                "0, so no step is compared; turn the one off or the other on"
+                "0; set watch_every, or remove retune_on_drift"
             )
         return problems
     idle = AutotuneBlock()
@@ -270,14 +272,14 @@ def _unfit_degrees(of: Asked) -> list[str]:
     source = f"{BLOCK}.deterministic be false" if block.deterministic else f"{BLOCK}.autotune.enabled be true"
     problems = [
         f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number, or '
-        f"{source}, so that something is measured that it could follow from"
+        f"{source}, as a choice needs measurements"
         for phase, degree in degrees.items()
         if degree == "auto" and needs_numbers
     ]
     if not problems and asked.forward != asked.backward and pipeline in ("common", "by_bytes"):
         problems.append(
             f"{path} = {asked.forward} forward and {asked.backward} backward: must be equal with {BLOCK}.schedule = "
-            f"{shown(block.schedule)}, which has as many chunks in both phases"
+            f"{shown(block.schedule)}, which has the same number in both phases"
         )
     return problems
 
@@ -298,8 +300,8 @@ def _unfit_packing(asked: Asked) -> list[str]:
     if block.placement.policy != "lina" or block.ep_size == "auto":
         return []
     return [
-        f'{BLOCK}.ep_size = {block.ep_size}: must be "auto", or left out, with {BLOCK}.placement.policy = "lina", '
-        "which chooses it at the start; the other policies go with a number"
+        f'{BLOCK}.ep_size = {block.ep_size}: must be "auto" with {BLOCK}.placement.policy = "lina", which '
+        "chooses it at the start; remove one of them"
     ]
 
 
@@ -358,7 +360,7 @@ def _missing_part(kind: str, path: str, name: str, own: str) -> list[str]:
     if name in names:
         return []
     choices = names if own in names else (own, *names)
-    return [f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join(choices)}{near(name, choices)}"]
+    return [f"{BLOCK}.{path} = {shown(name)}: no such part; {suggested(name, choices)}"]
 
 
 def _missing_order(asked: Asked) -> list[str]:
@@ -399,9 +401,7 @@ def _unknown_gate_options(asked: Asked) -> list[str]:
             continue
         if name not in (*asked.written_gate, "k"):
             name, value = "capacity_factor", None  # which stands for drop_tokens = false
-        near = difflib.get_close_matches(name, names, n=1)
-        listed = f"its options are {', '.join(names) or 'none'}"
-        hint = f"did you mean {near[0]!r}? I{listed[1:]}" if near else listed
+        hint = suggested(name, names, f"its options are {', '.join(names) or 'none'}")
         problems.append(
             f"{BLOCK}.gate.{name} = {shown(value)}: the gate {shown(block.gate.type)} has no such option; "
             f"{elsewhere(f'{BLOCK}.gate.{name}') or hint}"
@@ -417,11 +417,11 @@ def _unfit_placement(of: Asked) -> list[str]:
         try:
             policy(asked.policy)
         except ValueError as error:
-            return [f"{path}.policy = {shown(asked.policy)}: {error}; lina chooses ep_size at start"]
+            return [f"{path}.policy = {shown(asked.policy)}: {error}"]
         if block.esp_size > 1:
             problems.append(
-                f"{path}.policy = {shown(asked.policy)}: experts that are sharded stay where they are; use "
-                f'{BLOCK}.expert_tensor_parallel_size = 1, or "off"'
+                f"{path}.policy = {shown(asked.policy)}: sharded experts cannot move; use "
+                f'{BLOCK}.expert_tensor_parallel_size = 1, or the policy "off"'
             )
     else:
         idle = PlacementBlock()

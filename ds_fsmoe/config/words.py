@@ -56,9 +56,7 @@ def words_of(written: Any) -> Words:
     found.normalized = _collect_words(found, FSMoEBlock, written, [BLOCK], BLOCK)
     if isinstance(written, Mapping) and "solver" in written:
         # Numbers of chunks are chosen by simulating all of them.
-        found.old.append(
-            f"{BLOCK}.solver = {shown(found.normalized.pop('solver'))} means nothing any more: leave it out"
-        )
+        found.old.append(f"{BLOCK}.solver = {shown(found.normalized.pop('solver'))} has no effect any more: remove it")
     return found
 
 
@@ -107,8 +105,8 @@ _ELSEWHERE = {
     "num_experts_per_tok": f"write it as {BLOCK}.gate.top_k",
     "moe_expert_capacity_factor": f"write it as {BLOCK}.gate.capacity_factor",
     **dict.fromkeys(("degree", "chunks", "a2a_ffn_overlap_degree"), f"write it as {BLOCK}.num_chunks"),
-    "autotuning": f"write it as {BLOCK}.autotune; DeepSpeed's own autotuning stands beside {BLOCK}, not in it, and "
-    f"looks for batch sizes and ZeRO settings in jobs of its own, while {BLOCK}.autotune chooses how layers are run",
+    "autotuning": f"write it as {BLOCK}.autotune, which chooses how layers run. DeepSpeed's autotuning, which "
+    f"searches batch sizes and ZeRO settings, is a key beside {BLOCK}",
 }
 
 

@@ -318,8 +318,8 @@ def _made_by_deepspeed(
         dist.get_rank(block_group)
     except ValueError as error:
         raise RuntimeError(
-            f"DeepSpeed's group {name} belongs to a process group that was destroyed; end that one with "
-            "deepspeed.comm.destroy_process_group(), which clears DeepSpeed's groups as torch.distributed's does not"
+            f"DeepSpeed's group {name} belongs to a process group that was destroyed: end process groups with "
+            "deepspeed.comm.destroy_process_group(), which also clears DeepSpeed's groups"
         ) from error
     # DeepSpeed keeps one group per size, made as the first layer that asked for it wanted it.
     held = stock._get_expert_parallel_group_ranks(name), stock._get_expert_data_parallel_group_ranks(name)
@@ -327,9 +327,9 @@ def _made_by_deepspeed(
     if tuple(map(tuple, held)) != needed:
         raise RuntimeError(
             f"DeepSpeed's group {name} of rank {rank} has the ranks {list(held[0])}, and {list(held[1])} for data; "
-            f"ds_fsmoe needs {list(needed[0])} and {list(needed[1])}: an earlier layer with "
-            "enable_expert_tensor_parallelism, with another use_data_before_expert_parallelism or in other pipeline "
-            "stages has made it; do without"
+            f"ds_fsmoe needs {list(needed[0])} and {list(needed[1])}. An earlier layer made it with "
+            "enable_expert_tensor_parallelism, with another use_data_before_expert_parallelism or in other "
+            "pipeline stages: build all layers with the same settings"
         )
     dp_group = stock._get_sequence_data_parallel_group()
     sized = ((block_group, block_size), (edp_group, len(found.edp[0])), (dp_group, len(found.dp[0])))

@@ -64,18 +64,18 @@ def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the reason why a GPU may start this rank's collectives in another order than issued; ``None`` if it
     cannot."""
     if torch.version.hip is not None:
-        return "RCCL has no order of launches that can be relied on"
+        return "RCCL does not guarantee the order of launches"
     found = version()
     if found[:2] < ORDERED_FROM:
-        return f"NCCL {'.'.join(map(str, found))} has no {VARIABLE}: it came with {'.'.join(map(str, ORDERED_FROM))}"
+        return f"NCCL {'.'.join(map(str, found))} has no {VARIABLE}: use {'.'.join(map(str, ORDERED_FROM))} or later"
     value = environment.get(VARIABLE)
     if value is None:
         return (
-            f"the first process group was made before ds_fsmoe could set {VARIABLE}: import ds_fsmoe ahead of it, or "
+            f"the first process group was made before ds_fsmoe could set {VARIABLE}: import ds_fsmoe first, or "
             f"start the job with {VARIABLE}=1"
         )
     if not _is_on(value):
-        return f"{VARIABLE} = {value} was set by somebody, and is kept; 1 would do"
+        return f"{VARIABLE} = {value} is set in the environment: set it to 1"
     return None
 
 

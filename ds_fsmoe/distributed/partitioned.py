@@ -88,8 +88,8 @@ def run_compiled(model: nn.Module) -> None:
             continue
         if module._orig_mod._parameters:
             raise RuntimeError(
-                f"{name or 'the model'} was given to torch.compile before ds_fsmoe.initialize, and ZeRO 3 of DeepSpeed "
-                "cannot share out the weights of such a module: call its method compile() instead, or engine.compile()"
+                f"{name or 'the model'} was given to torch.compile before ds_fsmoe.initialize, and DeepSpeed's ZeRO "
+                "3 cannot partition such a module: call its method compile() instead, or engine.compile()"
             )
         vars(module)["_parameters"] = ZeROOrderedDict(module)
 

@@ -88,9 +88,9 @@ def why_not_sharded(topology: Topology, esp_size: int) -> str | None:
         return None
     nodes = ", ".join(f"{count} of {size} rank{'s' if size > 1 else ''}" for size, count in sorted(sizes.items()))
     return (
-        f"fsmoe.expert_tensor_parallel_size = {esp_size}: the nodes are not equally large ({nodes}), so some ranks "
-        "that share an expert would lie inside a node and others in two; use 1, or as many ranks on every node, or, "
-        "where host names do not tell the nodes, set fsmoe.topology.ranks_per_node"
+        f"fsmoe.expert_tensor_parallel_size = {esp_size}: the nodes have different numbers of ranks ({nodes}), so "
+        "ranks of two nodes would share an expert; use 1, or as many ranks on every node. If host names do not "
+        "identify the nodes, set fsmoe.topology.ranks_per_node"
     )
 
 
@@ -264,14 +264,14 @@ def _checked_stage_size(
             raise ValueError(f"{name} = {size!r}: must divide {ranks}; the choices are {choices}")
     if self_split and stage_size // mp_size % ep_size:
         raise ValueError(
-            f"ep_size = {ep_size}: experts that split themselves over {mp_size} tensor-parallel ranks are spread over "
-            f"data-parallel ranks alone, and it must divide these {stage_size // mp_size}; the choices are "
+            f"ep_size = {ep_size}: with experts that are split over {mp_size} tensor-parallel ranks, it must divide "
+            f"the {stage_size // mp_size} data-parallel ranks; the choices are "
             f"{sizes_that_divide(stage_size // mp_size)}"
         )
     if self_split and esp_size != 1:
         raise ValueError(
-            f"fsmoe.expert_tensor_parallel_size = {esp_size!r}: with enable_expert_tensor_parallelism the experts "
-            "split themselves already; set it to 1, or do without enable_expert_tensor_parallelism"
+            f"fsmoe.expert_tensor_parallel_size = {esp_size!r}: enable_expert_tensor_parallelism already splits the "
+            "experts; set it to 1, or remove enable_expert_tensor_parallelism"
         )
     if not is_count(esp_size) or stage_size % (ep_size * esp_size):
         raise ValueError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 OPTION = "--fsmoe"
-HELP = "the block, as a file or as JSON; it takes the place of any that the script's own config has"
+HELP = "the block, as a file or as JSON; it replaces the block in the script's own config"
 _EXAMPLE = "a file, or a JSON object such as '{\"enabled\": true}'"
 
 
@@ -58,7 +58,7 @@ def read_given(text: str) -> dict[str, Any]:
         try:
             found = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{OPTION} {text}: is no JSON: {error}") from error
+            raise ValueError(f"{OPTION} {text}: is not JSON: {error}") from error
     else:
         found = _read_file(text)
     block = found.get("fsmoe", found) if isinstance(found, Mapping) else found

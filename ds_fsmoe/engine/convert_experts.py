@@ -417,7 +417,7 @@ def convert_experts(
         for name in contract.weights:
             describe_as(getattr(module, name), part)
         let_run(module)
-    replaced = cut_weights(module, wanted, state.group_name)
+    replaced = keep_own_weights(module, wanted, state.group_name)
     if state.esp_size == 1:  # what shards compute has been tried
         with gathered(module.parameters()):
             if not computes_by_contract(module, contract):
@@ -448,7 +448,7 @@ def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
         module.fsmoe.watch = RouterWatch(model.get_submodule(around), module)
 
 
-def cut_weights(
+def keep_own_weights(
     module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Replace all experts of a module by this rank's experts, or shards of them, one weight at a time."""

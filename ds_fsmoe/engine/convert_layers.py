@@ -47,8 +47,8 @@ def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMo
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
     if not layers and not has_others and getattr(model, "num_stages", 1) == 1:
         raise LayerError(
-            f"No MoE layers found in {type(model).__name__}: neither deepspeed.moe.layer.MoE nor ds_fsmoe.MoE nor "
-            "experts of transformers 5. ds_fsmoe speeds up MoE models only; set fsmoe.enabled to false for this one"
+            f"No MoE layers found in {type(model).__name__}: ds_fsmoe needs deepspeed.moe.layer.MoE, ds_fsmoe.MoE "
+            "or experts of transformers 5. Set fsmoe.enabled to false for this model"
         )
     return layers
 

@@ -306,7 +306,10 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         for name, layer in self.fsmoe.layers.items():
             shape = layer.fsmoe.last_shape
             if shape is None:
-                raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
+                raise RuntimeError(
+                    f"fsmoe_dummy_forward: {name} has not run yet, so its input size is unknown: run "
+                    "one forward with a batch on every rank first"
+                )
             # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
             total = layer.run_without_tokens(shape, total)
         for each in paused:

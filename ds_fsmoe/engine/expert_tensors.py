@@ -33,9 +33,9 @@ from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
 from ds_fsmoe.engine.convert_experts import (
     check_experts_modules,
-    cut_weights,
     ep_size_of,
     find_experts,
+    keep_own_weights,
     num_experts_of,
 )
 from ds_fsmoe.engine.shard_experts import PEFT_COUNTS_ALL, share_out_over_replicas, tag_as_experts, type_of_run
@@ -107,7 +107,7 @@ class Build:
             part = ExpertPart("stacked", num_experts_of(module), ep_size, ranks.index(dist.get_rank()))
             self.parts[name] = part
             weights = dict.fromkeys(contract_of(module).weights, part)
-            cut_weights(module, weights, stock_names(ep_size, 1).expert_group_name)
+            keep_own_weights(module, weights, stock_names(ep_size, 1).expert_group_name)
             self.own |= {f"{name}.{each}": part for each in weights}
 
     def draw(self, model: nn.Module, undrawn: set[str]) -> None:

@@ -26,7 +26,7 @@ from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
-from ds_fsmoe.layer.expert_checks import Uncut
+from ds_fsmoe.layer.expert_checks import ChunkGuard
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.experts_state import ExternalRouter
 from ds_fsmoe.layer.parts import Parts
@@ -126,7 +126,9 @@ class FSMoEState:
         self._is_settled = False
         is_tuned = block.autotune.enabled or self.micro_ops is not None
         tries, is_sharded = block.debug.check_experts, block.esp_size > 1
-        self.chunking_guard = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._on_layers_unchunked)
+        self.chunking_guard = ChunkGuard(
+            running.device, tries, is_tuned, is_sharded, stage_group, self._on_layers_unchunked
+        )
         running.checks.append(self.chunking_guard.check)
 
     def begin(self, steps_whole: bool) -> None:

@@ -124,7 +124,7 @@ class LayerPipeline:
             raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, but its two parts are missing")
         if (self.forward.narrow, self.backward.narrow) != (self.collectives.comm_dtypes.narrow,) * 2:
             raise ValueError(
-                f"{self.label}: conversions are planned for other wires than {self.collectives.comm_dtypes}"
+                f"{self.label}: conversions are planned for another comm_dtype than {self.collectives.comm_dtypes}"
             )
 
     @property

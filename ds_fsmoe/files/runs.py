@@ -276,8 +276,8 @@ def read_run(folder: Path) -> Run:
     if not (run.facts or run.steps or has_trace(folder)):
         names = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise NoRunError(
-            f"{folder}: no run has been recorded here: neither {RUN} nor {STEPS} nor a trace; it has {names}. "
-            'A run leaves them in the folder that "fsmoe": {"record": {"dir": ...}} names'
+            f"{folder}: no run has been recorded here: {RUN}, {STEPS} and traces are missing (found: {names}). "
+            'Give the folder that is "dir" in the run\'s "fsmoe": {"record": {"dir": ...}}'
         )
     if run.facts.get("format", FORMAT) != FORMAT:
         run.problems.append(f"{RUN}: format {run.facts['format']}, and this version reads {FORMAT}")

@@ -195,7 +195,7 @@ class Reduction:
         """Log how much is sent during the backward; with details also by which reduction algorithm."""
         flats = self.reducer.flats
         ways = ", ".join(dict.fromkeys(str(each.algorithm_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
-        details = f" ({self.mode}); they travel by {ways}" if self._has_details else ""
+        details = f" ({self.mode}); reduced by {ways}" if self._has_details else ""
         log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
 
     def describe(self) -> str:

@@ -255,7 +255,7 @@ def agreed(
 # ---- The layers of an engine that must run in one chunk
 
 
-class Uncut:
+class ChunkGuard:
     """Finds the layers of one engine that must run in one chunk, agrees on them and logs them.
 
     Args:

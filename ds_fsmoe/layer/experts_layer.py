@@ -329,12 +329,12 @@ def _refuse(module: nn.Module, inputs: Any) -> None:
     kind, part = type(module).__name__, loaded_part(module)
     if part is None:
         raise LayerError(
-            f"{kind} has this rank's experts only and no engine any more: give the model to ds_fsmoe.initialize, or "
-            "call ds_fsmoe.make_whole(model) on every rank"
+            f"{kind} has this rank's experts only, and its engine has ended: give the model to ds_fsmoe.initialize, "
+            "or call ds_fsmoe.make_whole(model) on every rank"
         )
     raise LayerError(
         f"{kind} has {part.num_local} of {part.num_experts} experts, those of rank {part.ep_rank} of {part.ep_size}, "
-        "and no engine: give the model to ds_fsmoe.initialize before it runs, or load it whole within "
+        "and no engine: give the model to ds_fsmoe.initialize before a forward, or load all experts within "
         'ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
     )
 

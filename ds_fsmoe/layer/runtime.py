@@ -316,7 +316,7 @@ class LayerRuntime:
         words = "; ".join(each.removeprefix("links ") for each in orders)
         if self.device.type != "cuda":
             return words
-        ctas = "" if self.max_ctas is None else f", {self.max_ctas} thread blocks each at the most"
+        ctas = "" if self.max_ctas is None else f", at most {self.max_ctas} thread blocks each"
         return f"{words}, started in the order of issue ({VARIABLE}){ctas}"
 
     def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:

@@ -259,7 +259,7 @@ class LayerState:
     plan: LayerPlan | None = None
     """The plan applied last; a layer with :attr:`why_unchunked` has one chunk whatever the plan is."""
     why_unchunked: str = ""
-    """The reason why the layer must run in one chunk, see :class:`~ds_fsmoe.layer.expert_checks.Uncut`; empty without
+    """The reason why the layer must run in one chunk, see :class:`~ds_fsmoe.layer.expert_checks.ChunkGuard`; empty without
     one."""
     groups: FSMoEGroups | None = None
     """The process groups of a layer in an engine."""

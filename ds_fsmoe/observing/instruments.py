@@ -44,7 +44,7 @@ class LayerCall:
     in_rows: bool = False
     """Whether rows travel instead of slots; then ranks need not have equally many."""
 
-    def tell_routing(self, hear: Callable[[RoutingBase], None]) -> None:
+    def add_routing_callback(self, hear: Callable[[RoutingBase], None]) -> None:
         """Call a function with the gate's decision, before rows are sent."""
         gate = self.gate
 

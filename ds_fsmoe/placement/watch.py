@@ -393,7 +393,7 @@ def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> st
         )
     swaps = sum(each.num_swaps for each in moved)
     gain_ms = sum(each.gain_ms or 0.0 for each in moved)
-    gain = f", {gain_ms:.1f} ms a step less, pays after {pays_after_steps} step(s)" if gain_ms else ""
+    gain = f", {gain_ms:.1f} ms a step less, breaks even after {pays_after_steps} step(s)" if gain_ms else ""
     return (
         f"placement at step {step}: {swaps} exchange(s) of experts in {len(moved)} layer(s){gain}; {worst.layer}: "
         f"the fullest rank {worst.balance:.2f} -> {worst.expected_balance:.2f} times the mean"

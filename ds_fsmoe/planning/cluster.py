@@ -9,7 +9,6 @@ starts from, and an all-reduce reduces.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.untrusted import read_json
+from ds_fsmoe.untrusted import read_json, suggested
 
 _FOLDER = Path(__file__).parent / "clusters"
 _SCHEMA = "cluster.schema"
@@ -118,7 +117,9 @@ def load_cluster(name_or_path: str) -> Cluster:
 
     path, data = read_cluster_file(name_or_path)
     if wrong := wrong_in(data, ClusterFile):
-        raise ValueError(f"cluster file {path}: {wrong[0]}")
+        # A misspelt key explains why another one is missing.
+        first = next((each for each in wrong if "unknown key" in each), wrong[0])
+        raise ValueError(f"cluster file {path}: {first}")
     return cluster_from_json(data, path.stem)
 
 
@@ -152,12 +153,8 @@ def read_cluster_file(name_or_path: str) -> tuple[Path, Any]:
     if name_or_path not in names():
         path = Path(name_or_path)
         if not path.is_file():
-            near = difflib.get_close_matches(name_or_path, names(), 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"no cluster is called {name_or_path!r}, and there is no such file: {hint}"
-                f"the choices are {', '.join(names())}, or the path of a JSON file written like one of them"
-            )
+            listed = f"the choices are {', '.join(names())}, or the path of a JSON file like theirs"
+            raise ValueError(f"no cluster or file {name_or_path!r}: {suggested(name_or_path, names(), listed)}")
     try:
         return path, read_json(path)
     except (OSError, ValueError) as error:

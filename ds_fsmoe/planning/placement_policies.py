@@ -19,6 +19,7 @@ import numpy as np
 
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import ObservedRouting, Prices
+from ds_fsmoe.untrusted import suggested
 
 AS_GOOD, NODES_AS_GOOD = 100, 50
 """The fullest rank may have more than the least that was found by one part in so many, if fewer experts move for it. So
@@ -157,20 +158,18 @@ def policy(name: str) -> Policy:
     if name in POLICIES:
         return POLICIES[name]
     module, _, function = name.rpartition(".")
-    reason = ""
+    listed = "the choices are balanced, off, lina (sets ep_size at the start), or your function as package.module.name"
+    reason = f"no such policy; {suggested(name, (*POLICIES, 'lina'), listed)}"
     if module:
         try:
             found = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError, ValueError) as error:
-            reason = f": {error}"
+            reason = f"cannot be imported: {error}; write it as package.module.name"
         else:
             if callable(found):
                 return found
-            reason = ": it is not a function"
-    choices = ", ".join(POLICIES)
-    raise ValueError(
-        f"policy {name!r}{reason}: the choices are {choices}, or a function of your own as package.module.function"
-    )
+            reason = "is not a function; write it as package.module.name"
+    raise ValueError(reason)
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def decide(
         what = f"{what}, {_ms(now_ms)} -> {_ms(step_ms)} ms a step, {_ms(moves_ms, 10)} ms to move"
         why = f"{name}{what}: breaks even after {steps} step{'s' * (steps != 1)}"
         found = Decision(wanted, gain_ms, moves_ms, steps, before, after, why)
-        why_not = "" if is_worth else "gains nothing that these costs could tell"
+        why_not = "" if is_worth else "the gain is below the error of these costs"
         if steps > break_even_within:
             why_not = f"would break even after {steps} steps, not within {break_even_within}"
     if not num_moved:

@@ -322,9 +322,12 @@ def check_divides(shape: Shape, groups: Groups) -> None:
     Raises:
         ValueError: one of them does not divide.
     """
-    for name, value, over, ranks in (("E", shape.E, "ep", groups.ep), ("H", shape.H, "esp", groups.esp)):
+    for over, ranks, value, name in (
+        ("ep_size", groups.ep, shape.E, "experts"),
+        ("expert_tensor_parallel_size", groups.esp, shape.H, "columns of an expert (its hidden width)"),
+    ):
         if value % ranks:
-            raise ValueError(f"{name} = {value}: must be divisible by {over} = {ranks}")
+            raise ValueError(f"{over} = {ranks}: must divide the {value} {name}")
 
 
 def arranging(shape: Shape, tokens_S: float) -> tuple[Work, Work, Work]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_fsmoe.untrusted import suggested
+
 HOT_SHARE = 0.5
 """Of the tokens, those that have a hot expert among their choices, or go to a hot rank only."""
 DRIFT_STEPS = 64
@@ -75,7 +77,7 @@ def choices(
         ValueError: the name is unknown, or sizes are invalid.
     """
     if name not in _MAKERS:
-        raise ValueError(f"unknown routing {name!r}: choose from {', '.join(NAMES)}")
+        raise ValueError(f"unknown routing {name!r}: {suggested(name, NAMES)}")
     if not 1 <= k <= num_experts or num_tokens < 0:
         raise ValueError(f"k = {k}: must be between 1 and the {num_experts} experts, for {num_tokens} >= 0 tokens")
     if ep_size < 1 or num_experts % ep_size:

@@ -108,7 +108,7 @@ class PathProfiler:
             self._forwards += 1
         if (self._forwards - 1) % self._every:
             return
-        call.tell_routing(partial(self._note, call.label))
+        call.add_routing_callback(partial(self._note, call.label))
 
     def _note(self, label: str, routing: RoutingBase) -> None:
         if isinstance(routing, Routing):

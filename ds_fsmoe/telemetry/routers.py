@@ -216,7 +216,7 @@ class RouterMetrics:
     def watch_call(self, call: LayerCall) -> None:
         """Count the decisions of a call in training, while counting is on: an instrument."""
         if call.is_training and self.is_listening and not self.is_paused and not in_backward():
-            call.tell_routing(partial(self._count, self._own[self._prefix + call.label]))
+            call.add_routing_callback(partial(self._count, self._own[self._prefix + call.label]))
 
     def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> RemovableHandle:
         """Count the entropies of the model's own router from the output of a module, from now on while counting is on.

@@ -76,7 +76,7 @@ class RoutingRecorder:
         self._calls[call.label] = micro_batch + 1
         if self.is_paused or self._step % self._every:
             return
-        call.tell_routing(partial(self._record, (self._step, micro_batch, self._numbers[call.label])))
+        call.add_routing_callback(partial(self._record, (self._step, micro_batch, self._numbers[call.label])))
 
     def _record(self, key: tuple[int, int, int], routing: RoutingBase) -> None:
         if isinstance(routing, Routing):

@@ -509,7 +509,7 @@ class Pending:
         cls, function: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function of torch with values in place of pending arguments."""
-        return function(*map(looked_at, args), **{name: looked_at(each) for name, each in (kwargs or {}).items()})
+        return function(*map(resolved, args), **{name: resolved(each) for name, each in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
         # Not while it is created or copied.
@@ -524,25 +524,25 @@ class Pending:
         return len(self.value)
 
 
-def looked_at(value: Any) -> Any:
+def resolved(value: Any) -> Any:
     """Return a value, or a list or tuple, with tensors in place of pending values."""
     if isinstance(value, Pending):
         return value.value
     if type(value) in (tuple, list):
-        return type(value)(map(looked_at, value))
+        return type(value)(map(resolved, value))
     return value
 
 
 def _with_value(of: Callable) -> Callable:
     def method(self: Pending, *others: Any) -> Any:
-        return of(self.value, *map(looked_at, others))
+        return of(self.value, *map(resolved, others))
 
     return method
 
 
 def _with_value_second(of: Callable) -> Callable:
     def method(self: Pending, other: Any) -> Any:
-        return of(looked_at(other), self.value)
+        return of(resolved(other), self.value)
 
     return method
 

@@ -35,7 +35,7 @@ from ds_fsmoe.two_batch.run import (
     check_cache,
     check_output,
     halves_of,
-    looked_at,
+    resolved,
     wants_blocks,
 )
 
@@ -272,7 +272,7 @@ def _why_not_as_called(blocks: Sequence[Block], called: Sequence[Block]) -> str:
 
 def _whole(block: Block, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a block with the whole batch."""
-    return block.forward(*looked_at(args), **{name: looked_at(each) for name, each in kwargs.items()})
+    return block.forward(*resolved(args), **{name: resolved(each) for name, each in kwargs.items()})
 
 
 def _first(block: Block, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Rest]:

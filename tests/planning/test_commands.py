@@ -261,13 +261,13 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
     [
         (
             ["--cluster", "testbed_c"],
-            "no cluster is called 'testbed_c', and there is no such file: did you mean 'testbed_",
+            "no cluster or file 'testbed_c': did you mean 'testbed_",
         ),
         (
             ["--model", "mixtral-8b"],
-            "no model is called 'mixtral-8b', and there is no such file: did you mean 'mixtral-",
+            "no model or file 'mixtral-8b': did you mean 'mixtral-",
         ),
-        (["--preset", "fastmoe"], "unknown preset 'fastmoe': choose from deepspeed, tutel, tutel_improved,"),
+        (["--preset", "fastmoe"], "unknown preset 'fastmoe': did you mean 'fsmoe'?"),
         (
             ["--ep", "5"],
             "ep_size = 5 times expert_tensor_parallel_size = 4 = 20: must divide the 32 ranks of the world",
@@ -275,16 +275,16 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
         (["--dp", "3"], "mp = 4 and dp = 3 do not multiply to the 32 ranks of the world"),
         (["--pp", "5"], "pp = 5: must divide the world size 32"),
         (["--mp", "0"], "mp = 0: must be a whole number of at least 1"),
-        (["--experts", "9", "--ep", "8"], "E = 9: must be divisible by ep = 8"),
+        (["--experts", "9", "--ep", "8"], "ep_size = 8: must divide the 9 experts"),
         (["--top-k", "9"], "--top-k = 9: must be at most the number of experts, 8; --experts sets it"),
         (["--capacity-factor", "much"], "--capacity-factor = 'much': must be a number, or none"),
         (["--capacity-factor", "-1"], "capacity_factor = -1.0: must be above 0, or none where nothing drops"),
         (["--ffn", "wide"], "ffn = 'wide': the choices are gpt, mixtral"),
-        (["--contention", "-1"], "--contention = '-1': choose measured, ideal, or a number of at least 0"),
-        (["--contention", "nan"], "--contention = 'nan': choose measured, ideal, or a number of at least 0"),
+        (["--contention", "-1"], "--contention = '-1': must be measured, ideal, or a number of at least 0"),
+        (["--contention", "nan"], "--contention = 'nan': must be measured, ideal, or a number of at least 0"),
         (["--solver", "newton"], "solver = 'newton': the choices are exact, slsqp"),
-        (["--gradient-solver", "sa"], "--gradient-solver = 'sa': choose from dp, de"),
-        (["--alltoall", "3dh"], "--alltoall = '3dh': choose from flat, 2dh"),
+        (["--gradient-solver", "sa"], "--gradient-solver = 'sa': the choices are dp, de"),
+        (["--alltoall", "3dh"], "--alltoall = '3dh': did you mean '2dh'?"),
         (["--max-degree", "0"], "num_chunks.max = 0: must be a whole number from 1 to 256"),
         (["--chunk-bytes", "0"], "gradient_partition.chunk_bytes = 0: must be a whole number of at least 1"),
         (["--host-us", "-3"], "--host-us = -3.0: must be a finite number of at least 0"),
@@ -302,8 +302,8 @@ def test_a_wrong_argument_is_one_sentence(arguments: list[str], sentence: str, c
 
 def test_what_is_missing_without_a_model_is_named(capsys) -> None:
     assert cli.main(["plan", "--cluster", "testbed_a", "--width", "64"]) == 2
-    needed = "(gpt2-xl, mixtral-7b, mixtral-22b, mixtral-8x7b, ...) also needed: --hidden, --length, --layers"
-    assert needed in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "missing: --hidden, --length, --layers; or name a model with --model (gpt2-xl, mixtral-7b, " in said
 
 
 def test_a_cluster_of_ones_own_plans_and_a_missing_operation_is_named(capsys, tmp_path) -> None:
@@ -349,7 +349,7 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
     [
         (
             [*ON_TWO_NODES, "--alltoall", "twice"],
-            "--alltoall = 'twice': choose from flat, 2dh, once_per",
+            "--alltoall = 'twice': the choices are flat, 2dh, once_per",
         ),
         ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: needs whole experts"),
         ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices per token"),

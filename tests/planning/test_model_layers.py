@@ -205,8 +205,8 @@ def test_another_capacity_and_a_fuller_rank_change_what_is_sent() -> None:
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"groups": Groups(12, 4, ep=3)}, "E = 4: must be divisible by ep = 3"),
-        ({"groups": Groups(12, 4, esp=3)}, "H = 10: must be divisible by esp = 3"),
+        ({"groups": Groups(12, 4, ep=3)}, "ep_size = 3: must divide the 4 experts"),
+        ({"groups": Groups(12, 4, esp=3)}, "expert_tensor_parallel_size = 3: must divide the 10 columns"),
         ({"groups": Groups(9, 4, pp=9)}, "pp = 9: must be at most the number of blocks, 8"),
         ({"stage": ModelStage(0, range(2), True, False)}, "stage 1 of 1: none of its blocks has experts"),
     ],

@@ -145,7 +145,7 @@ def test_drawing_and_tracing_take_a_model_of_unequal_layers(own: Path, capsys) -
     ("options", "sentence"),
     [
         (["--model", "olmoe"], "--hf-config = {own}: cannot be combined with --model"),
-        (["--width", "64"], "--width = 64: {name} has its own; it can be given where all sizes are"),
+        (["--width", "64"], "--width = 64: {name} has its own; remove --width, or give all sizes"),
         (["--heads", "8"], "--heads = 8: {name} has its own"),
         (["--kv-heads", "8"], "--kv-heads = 8: {name} has its own"),
         (["--ffn", "gpt"], "--ffn = gpt: {name} has its own"),
@@ -153,7 +153,7 @@ def test_drawing_and_tracing_take_a_model_of_unequal_layers(own: Path, capsys) -
         (["--layers", "7"], "layers = 7: must be from 1 to the 6 of {name}"),
         (["--top-k", "13"], "--top-k = 13: must be at most the number of experts, 12; --experts sets it"),
         (["--samples", "0"], "B = 0: must be a whole number of at least 1"),
-        (["--ep", "8"], "E = 12: must be divisible by ep = 8"),
+        (["--ep", "8"], "ep_size = 8: must divide the 12 experts"),
         (["--imbalance", "0.5"], "imbalance = 0.5: must be a number of at least 1"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_name_of_the_hub_without_transformers_is_answered_with_what_is_missing
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
-    assert "there is no such file or folder, and transformers, which looks names of the Hugging Face Hub" in done.stderr
+    assert "there is no such file or folder, and transformers (for names of the Hugging Face Hub)" in done.stderr
     assert "pip install 'ds_fsmoe[hf]', or give the path of a config.json" in done.stderr
 
 

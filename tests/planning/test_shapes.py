@@ -63,8 +63,8 @@ def test_of_what_is_huge_or_wrong_a_million_times_a_part_is_shown() -> None:
     (sentence,) = wrong_in({"count": "9" * 100_000}, Outer)
     assert len(sentence) < 500
     many = {"count": 1} | dict.fromkeys(map(str, range(100_000)), 0)
-    assert wrong_in(many, Outer) == ["100001 keys, and there are 3"]
-    assert wrong_in({"count": 1, "inner": many}, Outer) == ["inner: 100001 keys, and there are 2"]
+    assert wrong_in(many, Outer) == ["100001 keys: must be at most 3"]
+    assert wrong_in({"count": 1, "inner": many}, Outer) == ["inner: 100001 keys: must be at most 2"]
 
 
 NUMBERED = create_model("NUMBERED", __base__=Known, number=(Number, ...), whole=(Whole, 0))

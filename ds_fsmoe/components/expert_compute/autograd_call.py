@@ -124,7 +124,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def somebody_keeps_for_autograd() -> bool:
+def has_saving_hooks() -> bool:
     """Return True if hooks are active on the tensors that autograd saves.
 
     Kept graphs would then keep tensors that the hooks want to drop.

@@ -19,13 +19,19 @@ from ds_fsmoe.components.expert_compute.autograd_call import (
     AutocastState,
     AutogradCall,
     OneExpert,
-    somebody_keeps_for_autograd,
+    has_saving_hooks,
 )
 from ds_fsmoe.components.expert_compute.expert_call import CallRows, ExpertCall, ExpertRun
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, modules_of
 from ds_fsmoe.components.expert_compute.plan import ExpertPlan, PlannedExpert
-from ds_fsmoe.components.expert_compute.side_by_side import GroupedExperts, SideBySide, can_be_grouped, pays, runs_of
+from ds_fsmoe.components.expert_compute.side_by_side import (
+    GroupedExperts,
+    SideBySide,
+    can_be_grouped,
+    has_gain,
+    runs_of,
+)
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 
 
@@ -37,7 +43,7 @@ class ExpertSet:
         keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
         path: of their layer in the model, for messages.
         together: whether several experts are computed together: "auto" where it is faster
-            (:func:`~ds_fsmoe.components.expert_compute.side_by_side.pays`), "never", or "always" where it is possible.
+            (:func:`~ds_fsmoe.components.expert_compute.side_by_side.has_gain`), "never", or "always" where it is possible.
     """
 
     def __init__(
@@ -147,7 +153,7 @@ class ExpertSet:
 
     def _go_together(self, run: ExpertRun, planned: PlannedExpert, x_NeCM: torch.Tensor) -> bool:
         """Return True if experts are computed together on slots of this shape."""
-        return (self.together == "always" or pays(planned, x_NeCM)) and run.call.experts.is_free(x_NeCM.shape[0])
+        return (self.together == "always" or has_gain(planned, x_NeCM)) and run.call.experts.is_free(x_NeCM.shape[0])
 
     def _now(self) -> tuple[Sequence[PlannedExpert | None], list[tuple[int, int]], GradientSums]:
         """Return the experts as planned for a call made now, the runs that are computed together, and the gradient
@@ -178,7 +184,7 @@ class ExpertSet:
         expert = OneExpert(
             self.experts[index], keep_expert_dim=self.keep_expert_dim, contiguous=contiguous, where=where
         )
-        keeps_graph = needs_backward and same_chunks and not recompute and not somebody_keeps_for_autograd()
+        keeps_graph = needs_backward and same_chunks and not recompute and not has_saving_hooks()
         keeps = {"needs_backward": needs_backward, "keeps_graph": keeps_graph, "keeps_results": rows is not None}
         return AutogradCall(expert, sums, **keeps)
 

@@ -28,10 +28,10 @@ def check_shardable(expert: nn.Module, count: int) -> ManualExpert:
     form = manual_form(expert)
     if form is None:
         raise ValueError(
-            f"expert {type(expert).__name__} cannot be sharded: only an expert whose structure is known can be, that "
-            "is GPTFeedForward, MixtralFeedForward, a subclass of ExpertBase that defines written(), and "
-            "nn.Sequential(nn.Linear, activation, nn.Linear) with nn.ReLU, nn.GELU or nn.SiLU, none of them with "
-            "replaced, shared or reparametrised layers; use 1"
+            f"expert {type(expert).__name__} cannot be sharded: its structure is unknown. Use 1, or GPTFeedForward, "
+            "MixtralFeedForward, a subclass of ExpertBase that defines written(), or nn.Sequential(nn.Linear, "
+            "activation, nn.Linear) with nn.ReLU, nn.GELU or nn.SiLU, without replaced, shared or reparametrised "
+            "layers"
         )
     hidden = form.down.in_features
     if count < 1 or hidden % count:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes several experts of one structure together: each step of a forward call is one operation for all of them.
 
-``calls`` decides by :func:`runs_of` and :func:`pays` which experts go together. ``written_call`` runs them like a
+``calls`` decides by :func:`runs_of` and :func:`has_gain` which experts go together. ``written_call`` runs them like a
 single expert.
 
 Letters: k of the experts on this rank, N ranks the rows came from, c slots, R = N * c rows of each, M, H widths.
@@ -30,7 +30,7 @@ Layers = tuple[ManualExpert, Sequence[Any], Any]
 _LARGEST_ON_CPU_BYTES = 8 << 20
 
 
-def pays(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
+def has_gain(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
     """Return True if computing experts together is faster for these rows, and changes no bit.
 
     It is faster where an expert has no more rows than its width, R <= M. A single expert is then too small to keep a

@@ -7,7 +7,6 @@ Only the file is needed. Missing fields get the defaults of transformers for the
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from ds_fsmoe.offline.models.architecture import Architecture, ModelBlock
 from ds_fsmoe.offline.models.hf_families import DENSE, FAMILIES, UNREAD, Family, Fields
-from ds_fsmoe.untrusted import MOST_LAYERS, read_json
+from ds_fsmoe.untrusted import MOST_LAYERS, read_json, suggested
 
 CONFIG = "config.json"
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -43,7 +42,7 @@ def read_hf_config(
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         has = f"{path} has no {CONFIG}" if path.is_dir() else f"there is no file {path}"
-        raise ValueError(f"{has}: the choices are a {CONFIG} or a folder that has one")
+        raise ValueError(f"{has}: give a {CONFIG}, or a folder that has one")
     try:
         data = read_json(file)
     except (OSError, ValueError) as error:
@@ -99,11 +98,10 @@ def _known(model_type: Any, source: str) -> Family:
     if model_type in UNREAD:
         raise ValueError(f"{source}: model_type = {json.dumps(model_type)}: cannot be planned: {UNREAD[model_type]}")
     if model_type not in _FAMILY_OF:
-        near = difflib.get_close_matches(str(model_type), _FAMILY_OF, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = sorted(_FAMILY_OF)
+        listed = f"the choices are {', '.join(known)}; or give the sizes as options (--layers, --width, ...)"
         raise ValueError(
-            f"{source}: model_type = {json.dumps(model_type)}: no such family is known here: {hint}the choices are "
-            f"{', '.join(sorted(_FAMILY_OF))}; or give the sizes by hand (--layers, --width, ...)"
+            f"{source}: model_type = {json.dumps(model_type)}: unknown family: {suggested(model_type, known, listed)}"
         )
     return _FAMILY_OF[model_type]
 

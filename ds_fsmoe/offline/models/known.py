@@ -7,7 +7,6 @@ The paper's models exist as whole models, and as in the paper's figures 6 to 8: 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.planning.workload import Shape
+from ds_fsmoe.untrusted import suggested
 
 DEFAULT_EXPERTS = 8
 """The number of experts of a model that does not state it."""
@@ -78,12 +78,10 @@ def load_model(name_or_path: str) -> Architecture:
     if Path(name_or_path).exists():
         return read_hf_config(name_or_path)
     near = [each for each in known if each.startswith(name_or_path.lower())]
-    near = near or difflib.get_close_matches(name_or_path, known, 1)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near and name_or_path else ""
-    raise ValueError(
-        f"no model is called {name_or_path!r}, and there is no such file: {hint}the choices are {', '.join(known)}, or "
-        "the path of a config.json"
-    )
+    hint = f"did you mean {' or '.join(map(repr, near))}?"
+    if not near or not name_or_path:
+        hint = suggested(name_or_path, known, f"the choices are {', '.join(known)}, or the path of a config.json")
+    raise ValueError(f"no model or file {name_or_path!r}: {hint}")
 
 
 def _of_paper(name: str) -> Architecture:

@@ -18,12 +18,13 @@ from ds_fsmoe.planning.groups import Fanout, can_deduplicate, counted_fanout, ex
 from ds_fsmoe.planning.workload import ALLTOALLS, NODE_DEDUPLICATED
 from ds_fsmoe.routes.recorded import read_routing
 from ds_fsmoe.terminal.tables import print_table
+from ds_fsmoe.untrusted import suggested
 
 
 def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
     """Return the job with the all-to-all and the fan-out that the arguments ask for."""
     if args.alltoall not in (*ALLTOALLS, "auto"):
-        raise ValueError(f"--alltoall = {args.alltoall!r}: choose from {', '.join(ALLTOALLS)}, auto")
+        raise ValueError(f"--alltoall = {args.alltoall!r}: {suggested(args.alltoall, (*ALLTOALLS, 'auto'))}")
     job = replace(job, fanout=_fanout(args, job))
     alltoall = args.alltoall
     if alltoall == "auto":
@@ -59,7 +60,7 @@ def print_exchanges(job: PlannedJob, args: argparse.Namespace) -> None:
         for name, time_ms in steps.items()
     ]
     print(f"\nall-to-alls, with {args.preset}")
-    print_table(("all-to-all", "a token crosses between nodes", "step ms", "over flat", ""), rows)
+    print_table(("all-to-all", "inter-node sends per token", "step ms", "over flat", ""), rows)
 
 
 def _fanout(args: argparse.Namespace, job: PlannedJob) -> Fanout | None:

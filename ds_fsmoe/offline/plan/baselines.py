@@ -149,7 +149,7 @@ def print_summary(args: argparse.Namespace, job: PlannedJob, step_ms: float, fit
         print(f'  "ep_size" is an argument of your MoE(...) layers: {groups.ep}')
     if args.activation_checkpointing:
         print("  and model.gradient_checkpointing_enable() in your script")
-    print("  The autotuner finds numbers of chunks and the order in the first steps; you set none of them.")
+    print("  The autotuner chooses numbers of chunks and the order in the first steps.")
     return {
         "tokens_per_s_per_gpu": tokens_per_s,
         "model_tflops_per_gpu": tflops,

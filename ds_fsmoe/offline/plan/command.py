@@ -63,16 +63,23 @@ def _add_how(how: Any) -> None:
     how.add_argument(
         "--alltoall", default="flat", help="flat, 2dh, once_per_node, or auto: the fastest by the shown preset"
     )
-    how.add_argument("--expert-groups", type=int, metavar="G", help="groups of experts of which a token takes some (1)")
-    how.add_argument("--groups-per-token", type=int, metavar="N", help="so many of them (all)")
-    how.add_argument("--routing", type=Path, metavar="FILE", help="a recorded routing, to count how often tokens cross")
     how.add_argument(
-        "--loads", type=Path, metavar="FILE", help="a recorded routing, or JSON, by which experts would be placed"
+        "--expert-groups",
+        type=int,
+        metavar="G",
+        help="number of expert groups; a token chooses from some of them (1)",
+    )
+    how.add_argument("--groups-per-token", type=int, metavar="N", help="groups that a token chooses from (all)")
+    how.add_argument(
+        "--routing", type=Path, metavar="FILE", help="a recorded routing, to count the nodes that a token is sent to"
+    )
+    how.add_argument(
+        "--loads", type=Path, metavar="FILE", help="a recorded routing, or JSON, of loads for expert placement"
     )
     how.add_argument("--spare-experts", action=_RemovedOption, help=argparse.SUPPRESS)
     how.add_argument("--recompute", action="store_true", help="layers run their forward again in the backward")
-    how.add_argument("--solver", default="exact", help="numbers of chunks: exact or slsqp, the paper's")
-    how.add_argument("--gradient-solver", default="dp", help="gradients: dp or de, the paper's")
+    how.add_argument("--solver", default="exact", help="algorithm for numbers of chunks: exact, or the paper's slsqp")
+    how.add_argument("--gradient-solver", default="dp", help="algorithm for gradients: dp, or the paper's de")
     how.add_argument(
         "--max-chunks",
         "--max-degree",
@@ -80,13 +87,15 @@ def _add_how(how: Any) -> None:
         type=int,
         default=16,
         metavar="N",
-        help="the largest number of chunks that is tried (16)",
+        help="largest number of chunks (16)",
     )
     how.add_argument("--chunk-bytes", type=int, help="slices of fixed_chunk (31457280), micro-ops of lina (30000000)")
     how.add_argument(
         "--contention", default="measured", help="measured (the cluster's), ideal, or kappa of the two links"
     )
-    how.add_argument("--host-us", type=float, help="cost of launching one task, in microseconds (the cluster's)")
+    how.add_argument(
+        "--host-us", type=float, help="cost of launching one task in microseconds (default: the cluster's)"
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +107,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--hf-config", metavar="PATH", help="a config.json, a folder that has one, or a name of the Hugging Face Hub"
     )
-    model.add_argument("--layers", type=int, help="number of layers; of a model that has its own, the first so many")
+    model.add_argument("--layers", type=int, help="number of layers; of a named model, only the first ones")
     model.add_argument("--samples", type=int, metavar="B", help="samples per model-parallel group (1)")
     model.add_argument(
         "--length", type=int, metavar="L", help=f"positions of a sample (a real model's, up to {LENGTH})"
@@ -107,16 +116,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--hidden", type=int, metavar="H", help="width inside an expert")
     model.add_argument("--experts", type=int, metavar="E", help="number of experts (the model's, or 8)")
     model.add_argument("--top-k", type=int, metavar="K", help="experts per token")
-    model.add_argument("--capacity-factor", metavar="F", help="a number, or none for no dropping")
+    model.add_argument("--capacity-factor", metavar="F", help="a number, or none (no dropping)")
     model.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help="rows of the fullest rank over the mean, without dropping (1)",
+        help="rows of the fullest rank over the mean, without dropping (default: 1)",
     )
     model.add_argument("--ffn", help="gpt (two products) or mixtral (three)")
     model.add_argument("--heads", type=int, help="attention heads")
-    model.add_argument("--kv-heads", type=int, help="heads of keys and values (as many)")
+    model.add_argument("--kv-heads", type=int, help="heads of keys and values (the same as --heads)")
     model.add_argument(
         "--dtype",
         choices=BYTES,
@@ -133,9 +142,9 @@ def _add_groups(parser: argparse.ArgumentParser) -> None:
     )
     for names, what in (
         (("--mp",), "model parallel"),
-        (("--expert-tensor-parallel-size", "--esp"), "ranks over which each expert is cut"),
-        (("--ep-size", "--ep"), "ranks over which experts are spread"),
-        (("--dp",), "data parallel (what is left)"),
+        (("--expert-tensor-parallel-size", "--esp"), "ranks that each expert is split over"),
+        (("--ep-size", "--ep"), "ranks that experts are distributed over"),
+        (("--dp",), "data parallel (the remaining ranks)"),
         (("--pp",), "pipeline stages (1)"),
     ):
         groups.add_argument(*names, dest=names[-1].strip("-"), type=int, metavar="N", help=what)
@@ -163,7 +172,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--grad-accum-fp32", action="store_true", help="data_types.grad_accum_dtype is fp32")
     memory.add_argument("--activation-checkpointing", action="store_true", help="checkpoint every block")
     memory.add_argument(
-        "--memory-gb", type=float, metavar="GB", help=("memory of a GPU, in 10^9 bytes (the cluster's)")
+        "--memory-gb", type=float, metavar="GB", help="memory of a GPU in 10^9 bytes (default: the cluster's)"
     )
     memory.add_argument("--reduce-bucket-size", type=float, metavar="N", help="DeepSpeed's, in elements (5e8)")
 

@@ -45,8 +45,8 @@ from ds_fsmoe.planning.workload import ALLTOALLS
 from ds_fsmoe.terminal.tables import print_table
 
 NO_GRADIENTS = (
-    "gradients: what they cost is not known of this run, so each plan has them as they were, and presets that differ "
-    "by gradients alone are not told apart"
+    "gradients: their cost is unknown for this run, so each plan keeps the recorded ones, and presets that differ "
+    "only in gradients look equal"
 )
 MOST_DEGREE = 4
 """The largest degree in the table; the one that ran is in it, too."""
@@ -107,17 +107,17 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
     if job.is_measured:
         raw = what_if = WhatIf(job)
         said = (
-            f"costs: as the autotuner has measured them; {problem}, so what its predictions are off by is taken "
-            "to be in what no plan changes"
+            f"costs: measured by the autotuner; {problem}, so the error of its predictions is added to the part "
+            "that plans do not change"
         )
         if tasks:
             found, traced = with_slowdown_of(job, tasks, settled)
             rest_ms = _rest_ms(run, traced, found, knows_gradients=found.mode != "off")
             what_if = WhatIf(corrected(found, traced), rest_ms or raw.rest_ms).with_gradients_of(measured_ms[1], ran)
             said = (
-                "costs: as the autotuner has measured them, each task corrected by what it took in the trace of rank "
-                "0, waiting for others included, and lanes slowed down as far as it shows; gradients by what is left "
-                "of the backward"
+                "costs: measured by the autotuner, each task corrected by its time in the trace of rank 0 "
+                "(including waits for other ranks), lanes slowed down as in the trace; gradients: the rest of the "
+                "backward"
             )
     elif tasks:
         contention = IDEAL if cluster is None else cluster.contention
@@ -127,12 +127,14 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
         most = min(job.max_degree, max(MOST_DEGREE, *ran.degrees))
         found = replace(job.with_fitted(costs, contention), max_degree=most)
         raw = what_if = WhatIf(found, _rest_ms(run, traced, found, knows_gradients=False))
-        said = "costs: fitted to the spans of the trace of rank 0, waiting for others included; nothing was measured"
+        said = (
+            "costs: fitted to the spans of the trace of rank 0 (including waits for other ranks), without measurements"
+        )
         notes = [*_of_fit(one_size, cluster), *notes]
     else:
         raise ValueError(
-            f'--from-trace {folder}: nothing tells what tasks cost: {problem}; record one with "trace": '
-            '{"enabled": true}, or a run with "autotune": {"enabled": true}'
+            f"--from-trace {folder}: the costs of tasks are unknown: {problem}. Record a run with "
+            '"trace": {"enabled": true}, or with "autotune": {"enabled": true}'
         )
     what_if = what_if.with_rest_of(measured_ms, ran)
     return Calibrated(run, ran, times, raw.as_ran(ran), what_if, cluster, [said, *notes])
@@ -345,10 +347,7 @@ def _print_run(found: Calibrated) -> dict[str, Any]:
     off = predicted_ms / times.step_ms - 1
     print(f"run       {run.folder}: {run.name}, {_how(found.ran)}")
     print(f"measured  {times.step_ms:.1f} ms a step, the median of {times.num_steps} ({parts})")
-    print(
-        f"predicted {predicted_ms:.1f} ms for what ran, {off:+.1%}: what other predictions may be off by before "
-        "they are corrected"
-    )
+    print(f"predicted {predicted_ms:.1f} ms for what ran, {off:+.1%}: the error of other predictions before correction")
     return {
         "folder": str(run.folder),
         "schedule": job.schedule,

@@ -116,7 +116,7 @@ def _print_choices(choices: list[LayoutMemory], job: PlannedJob) -> None:
 
 
 def _print_cards(cards: list[LayoutMemory]) -> None:
-    print("\ndoes it fit on one node of so many GPUs, with the stage and ep that need least")
+    print("\ndoes it fit on one node of N GPUs, with the ZeRO stage and ep that need the least memory")
     heads = ("GPUs", "ZeRO", "ep", "GB", "on the host", "largest B", "fits")
     rows = [
         (

@@ -65,7 +65,8 @@ def _of_numbers(args: argparse.Namespace) -> PlannedModel:
     missing = [flag for flag, value in needed.items() if value is None]
     if missing:
         raise ValueError(
-            f"without --hf-config or --model ({', '.join(MODELS)}, mixtral-8x7b, ...) also needed: {', '.join(missing)}"
+            f"missing: {', '.join(missing)}; or name a model with --model ({', '.join(MODELS)}, mixtral-8x7b, ...) "
+            "or --hf-config"
         )
     return PlannedModel(Shape(**({"B": 1, "E": num_experts} | given)), args.layers, taken=taken)
 
@@ -76,7 +77,7 @@ def _of_architecture(args: argparse.Namespace, found: Architecture) -> PlannedMo
     for flag, value in of_numbers.items():
         if value is not None:
             raise ValueError(
-                f"{flag} = {value}: {found.name} has its own; it can be given where all sizes are, without --model and "
+                f"{flag} = {value}: {found.name} has its own; remove {flag}, or give all sizes without --model and "
                 "--hf-config"
             )
     _check_choices(args.top_k, args.experts or commonest_moe(found).experts.E)  # type: ignore[union-attr]
@@ -128,15 +129,15 @@ def _configured(name: str) -> Architecture:
         return read_hf_config(name)
     neither = f"--hf-config = {name}: there is no such file or folder"
     if name.endswith(".json") or Path(name).is_absolute() or name.count("/") > 1:
-        raise ValueError(f"{neither}: the choices are a config.json, a folder that has one, or a name of the Hub")
+        raise ValueError(f"{neither}: give a config.json, a folder that has one, or a name of the Hugging Face Hub")
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
         raise ValueError(
-            f"{neither}, and transformers, which looks names of the Hugging Face Hub up, is not installed: "
-            "pip install 'ds_fsmoe[hf]', or give the path of a config.json"
+            f"{neither}, and transformers (for names of the Hugging Face Hub) is not installed: pip install "
+            "'ds_fsmoe[hf]', or give the path of a config.json"
         ) from error
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -204,7 +205,7 @@ def _layout_note(args: argparse.Namespace, model: PlannedModel, groups: Groups) 
         return None
     fitting = [each for each in range(2, 2 * nodes + 1) if len(_dividing(each * gpus // usual, experts)) > 1]
     hint = f"; with --nodes {' or '.join(str(each * groups.pp) for each in fitting)} it does" if fitting else ""
-    taken = "" if args.esp else ", the fastest layout there is"
+    taken = "" if args.esp else ", the fastest layout"
     parts = f"{groups.stage // usual} groups of {'a stage' if groups.pp > 1 else 'the job'}"
     return (
         f"ep_size {groups.ep} and expert_tensor_parallel_size {groups.esp}{taken}: with experts cut over {usual} GPUs, "

@@ -20,7 +20,7 @@ from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest
-from ds_fsmoe.planning.decide.presets import BEST, NAMES
+from ds_fsmoe.planning.decide.presets import BEST, NAMES, preset
 from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, kind_costs, layer_work
@@ -292,8 +292,8 @@ def report(job: PlannedJob, preset_name: str, names: Sequence[str] = NAMES, max_
     Raises:
         ValueError: the preset is unknown, or the job is impossible.
     """
-    if preset_name not in NAMES:
-        raise ValueError(f"unknown preset {preset_name!r}: choose from {', '.join(NAMES)}")
+    if preset_name != BEST:
+        preset(preset_name)
     groups, shape, architecture, zero = job.groups, job.model.shape, job.model.architecture, job.zero
     costs = kind_costs(job.cluster, groups, job.alltoall, shape)
     stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)

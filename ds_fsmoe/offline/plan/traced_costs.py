@@ -74,7 +74,7 @@ def counted_tasks(trace: Mapping[str, Any]) -> list[MeasuredTask]:
     return [
         each
         for each in measured_tasks(trace)
-        if each.index is not None and not each.is_cut_short and each.phase in _PHASES and each.kind != HOLD
+        if each.index is not None and not each.is_unfinished and each.phase in _PHASES and each.kind != HOLD
     ]
 
 

@@ -34,6 +34,7 @@ from ds_fsmoe.planning.decide.gradients import SOLVERS
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.terminal.tables import print_table
+from ds_fsmoe.untrusted import suggested
 
 DRAWN_LAYERS = 3
 """The number of layers of a stage that are drawn; with more, tasks are too small to be seen."""
@@ -119,6 +120,8 @@ def _job(args: argparse.Namespace) -> PlannedJob:
     settings = _settings(args, cluster)
     if args.memory_gb is not None and args.memory_gb <= 0:
         raise ValueError(f"--memory-gb = {args.memory_gb:g}: must be above 0")
+    if args.lora < 0:
+        raise ValueError(f"--lora = {args.lora}: must be at least 0, the rank of adapters")
     memory_gb = cluster.memory_gb if args.memory_gb is None else args.memory_gb
     job = PlannedJob(cluster, groups, model, settings, recompute=args.recompute, memory_gb=memory_gb)
     ways = [replace(job, groups=each) for each in other_layouts(args, model, groups)]
@@ -129,7 +132,7 @@ def _job(args: argparse.Namespace) -> PlannedJob:
 
 def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
     if args.gradient_solver not in SOLVERS:
-        raise ValueError(f"--gradient-solver = {args.gradient_solver!r}: choose from {', '.join(SOLVERS)}")
+        raise ValueError(f"--gradient-solver = {args.gradient_solver!r}: {suggested(args.gradient_solver, SOLVERS)}")
     if args.host_us is not None and not 0 <= args.host_us < float("inf"):
         raise ValueError(f"--host-us = {args.host_us}: must be a finite number of at least 0")
     contention = {"measured": cluster.contention, "ideal": IDEAL}.get(args.contention)
@@ -138,7 +141,7 @@ def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
             contention = Contention(float(args.contention))
         except ValueError as error:
             raise ValueError(
-                f"--contention = {args.contention!r}: choose measured, ideal, or a number of at least 0"
+                f"--contention = {args.contention!r}: must be measured, ideal, or a number of at least 0"
             ) from error
     asked, pp = args.micro_batches, args.pp or 1
     if asked is not None and asked < 1:

@@ -62,7 +62,7 @@ class MeasuredTask:
     index: int | None = None
     """The position among the tasks of the run; ``None``: it is not known."""
     waits_for: tuple[int, ...] = ()
-    is_cut_short: bool = False
+    is_unfinished: bool = False
     """Whether the run did not get to its end."""
 
     @property
@@ -159,7 +159,7 @@ def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[i
     for rank, trace in traces.items():
         of_run: dict[tuple[str, int, int], dict[int, MeasuredTask]] = defaultdict(dict)
         for task in measured_tasks(trace, rank):
-            if task.index is not None and not task.is_cut_short:
+            if task.index is not None and not task.is_unfinished:
                 of_run[f"{task.layer}/{task.phase}", task.step, task.run][task.index] = task
         turns: dict[tuple[str, int], int] = defaultdict(int)
         for (label, step, _), tasks in sorted(of_run.items(), key=lambda item: item[0][2]):

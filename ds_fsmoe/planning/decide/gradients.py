@@ -23,6 +23,7 @@ from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, micro_op_ends, num_micro_op
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
+from ds_fsmoe.untrusted import suggested
 
 CHUNK_BYTES = 30 * 2**20
 """The size of the slices of ``fixed_chunk``: the paper's reading of Lina's 30 MB."""
@@ -182,7 +183,7 @@ def partition(
         ValueError: the mode or solver is unknown, or a chunk is below one byte.
     """
     if mode not in MODES:
-        raise ValueError(f"gradient_partition.mode = {mode!r}: the choices are {', '.join(MODES)}")
+        raise ValueError(f"gradient_partition.mode = {mode!r}: {suggested(mode, MODES)}")
     check_solver(solver, chunk_bytes)
     if num_steps is not None and num_steps < 1:
         raise ValueError(f"num_steps = {num_steps}: must be at least 1")
@@ -218,7 +219,7 @@ def check_solver(solver: str, chunk_bytes: int | None) -> None:
         ValueError: the solver is unknown, or a chunk is below one byte.
     """
     if solver not in SOLVERS:
-        raise ValueError(f"gradient_partition.solver = {solver!r}: the choices are {', '.join(SOLVERS)}")
+        raise ValueError(f"gradient_partition.solver = {solver!r}: {suggested(solver, SOLVERS)}")
     if chunk_bytes is None:
         return
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:

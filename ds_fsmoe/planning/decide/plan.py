@@ -36,6 +36,7 @@ from ds_fsmoe.planning.decide.search import Choice, choose
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
+from ds_fsmoe.untrusted import suggested
 
 SOLVERS = ("exact", "slsqp")
 MAX_DEGREE = 256
@@ -80,7 +81,7 @@ class Settings:
         if self.num_micro_batches < 1:
             raise ValueError(f"num_micro_batches = {self.num_micro_batches}: must be at least 1")
         if self.solver not in SOLVERS:
-            raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
+            raise ValueError(f"solver = {self.solver!r}: {suggested(self.solver, SOLVERS)}")
 
     def space(self, schedule: str) -> SearchSpace:
         """Return the choices that a schedule by name leaves open.

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.block import Links
 from ds_fsmoe.planning.decide.gradients import Mode
+from ds_fsmoe.untrusted import suggested
 
 BEST = "best"
 
@@ -84,5 +85,5 @@ def preset(name: str) -> Switches:
         ValueError: the name is unknown; the message lists the names.
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}: choose from {', '.join(NAMES)}")
+        raise ValueError(f"unknown preset {name!r}: {suggested(name, NAMES)}")
     return PRESETS[name]()
