@@ -21,16 +21,16 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                type: stock's gate (topk), one of the package, or your own
-                top_k: experts per token, between 1 and the layer's num_experts
-                capacity_factor: slots per expert while training, over the mean; null: drop_tokens is false
-                eval_capacity_factor: the same while evaluating
-                min_capacity: slots per expert at the least
+                type: name of a gate: DeepSpeed's (topk), one of the package, or your own
+                top_k: experts per token, from 1 to the layer's num_experts
+                capacity_factor: slots per expert in training, relative to the mean; null: drop_tokens is false
+                eval_capacity_factor: the same in evaluation
+                min_capacity: least number of slots per expert
                 drop_tokens: false: as many slots as the fullest expert needs
-                drop_policy: who stays in a full expert: the likeliest or the first
+                drop_policy: which tokens a full expert keeps: the most probable or the first
             """
 
-    class Wires(Written):
+    class CommDtype(Written):
         def __init__(
             self,
             *,
@@ -39,8 +39,8 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                dispatch: to the experts, and of gradients back from them
-                combine: from the experts, and of gradients to them
+                dispatch: dtype of rows sent to the experts, and of the gradients of these rows
+                combine: dtype of rows returned by the experts, and of their gradients
             """
 
     class NumChunks(Written):
@@ -55,7 +55,7 @@ class Config(Written):
             Args:
                 forward: chunks in the forward phase
                 backward: chunks in the backward phase
-                max: the most chunks that auto may choose
+                max: largest number of chunks that auto chooses
             """
 
     class GradientPartition(Written):
@@ -73,19 +73,20 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                mode: when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction
-                solver: with autotune, adaptive slices by a dynamic program or by evolution
-                chunk_bytes: slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which
-                    is 30000000 where this is left out
-                collective: who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and
-                    2, but for slices of micro_ops
-                levels: 2: add up inside each node, then between nodes; auto: whichever is measured to be faster
-                gather_parameters: when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end
-                    of the step; auto: the former where gradients are ours to reduce
-                accumulate: at ZeRO 2 with gradient accumulation: add micro-batches up on each rank, in room for all
-                    gradients, and sum over ranks once a step, or sum each as DeepSpeed does; auto: the latter, and the
-                    former once a GPU is known to have the room
-                all_used: every parameter gets its gradient once in every backward: ranks need not look for late ones
+                mode: when gradients are reduced; auto: by the schedule, off: by DeepSpeed
+                solver: with autotune: how slices of mode adaptive are chosen, by a dynamic program or by evolution
+                chunk_bytes: slice size of fixed_chunk, of micro_ops, and of all-to-alls with the schedule lina (there
+                    30000000 if left out)
+                collective: which ranks get a sum: all of them, or each the part that it updates; auto: the latter at
+                    ZeRO 1 and 2, except in mode micro_ops
+                levels: 2: reduce inside each node, then between nodes; auto: the faster one, as measured
+                gather_parameters: when updated parameters are gathered at ZeRO 1 and 2: during the next forward or at
+                    the end of the step; auto: the former where ds_fsmoe reduces the gradients
+                accumulate: ZeRO 2 with gradient accumulation: before_sum adds micro-batches on each rank (memory for
+                    all gradients) and reduces once a step, after_sum reduces each, as DeepSpeed does; auto: after_sum,
+                    and before_sum on a GPU with enough memory
+                all_used: true: every parameter gets one gradient in every backward, so ranks need not check for late
+                    ones
             """
 
     class Autotune(Written):
@@ -102,14 +103,14 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                enabled: measure, and choose by it how layers are run: true: at once; auto: after ten steps, where there
-                    is something to gain; false: never
-                details: log all that was measured, and not only what was chosen and why
-                cache_dir: folder in which rank 0 keeps measurements
-                trials: steps to train with each of the best few plans; 0: as predicted
-                watch_every: compare every n-th step with what was predicted; 0: never
-                drift_threshold: by which share of it a step may differ from the prediction
-                retune_on_drift: measure again when steps no longer match the prediction
+                enabled: measure and choose how layers run; true: at once; auto: after ten steps, if there is something
+                    to gain; false: never
+                details: log all measurements, not only the choice and its reason
+                cache_dir: folder where rank 0 keeps measurements
+                trials: steps of training with each of the best plans; 0: take the plan that is predicted to be fastest
+                watch_every: compare every n-th step with its prediction; 0: never
+                drift_threshold: share by which a step may differ from its prediction
+                retune_on_drift: measure again if steps no longer match the prediction
             """
 
     class Topology(Written):
@@ -120,7 +121,7 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                ranks_per_node: ranks that share a host
+                ranks_per_node: ranks per host
             """
 
     class Trace(Written):
@@ -137,9 +138,9 @@ class Config(Written):
             Args:
                 enabled: write a trace
                 start_step: first traced step
-                num_steps: how many steps are traced
-                path: folder of the files; trace in that of a record
-                cluster: what it should take, from a cluster's name or its JSON file
+                num_steps: number of traced steps
+                path: folder for the trace files; default: trace inside the folder of record
+                cluster: cluster for predicted times in the trace, next to the measured ones: a name or a JSON file
             """
 
     class Record(Written):
@@ -151,8 +152,8 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                dir: folder for it, the same on every rank; what it has of a run is replaced
-                stop_after: end the job after so many optimizer steps; 0: never
+                dir: folder for the record, the same on every rank; an older record in it is replaced
+                stop_after: stop after this many optimizer steps; 0: never
             """
 
     class Routing(Written):
@@ -166,10 +167,10 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                record: folder in which each rank records the choices of its tokens
-                weights: record the weights of choices, too
-                every: optimizer steps from one that is recorded to the next
-                replay: folder or packed file of recorded choices, by which training goes
+                record: folder where each rank records the experts of its tokens
+                weights: record the weights as well
+                every: record every n-th optimizer step
+                replay: folder or packed file of a recording that training replays
             """
 
     class Placement(Written):
@@ -180,18 +181,18 @@ class Config(Written):
             spare_experts: int = ...,
             every: int = ...,
             moves_per_step: int = ...,
-            pays_within: int = ...,
+            break_even_within: int = ...,
             file: str | None = ...,
             profile_paths: bool = ...,
         ) -> None:
             """
             Args:
-                policy: off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name
-                spare_experts: read and ignored: experts had replicas in version 0.2.0
-                every: optimizer steps of which loads are measured before each decision
-                moves_per_step: exchanges of two experts in one step, over all layers
-                pays_within: optimizer steps within which what is moved has to pay
-                file: a placement to begin with, as engine.fsmoe.placement.save writes it
+                policy: off, balanced, lina (chooses ep_size at the start), or your own function as package.module.name
+                spare_experts: ignored: experts had replicas in version 0.2.0
+                every: optimizer steps between decisions; loads are measured over them
+                moves_per_step: expert swaps per step, over all layers
+                break_even_within: largest number of optimizer steps until a move breaks even
+                file: initial placement, a file written by engine.fsmoe.placement.save
                 profile_paths: count which experts follow which, for ds_fsmoe.inference: up to 4096 tokens of every 16th
                     forward
             """
@@ -204,7 +205,7 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                trusted: classes, as package.module.Name, that files of checkpoints may hold
+                trusted: classes that checkpoint files may contain, as package.module.Name
             """
 
     class Debug(Written):
@@ -219,12 +220,14 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                check_every: compare plans over ranks every n steps; 0: at start only
-                hang_timeout_s: seconds without progress: say where, and end
-                check_experts: try at the first training forward whether experts are row-wise
-                check_results: find the expert that makes nan or infinity of finite numbers
-                check_router: stop all ranks at nan or infinity in a router's input
+                check_every: compare plans across ranks every n steps; 0: at the start only
+                hang_timeout_s: seconds without progress after which the stacks are written and the job ends
+                check_experts: check at the first training forward that experts are row-wise
+                check_results: find the expert that returns nan or infinity for finite numbers
+                check_router: stop all ranks if a router's input has nan or infinity
             """
+
+    Wires = CommDtype  # its name in version 0.2.0
 
     def __init__(
         self,
@@ -236,8 +239,8 @@ class Config(Written):
         gate: Config.Gate | dict[str, Any] | str | None = ...,
         order: str | None = ...,
         alltoall: str | None = ...,
-        dispatch: Literal["auto", "rows", "slots"] | None = ...,
-        wires: Config.Wires | dict[str, Any] | Literal["model", "fp8"] = ...,
+        dispatch: Literal["auto", "unpadded", "padded"] | None = ...,
+        comm_dtype: Config.CommDtype | dict[str, Any] | Literal["model", "fp8"] = ...,
         ep_size: int | Literal["auto"] | None = ...,
         expert_tensor_parallel_size: int = ...,
         num_chunks: Config.NumChunks | dict[str, Any] | int | Literal["auto"] | None = ...,
@@ -245,8 +248,8 @@ class Config(Written):
         autotune: Config.Autotune | dict[str, Any] | bool | Literal["auto"] = ...,
         topology: Config.Topology | dict[str, Any] = ...,
         overlap: bool = ...,
-        split_batch: Literal["auto", "on", "off"] = ...,
-        split_blocks: list[str] = ...,
+        two_batch_overlap: Literal["auto", "on", "off"] = ...,
+        two_batch_blocks: list[str] = ...,
         max_ctas: int | Literal["auto"] | None = ...,
         recompute: bool = ...,
         deterministic: bool = ...,
@@ -264,38 +267,38 @@ class Config(Written):
     ) -> None:
         """
         Args:
-            enabled: false is exactly stock DeepSpeed
-            schedule: in which order a layer's traffic and computation run, and what overlaps
-            gate: left out: each layer keeps its own gate
-            order: how rows are laid out: auto, as the gate is read, or a name
-            alltoall: how rows travel: auto, as was measured, or a name
-            dispatch: what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest
-                expert has; auto: rows where nothing is dropped
-            wires: what rows are on their way: of the layer's own type (model), or 8-bit with a scale for each (fp8)
-            ep_size: ranks over which the experts of a Hugging Face model are spread; auto: as many of a node as divide
-                its experts. deepspeed.moe.layer.MoE has its own
-            expert_tensor_parallel_size: ranks that share one expert's width
+            enabled: false: exactly stock DeepSpeed
+            schedule: order and overlap of a layer's communication and computation
+            gate: routing; left out: each layer keeps its own gate
+            order: layout of rows: auto (by the gate), or a name
+            alltoall: all-to-all algorithm: auto (as measured), or a name
+            dispatch: unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert has;
+                auto: unpadded where nothing is dropped
+            comm_dtype: dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)
+            ep_size: ranks that share the experts of a Hugging Face model; auto: the largest divisor of the experts
+                inside a node. deepspeed.moe.layer.MoE has its own
+            expert_tensor_parallel_size: ranks that share one expert, along its hidden width
             num_chunks: into how many chunks the tokens of a layer are cut
             gradient_partition: how dense gradients are sliced and when they travel
             autotune: measuring this cluster and choosing numbers of chunks from it
             topology: where ranks lie
-            overlap: false: one lane and one task after another, which is the reference
-            split_batch: two halves of each batch take turns, and one computes while the tokens of the other travel:
-                auto tries it where plans are tried, on does it wherever it can be done
-            split_blocks: class names of the blocks to run by halves; none: the elements of the model's lists of modules
-            max_ctas: thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes
-            recompute: keep only the input of experts; compute the rest again
-            deterministic: every run rounds alike: nothing is decided by a clock, nothing added up in the order of
-                arrival
-            ops: compiled ops: auto: where they can be had, required: or stop; plain: torch's; reference: slow
-            hooks: callbacks by dotted name
-            plugins: modules with parts of your own, imported before parts are looked up
-            metrics: what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed
-            metrics_every: optimizer steps from one that monitors hear of to the next
+            overlap: false: one lane and one task after another, as a reference
+            two_batch_overlap: two-batch overlap: split each batch in two, and compute one part while the tokens of the
+                other are sent; auto: try it with the other plans, on: always where possible
+            two_batch_blocks: class names of the blocks that run in two-batch overlap; default: the elements of the
+                model's module lists
+            max_ctas: most thread blocks of a collective on NCCL; auto: NCCL's choice
+            recompute: keep only the input of experts, and compute the rest again in the backward
+            deterministic: reproducible rounding: no decision by timings, no sum in order of arrival
+            ops: compiled ops; auto: if available, required: stop without them; plain: torch operators; reference: slow
+            hooks: callback classes, as dotted names
+            plugins: modules with your own gates, orders or all-to-alls, imported first
+            metrics: metrics for DeepSpeed's monitors: brief (sums over layers) or detailed (each layer as well)
+            metrics_every: optimizer steps between two reports to monitors
             trace: a timeline of chosen steps
-            record: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too
+            record: the data that ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too
             routing: which token goes to which experts, as data
             placement: which ranks hold which experts, and when experts move
-            checkpoint: what is read from files that somebody may have changed
-            debug: what is checked while training goes on
+            checkpoint: limits for reading untrusted checkpoint files
+            debug: checks during training
         """

@@ -225,7 +225,7 @@ def _installed(module: FSMoEExperts | FSMoELayer, layer: InferenceLayer, run: In
     """Let a layer's calls go by tables meanwhile."""
     state: Any = module.fsmoe
     before = state.placed, state.parts
-    state.placed, state.parts = layer, replace(state.parts, dispatch="rows")
+    state.placed, state.parts = layer, replace(state.parts, dispatch="unpadded")
     hook = module.register_forward_hook(run.after)
     try:
         yield

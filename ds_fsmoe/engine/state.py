@@ -262,11 +262,13 @@ class FSMoEState:
         if self.updated is not None:
             self.updated.wait()
 
-    def look_again(self) -> None:
+    def recheck_chunking(self) -> None:
         """Check again whether layers may be cut: to be called by every rank, between two steps, after experts or their
         weights have been changed, hooks put on their module, or dropout turned on. Collective."""
         self.chunking_guard.recheck()
         self.chunking_guard.begin(self.inner_layers)
+
+    look_again = recheck_chunking  # its name in version 0.2.0
 
     def _on_layers_unchunked(self) -> None:
         """Update the state after some layers were set to one chunk, on this rank for now."""
@@ -400,7 +402,7 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
             state.reduction is not None or state.has_late_gradients,
         ),
         "placement": (_describe_placement(state), state.placement is not None),
-        "split_batch": (_describe_two_batch(state), _runs_two_batch(state)),
+        "two_batch_overlap": (_describe_two_batch(state), _runs_two_batch(state)),
     }
 
 
@@ -409,6 +411,7 @@ _FIELDS = {
     "esp_size": "expert_tensor_parallel_size",
     "overlap": "links",
     "gradient_partition": "gradients",
+    "split_batch": "two_batch_overlap",
 }
 """Field of the block -> the part that shows what became of it, where that has another name."""
 
@@ -488,14 +491,14 @@ def _describe_placement(state: FSMoEState) -> str:
 
 
 def describe_dispatch(state: FSMoEState) -> str:
-    """Return whether layers send slots or rows, and where slots are sent that stay empty, what would send none."""
+    """Return the dispatch of the layers; where padded slots stay empty, their share and what avoids them."""
     layers = state.inner_layers.values()
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
-    words = "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
+    words = "; ".join("unpadded" if each else "padded" for each in sorted(sends)) or state.block.dispatch
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
     if state.block.dispatch != "auto" or empty < MIN_LOGGED_SHARE:
         return words
-    return f'{words}, of which at least {empty:.0%} are empty; "dispatch": "unpadded" does not send these'
+    return f'{words}: at least {empty:.0%} of the slots are empty; "dispatch": "unpadded" does not send these'
 
 
 def _least_empty(gate: Any) -> float:

@@ -140,7 +140,7 @@ class ExpertsState(LayerState):
         """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
         if self.choice is not None:
             self.end_choice()
-        given = self.next_given()
+        given = self.next_replayed()
         records = self.running is not None and self.running.records_routing
         if given is not None or (not self.passes_on and (records or is_kept())):
             self.choice = RouterChoice(self.total_experts, given)
@@ -163,10 +163,10 @@ class ExpertsState(LayerState):
         Raises:
             ReplayError: a choice was given, and the router makes its own in another way.
         """
-        given = None if choice is None else choice.given
+        given = None if choice is None else choice.replayed
         is_again = runs_again()
         if not is_again:
-            self.check_given(given, index_SK.shape[0])
+            self.check_replayed(given, index_SK.shape[0])
         chosen_KS = index_SK.t()
         can_take = choice is None or choice.chosen_KS is not None
         if choice is not None and choice.chosen_KS is not None:

@@ -51,13 +51,18 @@ class LayerRecord:
     """The calls in which the table was made after the gate."""
     copies: int = 0
     """The experts held by all ranks, copies included, summed over calls."""
-    fullest_at_home: float = 0.0
-    """The rows of the fullest rank over the mean, with each expert at home alone; summed over calls whose counts are
-    known."""
+    fullest_primary: float = 0.0
+    """The rows of the fullest rank over the mean, with each expert on its primary rank alone; summed over calls whose
+    counts are known."""
     fullest: float = 0.0
     """Counts the same rows with the table that the call went by."""
     counted: int = 0
     """The calls whose counts are known."""
+
+    @property
+    def fullest_at_home(self) -> float:
+        """The name of :attr:`fullest_primary` in version 0.2.0."""
+        return self.fullest_primary
 
     @property
     def accuracy(self) -> float | None:
@@ -179,7 +184,7 @@ class InferenceLayer:
         if total := actual_E.sum():
             mean = total / len(self.primary_experts)
             record.counted += 1
-            record.fullest_at_home += float(max(actual_E[list(each)].sum() for each in self.primary_experts) / mean)
+            record.fullest_primary += float(max(actual_E[list(each)].sum() for each in self.primary_experts) / mean)
             record.fullest += float(self._table.load_of_ranks(actual_E).max() / mean)
 
     def _load_experts(self, popularity_E: np.ndarray) -> None:

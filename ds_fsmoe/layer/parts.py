@@ -99,7 +99,7 @@ class Parts:
         Raises:
             ConfigError: rows were asked for, and the gate or the all-to-all has none.
         """
-        if self.dispatch != "rows":
+        if self.dispatch != "unpadded":
             return
         slots_only = f'{BLOCK}.dispatch = "unpadded": must be "auto" or "padded" with'
         kind = kind_of(gate)

@@ -28,10 +28,10 @@ def takes_rows(dispatch: str, gate: Any) -> bool:
         dispatch: what was asked for, see :attr:`~ds_fsmoe.config.blocks.FSMoEBlock.dispatch`.
         gate: the gate of the layer.
     """
-    if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
+    if dispatch == "padded" or not issubclass(kind_of(gate), Routing):
         return False
     # Whether it gives every choice a place, as its settings say now; a gate of one's own says so by ``drop_tokens``.
-    return dispatch == "rows" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
+    return dispatch == "unpadded" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
 
 
 @dataclass(frozen=True)

@@ -338,8 +338,8 @@ OLMOE = str(Path(__file__).parents[2] / "benchmarks" / "routing" / "olmoe.npz")
 def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str], crossings: str, capsys) -> None:
     assert cli.main([*ON_TWO_NODES, "--alltoall", "auto", *others]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = {row[0]: row[1:] for row in rows if row and row[0] in ("flat", "2dh", "once_per_node")}
-    assert [found[name][0] for name in ("flat", "2dh", "once_per_node")] == ["4.00", "4.00", crossings]
+    found = {row[0]: row[1:] for row in rows if row and row[0] in ("flat", "2dh", "node_deduplicated")}
+    assert [found[name][0] for name in ("flat", "2dh", "node_deduplicated")] == ["4.00", "4.00", crossings]
     (shown,) = (name for name, row in found.items() if row[-1] == "below")
     assert float(found[shown][1]) == min(float(row[1]) for row in found.values())
 
@@ -349,7 +349,7 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
     [
         (
             [*ON_TWO_NODES, "--alltoall", "twice"],
-            "--alltoall = 'twice': the choices are flat, 2dh, once_per",
+            "--alltoall = 'twice': choose from flat, 2dh, node_dedup",
         ),
         ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: only where whole experts"),
         ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices for a token"),

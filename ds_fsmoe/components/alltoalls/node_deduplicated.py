@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Once per node: a token crosses to each node once, and is copied to its experts there."""
+"""Node-deduplicated dispatch: a token is sent to each node once, and copied to its experts there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.registry import register_alltoall
 
 
-@register_alltoall("once_per_node")
+@register_alltoall("node_deduplicated")
 class NodeDeduplicatedAllToAll(FlatAllToAll, NodeDeduplicated):
     """One row of a token goes to each node that has one of its experts, and on to the ranks of these.
 

@@ -8,18 +8,19 @@ import torch
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 
 
-class BFloat16Wire(CallbackBase):
+class BFloat16Communication(CallbackBase):
     """Tokens and gradients are rounded to bfloat16 before each all-to-all, and widened after it.
 
     Rounding is the same in both directions and is taken for its own adjoint, as mixed precision does. A relative error
     of up to 2^-9 per crossing is the price; activations that are narrow already stay as they are. Each hook takes and
-    returns [E, c, M] or [rows, M], see :class:`CallbackBase`. In a config: ``"hooks": ["ds_fsmoe.BFloat16Wire"]``.
+    returns [E, c, M] or [rows, M], see :class:`CallbackBase`. In a config: ``"hooks":
+    ["ds_fsmoe.BFloat16Communication"]``.
 
     Examples:
         >>> import torch, ds_fsmoe
-        >>> wire = ds_fsmoe.BFloat16Wire()
-        >>> sent = wire.before_dispatch_hook(ds_fsmoe.CallbackArgs(torch.randn(4, 2, 8), routing=None))
-        >>> came = wire.after_dispatch_hook(ds_fsmoe.CallbackArgs(sent, routing=None))
+        >>> hook = ds_fsmoe.BFloat16Communication()
+        >>> sent = hook.before_dispatch_hook(ds_fsmoe.CallbackArgs(torch.randn(4, 2, 8), routing=None))
+        >>> came = hook.after_dispatch_hook(ds_fsmoe.CallbackArgs(sent, routing=None))
         >>> sent.dtype, came.dtype
         (torch.bfloat16, torch.float32)
     """
