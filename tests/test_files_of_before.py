@@ -30,7 +30,8 @@ from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.config.words import words_of
-from ds_fsmoe.engine.state import alike
+from ds_fsmoe.engine.state import FSMoEState, alike
+from ds_fsmoe.layer.inference import LayerRecord
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
@@ -169,6 +170,11 @@ def test_plans_of_before_name_all_to_alls_as_they_did_then() -> None:
     assert read("once_per_node").layers["L00"].alltoall == "node_deduplicated"
     with pytest.raises(ValueError, match="an all-to-all 'once_per_rank'"):
         read("once_per_rank")
+
+
+def test_methods_and_records_of_before_have_their_names() -> None:
+    assert FSMoEState.look_again is FSMoEState.recheck_chunking
+    assert LayerRecord(fullest_primary=2.5).fullest_at_home == 2.5
 
 
 class GateOfBefore(ds_fsmoe.GateBase):
