@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.gates.switch import SwitchGate
     from ds_fsmoe.components.gates.topk import LinearGate
     from ds_fsmoe.components.gates.xmoe import XMoEGate
-    from ds_fsmoe.components.hooks.bfloat16_communication import BFloat16Wire
+    from ds_fsmoe.components.hooks.bfloat16_communication import BFloat16Communication
+    from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
     from ds_fsmoe.components.hooks.frames import FramesAsTokens
     from ds_fsmoe.components.order import OrderBase
     from ds_fsmoe.components.orders.dense import DenseOrder
@@ -64,7 +65,8 @@ if TYPE_CHECKING:
 
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
-    "BFloat16Wire": "components.hooks.bfloat16_communication",
+    "BFloat16Communication": "components.hooks.bfloat16_communication",
+    "BFloat16Wire": "components.hooks.bfloat16_wire",
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
     "Config": "config.builder",
@@ -125,6 +127,7 @@ _MODULE_OF_NAME = {
 # Written out, because type checkers read it.
 __all__ = [
     "AllToAllBase",
+    "BFloat16Communication",
     "BFloat16Wire",
     "CallbackArgs",
     "CallbackBase",

@@ -44,15 +44,15 @@ def cases(world: int, small: bool) -> Iterator[tuple[str, int, str, dict[str, An
     for preset in ("tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "best"):
         numbers = {} if preset in ("lina", "best") else {"num_chunks": 2}
         yield "small", 1, "fp32", nodes | {"schedule": preset} | numbers, {}
-    for alltoall in ("2dh", "once_per_node", "1dh"):
+    for alltoall in ("2dh", "node_deduplicated", "1dh"):
         yield "small", 1, "fp32", chunks | {"alltoall": alltoall}, {}
     yield "small", 0, "fp32", nodes, {}
     yield "small", 2, "fp32", nodes, {"accumulation": 2}
     yield "small", 1, "fp32", nodes, {"drop_tokens": True}
-    yield "small", 1, "bf16", nodes | {"wires": "fp8"}, {}
+    yield "small", 1, "bf16", nodes | {"comm_dtype": "fp8"}, {}
     yield "qwen3_moe", 3, "fp32", nodes | {"ep_size": world}, {}
     yield "qwen3_moe", 1, "bf16", chunks | {"ep_size": world}, {}
-    yield "mixtral", 2, "bf16", nodes | {"ep_size": world, "split_batch": "on"}, {}
+    yield "mixtral", 2, "bf16", nodes | {"ep_size": world, "two_batch_overlap": "on"}, {}
 
 
 def collectives(device: Any, is_nccl: bool) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from ds_fsmoe import BFloat16Wire, LinearGate, SimpleOrder
+from ds_fsmoe import BFloat16Communication, LinearGate, SimpleOrder
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
@@ -86,7 +86,7 @@ class Copying(CallbackBase):
     before_dispatch_hook = after_dispatch_hook = before_combine_hook = after_combine_hook = _copied
 
 
-HOOKS: dict[str, tuple[type[CallbackBase], ...]] = {"": (), "rounding": (BFloat16Wire,), "copying": (Copying,)}
+HOOKS: dict[str, tuple[type[CallbackBase], ...]] = {"": (), "rounding": (BFloat16Communication,), "copying": (Copying,)}
 
 
 @contextmanager

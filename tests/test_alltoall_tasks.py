@@ -202,8 +202,8 @@ def named(name: str) -> AllToAllBase:
     return registry.lookup("alltoall", name)()
 
 
-OF_SAME_SUMS = tuple(each for each in registry.known("alltoall") if each not in ("flat", "once_per_node"))
-"""All but flat that bring each rank the rows that flat brings; once_per_node sums in the nodes."""
+OF_SAME_SUMS = tuple(each for each in registry.known("alltoall") if each not in ("flat", "node_deduplicated"))
+"""All but flat that bring each rank the rows that flat brings; node_deduplicated sums in the nodes."""
 
 # (ranks, EP, ESP, node of each rank): both links; unequal nodes; a group inside a node beside one that spans two;
 # groups of three, sharing experts across nodes too; ESP within the nodes.

@@ -67,8 +67,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "2dh in nodes of one rank": ("2dh", {"topology": {"ranks_per_node": 1}}),
     "2dh in one node": ("2dh", {"topology": {"ranks_per_node": 4}}),
-    "once per node, of slots": ("once_per_node", {"dispatch": "slots"}),
-    "once per node": ("once_per_node", {}),
+    "once per node, of slots": ("node_deduplicated", {"dispatch": "padded"}),
+    "once per node": ("node_deduplicated", {}),
 }
 
 
@@ -210,14 +210,14 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
 
 
 @pytest.mark.slow
-@sampled("dispatch", ["rows", "slots"], kept=[0])
+@sampled("dispatch", ["unpadded", "padded"], kept=[0])
 def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
     """It plans with the crossings that the tokens of the first forward had."""
     found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"), dispatch)
-    of_all = set(registry.known("alltoall")) - (set() if dispatch == "rows" else {"once_per_node"})
+    of_all = set(registry.known("alltoall")) - (set() if dispatch == "unpadded" else {"node_deduplicated"})
     assert [(each["compared"], each["is_same"]) for each in found] == [(of_all, True)] * 4
     assert len({each["taken"] for each in found}) == 1
-    if dispatch == "slots":
+    if dispatch == "padded":
         assert all(set(each["planned_with"]) == {None} for each in found)
         return
     # One expert on each of four ranks, two ranks in each of two nodes.

@@ -54,6 +54,15 @@ def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file(tmp_pat
     assert said == []
 
 
+def test_names_of_before_in_what_is_kept_are_read_as_todays(tmp_path: Path) -> None:
+    cache, numbers = MeasurementCache(tmp_path), {"slowdown of a by b, gpt, node_deduplicated, 8 slots": 1.5}
+    measurements = Measurements({"all-to-all (node_deduplicated) of float32 among 4 ranks": TIMING}, numbers)
+    cache.write(FINGERPRINT, measurements, CLUSTER)
+    path = cache.file_of(FINGERPRINT)
+    path.write_text(path.read_text().replace("node_deduplicated", "once_per_node"))
+    assert cache.read(FINGERPRINT) == measurements
+
+
 def test_what_the_host_needed_is_kept_with_what_the_device_took(tmp_path: Path, said: list[str]) -> None:
     cache, issued_ms = MeasurementCache(tmp_path), (0.1, 1 / 3, 0.3, 0.2)
     on_gpu = Measurements({"a": TIMING, "b": replace(TIMING, issued_ms=issued_ms)}, {})

@@ -26,7 +26,9 @@ CHOICES = (
 
 
 def row(*labels: str) -> Row:
-    return Row(labels or ("L00", "L01", "L02"), made_up(), CHOICES, (None, None), "once_per_node", {"flat": 1.0}, ())
+    return Row(
+        labels or ("L00", "L01", "L02"), made_up(), CHOICES, (None, None), "node_deduplicated", {"flat": 1.0}, ()
+    )
 
 
 def told(step: StepTimes = STEP) -> TuningContext:
@@ -44,7 +46,7 @@ def outcome(ratio: float, low: float, high: float, *others_ms: float, turns: int
 def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_paid() -> None:
     first, *_ = summarize([row()], told(), outcome(1.5, 1.45, 1.6, 90.0)).splitlines()
     assert first == (
-        "autotune: L00..L02 in 3 and 2 chunks, once_per_node; 1.50 times as fast as DeepSpeed's schedule (1.45 to 1.60 "
+        "autotune: L00..L02 in 3 and 2 chunks, node_deduplicated; 1.50 times as fast as DeepSpeed's schedule (1.45 to 1.60 "
         "in 3 turns); measuring took 6 s, tried 12 plans in 40 steps, which has paid 125 steps from now"
     )
     # 6 s of measuring; 40 steps of 95 ms instead of 120 have paid for a second of it; and each from now on for 40 ms.
@@ -150,8 +152,8 @@ def test_the_next_plan_is_named_with_its_distance_in_the_turns_of_both() -> None
 
 def test_layers_are_shown_with_chunks_order_and_what_they_are_bound_by() -> None:
     lines = [" ".join(line.split()) for line in summarize([row()], told(), Outcome(1.0)).splitlines()]
-    assert "L00..L02 forward 3 links side by side once_per_node 20 30 inter-node link" in lines
-    assert "L00..L02 backward 2 reduces first once_per_node 40 60 computation" in lines
+    assert "L00..L02 forward 3 links side by side node_deduplicated 20 30 inter-node link" in lines
+    assert "L00..L02 backward 2 reduces first node_deduplicated 40 60 computation" in lines
 
 
 def test_fits_are_judged_at_the_sizes_that_are_used() -> None:
@@ -208,7 +210,7 @@ def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
 
 def test_layers_that_are_cut_alike_are_named_together_though_they_differ() -> None:
     first, *_ = summarize([row("L00"), row("L02"), row("L01")], told(), Outcome(1.0)).splitlines()
-    assert first.startswith("autotune: L00..L02 in 3 and 2 chunks, once_per_node; predicted")
+    assert first.startswith("autotune: L00..L02 in 3 and 2 chunks, node_deduplicated; predicted")
 
 
 def test_a_prediction_that_steps_have_disproved_is_said_to_be_that() -> None:

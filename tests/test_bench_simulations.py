@@ -44,10 +44,10 @@ pytestmark = pytest.mark.long
 ADAPTIVE = ("fsmoe_no_iio", "fsmoe", "best")
 CASES = {
     "experts in a node, many ranks": ("olmoe", "h100_400", 512, 8, "flat"),
-    "experts over nodes, once per node": ("olmoe", "h100_400", 64, 64, "once_per_node"),
+    "experts over nodes, once per node": ("olmoe", "h100_400", 64, 64, "node_deduplicated"),
     "experts over nodes, flat, links that contend": ("olmoe", "testbed_a", 16, 16, "flat"),
     "many gradients": ("mixtral-8x7b", "a100_200", 64, 8, "flat"),
-    "a head with more gradients than a layer": ("deepseek-v3", "h100_400", 64, 64, "once_per_node"),
+    "a head with more gradients than a layer": ("deepseek-v3", "h100_400", 64, 64, "node_deduplicated"),
     "layers of two kinds in turns, a link that is far too slow": ("gpt-oss-20b", "ethernet_25", 32, 32, "flat"),
 }
 """Case -> model, cluster, ranks, EP size, exchange."""
@@ -163,10 +163,10 @@ def test_variants_are_in_a_node_and_over_nodes_flat_and_once_per_node() -> None:
         return [(each.groups.ep, each.alltoall) for each in variants(Job(model, cluster, ranks))]
 
     assert found("mixtral-8x7b", "h100_400", 64) == [(8, "flat")]
-    assert found("mixtral-8x7b", "testbed_b", 64) == [(8, "flat"), (8, "once_per_node"), (4, "flat")]
+    assert found("mixtral-8x7b", "testbed_b", 64) == [(8, "flat"), (8, "node_deduplicated"), (4, "flat")]
     assert found("olmoe", "h100_400", 8) == [(8, "flat")]
-    over = [(64, "flat"), (64, "once_per_node")]
-    between = [(ep, alltoall) for ep in (16, 32) for alltoall in ("flat", "once_per_node")]
+    over = [(64, "flat"), (64, "node_deduplicated")]
+    between = [(ep, alltoall) for ep in (16, 32) for alltoall in ("flat", "node_deduplicated")]
     assert found("olmoe", "h100_400", 256) == [*over, (8, "flat"), *between]
     assert found("olmoe", "h100_400", 1) == [(1, "flat")]
 
@@ -209,7 +209,9 @@ def test_what_plan_says_cannot_run_is_not_drawn_as_fitting() -> None:
     assert fits == {8: False, 512: True}
 
 
-@pytest.mark.parametrize(("alltoall", "ep", "peers"), [("flat", 64, 64), ("once_per_node", 64, 8), ("flat", 16, 16)])
+@pytest.mark.parametrize(
+    ("alltoall", "ep", "peers"), [("flat", 64, 64), ("node_deduplicated", 64, 8), ("flat", 16, 16)]
+)
 def test_a_flat_exchange_over_nodes_starts_a_message_to_every_rank(alltoall: AllToAll, ep: int, peers: int) -> None:
     cluster, groups = load_cluster("h100_400"), Groups(64, 8, ep=ep)
     costs, operation = kind_costs(cluster, groups, alltoall), cluster.operations["inter.all_to_all"]

@@ -101,7 +101,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "offline/models": ("numpy", "ds_fsmoe.planning", "ds_fsmoe.untrusted"),
     "offline/report": (
         *("altair", "jinja2", "numpy", "scipy", "vl_convert"),
-        *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.terminal"),
+        *("ds_fsmoe.config.words", "ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.terminal"),
     ),
     "offline/plan": (
         *("numpy", "ds_fsmoe.files", "ds_fsmoe.offline.models", "ds_fsmoe.offline.report"),

@@ -124,7 +124,7 @@ EIGHT_LAYOUTS = [
     Job(8, 8),
     Job(16, 4, per_node=4),
     Job(16, 4, 2, per_node=4),
-    Job(16, 16, alltoall="once_per_node"),
+    Job(16, 16, alltoall="node_deduplicated"),
     Job(32, 16, alltoall="2dh", rank=11),
     Job(64, 4, rank=17),
     Job(64, 4, mode="off"),

@@ -570,8 +570,8 @@ def test_deepspeeds_autotuning_in_the_block_is_told_apart_from_ours() -> None:
         ({"schedule": "tutle"}, "tutel"),
         ({"gate": {"type": "sigmod"}}, "sigmoid"),
         ({"gradient_partition": {"mode": "adaptative"}}, "adaptive"),
-        ({"alltoall": "onceper_node"}, "once_per_node"),
-        ({"dispatch": "row"}, "rows"),
+        ({"alltoall": "node_deduplicate"}, "node_deduplicated"),
+        ({"dispatch": "unpaded"}, "unpadded"),
     ],
 )
 def test_a_value_that_is_nearly_one_of_the_choices_is_answered_with_it(block: dict[str, Any], meant: str) -> None:

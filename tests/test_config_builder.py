@@ -26,13 +26,13 @@ BLOCK = {
     "enabled": True,
     "gate": {"type": "topk", "top_k": 2},
     "num_chunks": {"forward": 2, "backward": 4},
-    "hooks": ["ds_fsmoe.BFloat16Wire"],
+    "hooks": ["ds_fsmoe.BFloat16Communication"],
 }
 
 
 def built() -> Config:
     gate = Config.Gate(type="topk", top_k=2)
-    return Config(gate=gate, num_chunks={"forward": 2, "backward": 4}, hooks=["ds_fsmoe.BFloat16Wire"])
+    return Config(gate=gate, num_chunks={"forward": 2, "backward": 4}, hooks=["ds_fsmoe.BFloat16Communication"])
 
 
 def test_it_is_the_block_that_was_written_and_nothing_more() -> None:

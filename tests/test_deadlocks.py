@@ -29,7 +29,11 @@ FOUR = Layout(4, 2, 2, 2)
 """EP between two nodes, ESP inside them."""
 EIGHT = Layout(8, 4, 2, 4, "2dh")
 ALL = layouts((2, 3, 4))
-ONCE = [Layout(4, 4, 1, 2, "once_per_node"), Layout(8, 4, 1, 2, "once_per_node"), Layout(6, 6, 1, 2, "once_per_node")]
+ONCE = [
+    Layout(4, 4, 1, 2, "node_deduplicated"),
+    Layout(8, 4, 1, 2, "node_deduplicated"),
+    Layout(6, 6, 1, 2, "node_deduplicated"),
+]
 WINDOW = Way("paper", 3, True, (GRAD,))
 
 

@@ -29,7 +29,7 @@ class Step:
     """The third training step of a family; batches are run by halves from the second on."""
 
     stage: int = 1
-    alltoall: str = "once_per_node"
+    alltoall: str = "node_deduplicated"
     checkpoints: bool = False
     split: str = "on"
     ep_size: int = 4
@@ -56,7 +56,7 @@ def _issued(rank: int, step: Step) -> tuple[Program, int]:
         patch.setattr(
             "ds_fsmoe.gradients.reduction.make_background_lane", lambda _: BackgroundStreams(torch.device("cuda", 0))
         )
-        block = {"num_chunks": {"forward": 2, "backward": 3}, "split_batch": step.split, "autotune": False}
+        block = {"num_chunks": {"forward": 2, "backward": 3}, "two_batch_overlap": step.split, "autotune": False}
         nodes = {"topology": {"ranks_per_node": 2}, "alltoall": step.alltoall}
         config = ds_config(step.stage, ep_size=step.ep_size, **block, **nodes)
         deepspeed.init_distributed("gloo")

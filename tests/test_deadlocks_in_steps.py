@@ -147,7 +147,7 @@ def test_gradients_wait_for_updated_parameters_that_one_rank_reads_and_another_d
     assert any("fsmoe_gradients" in name for names in stuck for name in names)
 
 
-PLACED = (*CUT, ("dispatch", "rows"), ("placement.policy", "balanced"))
+PLACED = (*CUT, ("dispatch", "unpadded"), ("placement.policy", "balanced"))
 
 
 def record_placed(rank: int, world_size: int, steps: list[Step]) -> list[Program]:

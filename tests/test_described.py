@@ -31,21 +31,21 @@ def topk(factor: float, drops: bool = True) -> TopKGate:
 
 
 def test_slots_that_stay_empty_are_named_with_the_word_that_sends_none_of_them() -> None:
-    hint = 'slots, of which at least 20% are empty; "dispatch": "unpadded" does not send these'
+    hint = 'padded: at least 20% of the slots are empty; "dispatch": "unpadded" does not send these'
     assert said(topk(1.25)) == hint
     assert said(topk(2.0), topk(1.25)) == hint
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.1])
 def test_slots_that_may_all_be_taken_are_only_called_slots(factor: float) -> None:
-    assert said(topk(factor)) == "slots"
-    assert said(topk(factor), topk(1.25)) == "slots"
+    assert said(topk(factor)) == "padded"
+    assert said(topk(factor), topk(1.25)) == "padded"
 
 
 def test_what_was_asked_for_or_has_no_rows_is_only_named() -> None:
-    assert said(topk(1.25), dispatch="slots") == "slots"
-    assert said(topk(1.25), dispatch="rows") == "rows"
-    assert said(topk(1.25, drops=False)) == "rows"
-    assert said(ExpertChoiceGate(capacity_factor=2.0)) == "slots"
-    assert said(topk(1.25), duplicates=object()) == "slots"
+    assert said(topk(1.25), dispatch="padded") == "padded"
+    assert said(topk(1.25), dispatch="unpadded") == "unpadded"
+    assert said(topk(1.25, drops=False)) == "unpadded"
+    assert said(ExpertChoiceGate(capacity_factor=2.0)) == "padded"
+    assert said(topk(1.25), duplicates=object()) == "padded"
     assert said() == "auto"

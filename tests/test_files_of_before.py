@@ -12,8 +12,10 @@ import random
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,7 +24,15 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+import ds_fsmoe
+from ds_fsmoe.checkpoint.plan_state import ReadPlans, read_plans
+from ds_fsmoe.components.routing import ReplayedRouting
+from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.config.words import words_of
+from ds_fsmoe.engine.state import FSMoEState, alike
+from ds_fsmoe.layer.inference import LayerRecord
+from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 
@@ -36,8 +46,6 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        import ds_fsmoe
-
         self.first = nn.Linear(WIDTH, WIDTH)
         self.moe = MoE(WIDTH, ds_fsmoe.GPTFeedForward(WIDTH, 2 * WIDTH), num_experts=2, ep_size=2, k=1)
         self.last = nn.Linear(WIDTH, WIDTH)
@@ -48,8 +56,6 @@ class Model(nn.Module):
 
 
 def make(seed: int) -> Any:
-    import ds_fsmoe
-
     torch.manual_seed(seed)
     model = Model()
     config = {
@@ -107,12 +113,100 @@ def test_a_checkpoint_of_before_is_loaded_and_trained_on(tmp_path: Path) -> None
         assert now["losses"] == pytest.approx(then["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+RENAMED = "every word that has another today"
+
+
+@pytest.mark.parametrize("name", [each for each in BLOCKS if each != RENAMED])
 def test_a_block_of_before_is_read_and_means_what_it_says(name: str) -> None:
     """Every value that was written is found again, under whatever name; those of the larger block are all different."""
     block = read_block({"fsmoe": BLOCKS[name]})
     missing = Counter(values(BLOCKS[name])) - Counter(values(block.model_dump()))
     assert not missing
+
+
+def test_a_block_in_the_words_of_before_is_the_one_in_todays_words_and_each_is_said_once() -> None:
+    today = {"enabled": True, "dispatch": "unpadded", "alltoall": "node_deduplicated", "comm_dtype": "fp8"}
+    today |= {"two_batch_overlap": "on", "two_batch_blocks": ["MyBlock"], "hooks": BLOCKS[RENAMED]["hooks"]}
+    today["placement"] = {"policy": "balanced", "break_even_within": 10}
+    words = words_of(BLOCKS[RENAMED])
+    assert words.normalized == today
+    assert read_block({"fsmoe": BLOCKS[RENAMED]}) == read_block({"fsmoe": today})
+    assert alike(read_block({"fsmoe": BLOCKS[RENAMED]})) == alike(read_block({"fsmoe": today}))
+    assert words.old == [
+        'fsmoe.alltoall = "once_per_node" is now called "node_deduplicated"; both work',
+        'fsmoe.dispatch = "rows" is now called "unpadded"; both work',
+        "fsmoe.wires is now called fsmoe.comm_dtype; both work",
+        "fsmoe.split_batch is now called fsmoe.two_batch_overlap; both work",
+        "fsmoe.split_blocks is now called fsmoe.two_batch_blocks; both work",
+        "fsmoe.placement.pays_within is now called fsmoe.placement.break_even_within; both work",
+    ]
+    assert words_of(today).old == []
+
+
+def test_the_hook_of_before_is_the_one_of_today() -> None:
+    from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
+
+    assert BFloat16Wire is ds_fsmoe.BFloat16Wire is ds_fsmoe.BFloat16Communication
+
+
+def test_the_builder_has_the_class_of_before() -> None:
+    Config = ds_fsmoe.Config
+    assert Config.Wires is Config.CommDtype
+    old, new = Config(wires=Config.Wires(dispatch="fp8")), Config(comm_dtype=Config.CommDtype(dispatch="fp8"))
+    assert read_block({"fsmoe": old}) == read_block({"fsmoe": new})
+
+
+def test_plans_of_before_name_all_to_alls_as_they_did_then() -> None:
+    now = LayerPlan(BlockPlan(1), BlockPlan(1), "flat")
+    layers = {"L00": SimpleNamespace(fsmoe=SimpleNamespace(plan=now))}
+    block = SimpleNamespace(pipeline_degree=PipelineDegreeBlock())
+    state: Any = SimpleNamespace(inner_layers=layers, block=block, placement=None)
+
+    def read(alltoall: str) -> ReadPlans:
+        facts = {phase: asdict(BlockPlan(2)) for phase in ("forward", "backward")}
+        return read_plans(state, {"layers": {"L00": facts | {"reduces": [], "alltoall": alltoall}}, "gradients": None})
+
+    assert read("once_per_node") == read("node_deduplicated")
+    assert read("once_per_node").layers["L00"].alltoall == "node_deduplicated"
+    with pytest.raises(ValueError, match="an all-to-all 'once_per_rank'"):
+        read("once_per_rank")
+
+
+def test_methods_and_records_of_before_have_their_names() -> None:
+    assert FSMoEState.look_again is FSMoEState.recheck_chunking
+    assert LayerRecord(fullest_primary=2.5).fullest_at_home == 2.5
+
+
+class GateOfBefore(ds_fsmoe.GateBase):
+    """A gate of a user that has the names of version 0.2.0 for what a layer sets on it."""
+
+    takes_given = True
+    says_entropy = True
+
+
+class GateOfAnInstance(ds_fsmoe.GateBase):
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes_given = True
+
+
+def test_a_gate_of_a_user_may_have_the_names_of_before() -> None:
+    for kind in (GateOfBefore, GateOfAnInstance):
+        gate = kind()
+        assert gate.can_replay
+        assert gate.takes_given
+        gate.replayed = choice = ReplayedRouting()
+        assert gate.given is choice
+        gate.given = None
+        assert gate.replayed is None
+        gate.reports_entropy = False
+        assert not gate.says_entropy
+    assert GateOfBefore().reports_entropy
+    assert GateOfBefore.takes_given
+    assert not GateOfAnInstance().reports_entropy
+    assert not ds_fsmoe.GateBase().can_replay
+    assert ds_fsmoe.LinearGate(k=1).takes_given
+    assert ds_fsmoe.LinearGate.takes_given
 
 
 def values(found: Any) -> Iterator[Any]:

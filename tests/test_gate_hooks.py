@@ -139,7 +139,7 @@ def compared(rank: int, world_size: int) -> list[str]:
             trained(initialize, block, case, rank, put, early=number % 2 == 1)
             for initialize, block in (
                 (deepspeed.initialize, {}),
-                (ds_fsmoe.initialize, {"enabled": True, "dispatch": "slots"}),
+                (ds_fsmoe.initialize, {"enabled": True, "dispatch": "padded"}),
             )
         ]
         if not same(*runs):
@@ -193,7 +193,7 @@ def test_made_up_tokens_of_the_autotuner_are_not_shown_to_hooks() -> None:
 def test_the_entropy_of_a_gate_with_hooks_is_known_too() -> None:
     layer = ds_fsmoe.MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=NUM_EXPERTS, k=2)
     inner, x_SM = layer.deepspeed_moe, torch.randn(9, WIDTH)
-    inner.gate.says_entropy = True
+    inner.gate.reports_entropy = True
     expected = inner.route(x_SM, None, None).entropy
     changes_the_weights(inner.gate, [])
     assert inner.route(x_SM, None, None).entropy == expected

@@ -20,12 +20,12 @@ CASES = [
     *(
         (sent, 8, at, of)
         for of in (torch.float32, torch.bfloat16)
-        for sent, at in (("rows", (1, 1)), ("slots", (3, 2)))
+        for sent, at in (("unpadded", (1, 1)), ("padded", (3, 2)))
     ),
-    *(("rows", 8, (3, 2), dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *(("unpadded", 8, (3, 2), dtype) for dtype in (torch.float32, torch.bfloat16)),
     # A queue for each expert and segment: 1536 and 11520.
-    ("rows", 128, (8, 5), torch.float32),
-    ("rows", 384, (16, 15), torch.float32),
+    ("unpadded", 128, (8, 5), torch.float32),
+    ("unpadded", 384, (16, 15), torch.float32),
 ]
 """(dispatch, experts, degrees, dtype)."""
 ENDS = (5, 5, 37, 64)

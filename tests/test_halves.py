@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe")
 SAMPLES = 3
-TWO_NODES = {"alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}
+TWO_NODES = {"alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
 
 
 def called(model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
@@ -89,7 +89,7 @@ def trains_as_eager(
         model = copy.deepcopy(reference)
         if checkpoints:
             model.gradient_checkpointing_enable()
-        config = ds_config(stage, split_batch="on", autotune=False, **block)
+        config = ds_config(stage, two_batch_overlap="on", autotune=False, **block)
         engine = engine_of(model, config | {"train_micro_batch_size_per_gpu": samples})
         said += [f"{family}: {each}" for each in differing(engine, reference, rank, world_size, samples, options)]
         said.append(engine.fsmoe.splitter.num_runs)
@@ -134,7 +134,7 @@ def accumulated(rank: int, world_size: int) -> tuple[float, int]:
     """How far weights are from those of whole batches after four steps of two micro-batches, and forwards by halves."""
     ends, runs = [], 0
     for split in ("off", "on"):
-        config = ds_config(1, split_batch=split, autotune=False) | {"train_micro_batch_size_per_gpu": 2}
+        config = ds_config(1, two_batch_overlap=split, autotune=False) | {"train_micro_batch_size_per_gpu": 2}
         engine = engine_of(model_of("olmoe"), config | {"gradient_accumulation_steps": 2})
         for number in range(8):
             engine.backward(called(engine, batch(10 * number + rank, 2)).loss)
@@ -160,7 +160,7 @@ def adapters(rank: int, world_size: int) -> list[Any]:
     """A call of experts with adapters pauses while those of the other half come."""
     reference = lora_of("olmoe", ("up", "down"))
     model = copy.deepcopy(reference)
-    config = ds_config(1, split_batch="on", autotune=False) | {"train_micro_batch_size_per_gpu": SAMPLES}
+    config = ds_config(1, two_batch_overlap="on", autotune=False) | {"train_micro_batch_size_per_gpu": SAMPLES}
     engine = engine_of(model, config, trained(model))
     said = differing(engine, reference, rank, world_size, SAMPLES, {})
     return [*said, engine.fsmoe.splitter.num_runs]
@@ -173,7 +173,7 @@ def test_adapters_of_experts_are_those_of_each_half(tmp_path: Path) -> None:
 
 def uneven(rank: int, world_size: int) -> list[int]:
     """The forwards by halves so far, after batches of which ranks have as many samples, or not."""
-    config = ds_config(1, split_batch="on", autotune=False) | {"train_micro_batch_size_per_gpu": 2}
+    config = ds_config(1, two_batch_overlap="on", autotune=False) | {"train_micro_batch_size_per_gpu": 2}
     engine = engine_of(model_of("olmoe"), config)
     found = []
     for number, sizes in enumerate([(2, 2), (2, 2), (2, 1), (3, 2), (1, 1), (2, 5)]):
@@ -191,7 +191,7 @@ def test_ranks_cut_their_batches_all_or_none(tmp_path: Path) -> None:
 
 def without_a_batch(rank: int, world_size: int) -> int:
     """The forwards by halves, where one rank runs out of batches once."""
-    engine = engine_of(model_of("olmoe"), ds_config(1, split_batch="on", autotune=False))
+    engine = engine_of(model_of("olmoe"), ds_config(1, two_batch_overlap="on", autotune=False))
     for number in range(4):
         x = batch(number, 2)
         engine.backward(engine.fsmoe_dummy_forward() if rank and number == 2 else called(engine, x).loss)
@@ -214,7 +214,7 @@ def with_cache(rank: int, world_size: int) -> tuple[int, str]:
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("ds_fsmoe").addHandler(handler)
-    engine = engine_of(model_of("olmoe"), ds_config(1, split_batch="on", autotune=False))
+    engine = engine_of(model_of("olmoe"), ds_config(1, two_batch_overlap="on", autotune=False))
     for number in range(3):
         x = batch(number, 2)
         engine.backward(engine(input_ids=x, labels=x, use_cache=True).loss)

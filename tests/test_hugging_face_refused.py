@@ -90,7 +90,7 @@ def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module
     ("block", "others", "sentence"),
     [
         ({"gate": "topk"}, {}, 'fsmoe.gate = "topk": not with experts of a Hugging Face model'),
-        ({"dispatch": "slots"}, {}, 'fsmoe.dispatch = "slots": not with experts of a Hugging Face model'),
+        ({"dispatch": "padded"}, {}, 'fsmoe.dispatch = "padded": not with experts of a Hugging Face model'),
         (
             {"expert_tensor_parallel_size": 2},
             {"zero_optimization": {"stage": 3}},

@@ -57,7 +57,7 @@ def ways(rank: int, world_size: int, num_experts: int, k: int, experts: type[Exp
             # Where tokens choose most of all experts, loads are even as they are.
             if k < num_experts / 2 and max(each.copies for each in records) <= 3 * num_experts:
                 said.append(f"{name}: no expert was on several ranks")
-            is_even = all(each.fullest >= each.fullest_at_home for each in records)
+            is_even = all(each.fullest >= each.fullest_primary for each in records)
             if k < num_experts / 2 and name != "no second phase" and is_even:
                 said.append(f"{name}: no load has become more even: {happened}")
     engine.destroy()
@@ -99,7 +99,7 @@ def in_groups(rank: int, world_size: int, stage: int, alltoall: str) -> list[str
     return said
 
 
-@pytest.mark.parametrize(("stage", "alltoall"), [(3, "flat"), (2, "once_per_node")])
+@pytest.mark.parametrize(("stage", "alltoall"), [(3, "flat"), (2, "node_deduplicated")])
 def test_zero_3_and_tokens_that_cross_once_change_nothing(stage: int, alltoall: str, tmp_path: Path) -> None:
     found = run_on_ranks(in_groups, 4, tmp_path, stage, alltoall)
     assert [each for of_rank in found for each in of_rank] == []
@@ -135,7 +135,7 @@ def test_estimates_are_right_where_the_path_decides_about_everything(k: int, tmp
         assert record["compared"] == record["counted"] == 1
         assert record["fullest"] == pytest.approx(first["no estimate"][label]["fullest"])
         assert record["copies"] == first["no second phase"][label]["copies"] > 12
-        assert record["fullest"] < 1.2 < record["fullest_at_home"]
+        assert record["fullest"] < 1.2 < record["fullest_primary"]
 
 
 def any_table(rank: int, world_size: int, weights: str) -> list[str]:
@@ -187,7 +187,7 @@ def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, exp
     # Nothing is drawn at random, so that two forwards can be compared.
     options = ("use_rts", False), ("top2_2nd_expert_sampling", False)
     case = Case(world_size, 0, k=k, drop_tokens=drop_tokens, expert=expert, moe_options=options)
-    block = {"enabled": True, "wires": {"dispatch": wire, "combine": wire}}
+    block = {"enabled": True, "comm_dtype": {"dispatch": wire, "combine": wire}}
     engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe=block))
     watched(engine)
     said = []

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_fsmoe import (
     AllToAllBase,
-    BFloat16Wire,
+    BFloat16Communication,
     CallbackArgs,
     CallbackBase,
     ExpertArgs,
@@ -341,7 +341,7 @@ def test_frames_are_routed_as_tokens_and_come_back_as_frames() -> None:
 def test_the_wire_in_bfloat16_rounds_four_times_and_no_more() -> None:
     x_SM = torch.randn(S, M, requires_grad=True)
     outputs, gradients = [], []
-    for callbacks in ([], [BFloat16Wire()]):
+    for callbacks in ([], [BFloat16Communication()]):
         layer = make_layer(LinearGate(k=2), callbacks=callbacks, pipeline_degree=(3, 2))
         outputs.append(layer(x_SM))
         gradients.append(torch.autograd.grad(outputs[-1].sum(), [x_SM, *layer.parameters()])[0])

@@ -83,7 +83,7 @@ def compare(rank: int, world_size: int, in_turns: bool) -> list[str]:
     for number, (name, use) in enumerate(USES.items()):
         for k, drop_tokens in [CHOICES[number % len(CHOICES)]] if in_turns else CHOICES:
             seen = []
-            ours = [{"fsmoe": {"enabled": True, "dispatch": each}} for each in ("slots", "auto")[: 2 - drop_tokens]]
+            ours = [{"fsmoe": {"enabled": True, "dispatch": each}} for each in ("padded", "auto")[: 2 - drop_tokens]]
             for initialize, blocks in ((deepspeed.initialize, {}), *((ds_fsmoe.initialize, each) for each in ours)):
                 case = Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
                 model = SmallModel(case, rank)

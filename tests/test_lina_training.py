@@ -253,7 +253,7 @@ def sizes(capacity: int, num_choices: int) -> Any:
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("alltoall", ["flat", "once_per_node"])
+@pytest.mark.parametrize("alltoall", ["flat", "node_deduplicated"])
 def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, k: int) -> None:
     from ds_fsmoe.tuning.micro_ops import degree_of_call
 

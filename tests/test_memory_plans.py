@@ -22,7 +22,7 @@ from tests.samples import sampled
 MOST_BELOW, MOST_ABOVE = 0.05, 0.10
 """A message of gradients is counted whether it is there at that moment or not."""
 ALL = [(zero, checkpointing) for zero in (0, 1, 2, 3) for checkpointing in (False, True)]
-IN_HALVES = {"split_batch": "on", "autotune": False}
+IN_HALVES = {"two_batch_overlap": "on", "autotune": False}
 OFF = {"gradient_partition": {"mode": "off"}}
 
 
@@ -37,7 +37,7 @@ def training_of(case: Case, load: float) -> Training:
         checkpointing=case.checkpointing,
         recompute=case.block.get("recompute", False),
         degree=case.block.get("num_chunks", 1),
-        is_two_batch=case.block.get("split_batch") == "on",
+        is_two_batch=case.block.get("two_batch_overlap") == "on",
         early_gradients="gradient_partition" not in case.block,
         load=load,
         lora=case.lora,

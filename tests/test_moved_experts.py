@@ -157,7 +157,7 @@ def stock_moves(rank: int, world_size: int, stage: int, dispatch: str) -> list[s
     import ds_fsmoe
 
     said, losses = [], {}
-    case = Case(ep_size=2, stage=stage, k=2, drop_tokens=dispatch != "rows", expert="smooth")
+    case = Case(ep_size=2, stage=stage, k=2, drop_tokens=dispatch != "unpadded", expert="smooth")
     for moves in (False, True):
         torch.manual_seed(0)
         config = case.ds_config(fsmoe={"enabled": True, "dispatch": dispatch})
@@ -180,7 +180,9 @@ def stock_moves(rank: int, world_size: int, stage: int, dispatch: str) -> list[s
 
 
 @sampled(
-    ("world_size", "stage", "dispatch"), [(4, 2, "slots"), (4, 0, "rows"), (2, 1, "rows"), (2, 0, "slots")], kept=[2]
+    ("world_size", "stage", "dispatch"),
+    [(4, 2, "padded"), (4, 0, "unpadded"), (2, 1, "unpadded"), (2, 0, "padded")],
+    kept=[2],
 )
 def test_experts_of_deepspeeds_own_layers_move_too(world_size: int, stage: int, dispatch: str, tmp_path: Path) -> None:
     found = run_on_ranks(stock_moves, world_size, tmp_path, stage, dispatch)

@@ -42,7 +42,7 @@ def gradients_of(
     is_training: bool,
     num_tokens: int,
     group: dist.ProcessGroup | None = None,
-    dispatch: Any = "slots",
+    dispatch: Any = "padded",
 ) -> tuple[list[torch.Tensor | None], int]:
     """The result and the gradients of the tokens and of all parameters; how many slots there were."""
     torch.manual_seed(0)

@@ -268,7 +268,7 @@ def run_case(case: Case, nodes: tuple[int, ...], groups: FSMoEGroups, lanes: Lan
         return send(y, x, receives, sends, **options)
 
     with patch("tests.test_rows.token_path", path), patch.object(dist, "all_to_all_single", sending):
-        y_SM, dx_SM, dgate_EM, *dexperts = run_layer(case, groups, lanes, True, alltoall="once_per_node")
+        y_SM, dx_SM, dgate_EM, *dexperts = run_layer(case, groups, lanes, True, alltoall="node_deduplicated")
     dy_SM, dweights_SK = (each.grad for each in watched)
     return OfRank(
         **seen, dy_SM=dy_SM, y_SM=y_SM, dx_SM=dx_SM, dgate_EM=dgate_EM, dweights_SK=dweights_SK, dexperts=dexperts

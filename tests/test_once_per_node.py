@@ -51,7 +51,7 @@ def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...
     for case in {"pairs": PAIRS, "all": every, "even": every[::2], "odd": every[1::2]}[cases]:
         exact = run_layer(replace(case, degrees=(1, 1)), groups, serial, True, exact=True)
         for ours in (lanes, serial):
-            once = run_layer(case, groups, ours, True, alltoall="once_per_node")
+            once = run_layer(case, groups, ours, True, alltoall="node_deduplicated")
             found += [f"{case}: {each}" for each in differences(once, exact, TOLERANCE[case.dtype])]
     lanes.close()
     return found
@@ -90,7 +90,7 @@ def whole_modules(rank: int, world_size: int) -> list[str]:
     for case in (Case((1, 1)), Case((1, 1), tokens=(0, 3, 0, 1)), Case((1, 1), recompute=True, masked=True, k=4)):
         flat = run_layer(case, groups, lanes, True)
         for is_whole in (True, rank == 0):
-            ours = run_layer(case, groups, lanes, True, whole=is_whole, alltoall="once_per_node")
+            ours = run_layer(case, groups, lanes, True, whole=is_whole, alltoall="node_deduplicated")
             found += differences(ours, flat, 1e-12)
     lanes.close()
     return found
@@ -100,7 +100,7 @@ def test_experts_called_as_one_module_are_reached_once_per_node_too(tmp_path: Pa
     assert run_on_ranks(whole_modules, 4, tmp_path) == [[]] * 4
 
 
-ON_TWO_NODES = {"ep_size": 4, "alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}
+ON_TWO_NODES = {"ep_size": 4, "alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
 
 
 @sampled(
@@ -144,7 +144,7 @@ def recorded_rows(node_of_rank: tuple[int, ...]) -> Iterator[list[int]]:
 
 
 def rows_sent_either_way(rank: int, world_size: int, nodes: tuple[int, ...], k: int) -> list[tuple[int, int]]:
-    return [rows_sent(rank, nodes, alltoall, k) for alltoall in ("flat", "once_per_node")]
+    return [rows_sent(rank, nodes, alltoall, k) for alltoall in ("flat", "node_deduplicated")]
 
 
 def rows_sent(rank: int, nodes: tuple[int, ...], alltoall: str, k: int) -> tuple[int, int]:
@@ -189,7 +189,7 @@ def crossings_of_groups(rank: int, world_size: int) -> tuple[int, int]:
     case = Case((2, 2), k=4, experts_per_rank=4)
     limited = partial(DeepSeekGate, k=4, num_groups=2, kept_groups=1, drop_tokens=False)
     with recorded_rows(nodes) as sent, patch("tests.test_rows.LinearGate", lambda **_: limited()):
-        run_layer(case, groups, lanes, True, alltoall="once_per_node")
+        run_layer(case, groups, lanes, True, alltoall="node_deduplicated")
     return sum(sent), 4 * case.tokens[rank]
 
 
@@ -218,5 +218,5 @@ def ways_of_layouts(rank: int, world_size: int) -> list[str]:
 def test_it_is_flat_where_tokens_cannot_be_relayed(tmp_path: Path) -> None:
     uneven = "flat: the ranks that share experts are not equally many, at least 2, in several nodes"
     split = "flat: each expert is split over several ranks"
-    expected = [uneven, uneven, uneven, uneven, split, uneven, "once_per_node"]
+    expected = [uneven, uneven, uneven, uneven, split, uneven, "node_deduplicated"]
     assert run_on_ranks(ways_of_layouts, 4, tmp_path) == [expected] * 4

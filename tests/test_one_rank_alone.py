@@ -109,7 +109,7 @@ def test_two_forwards_that_meet_are_an_error_by_name_on_every_rank(
     ("block", "sharing"),
     [
         ({"ep_size": 2}, [2, 3]),
-        ({"ep_size": 4, "alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}, [0, 1, 2, 3]),
+        ({"ep_size": 4, "alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}, [0, 1, 2, 3]),
     ],
     ids=["two ranks share experts", "each token crosses once to a node"],
 )
@@ -155,7 +155,7 @@ def in_slots(rank: int, world_size: int, folder: str) -> None:
     os.chdir(folder)
     torch.manual_seed(0)
     case = Case(2, 1, drop_tokens=False)
-    engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe={"enabled": True, "dispatch": "slots"}))
+    engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe={"enabled": True, "dispatch": "padded"}))
     for number in range(2):
         engine.backward(engine(*batch_of_small(number, rank, torch.float32))[0])
         engine.step()

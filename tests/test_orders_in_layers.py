@@ -59,7 +59,7 @@ class Products(OrderBase):
         return masks_SR.scatter_add(1, routing.slots_KS.t(), weights_KS.t())[:, :-1]
 
 
-@pytest.mark.parametrize("dispatch", ["rows", "slots"])
+@pytest.mark.parametrize("dispatch", ["unpadded", "padded"])
 @pytest.mark.parametrize("degrees", [1, (3, 2)])
 def test_memory_that_no_token_took_has_numbers_for_an_order_that_reads_it(
     degrees: int | tuple[int, int], dispatch: str

@@ -30,7 +30,7 @@ FAMILIES = {"olmoe": "Olmoe", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
 CHUNKED = {"enabled": True, "num_chunks": {"forward": 2, "backward": 3}}
 
 EARLY = CHUNKED | {"deterministic": True, "autotune": False}
-ONCE_PER_NODE = CHUNKED | {"dispatch": "rows", "alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}
+ONCE_PER_NODE = CHUNKED | {"dispatch": "unpadded", "alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
 
 
 class Words(nn.Module):
@@ -346,7 +346,7 @@ def test_stages_with_experts_of_both_kinds_train_as_stock_does(cases: list[Case]
 @sampled(
     ("world_size", "cases"),
     [
-        (4, [(("dropless", "dropless"), 2, 2, stage, CHUNKED | {"dispatch": "rows"}, 0.0) for stage in (0, 1)]),
+        (4, [(("dropless", "dropless"), 2, 2, stage, CHUNKED | {"dispatch": "unpadded"}, 0.0) for stage in (0, 1)]),
         (8, [(("dropless", "dropless"), 2, 2, stage, ONCE_PER_NODE, 0.0) for stage in (0, 1)]),
         (8, [(("dropless", "dense"), 2, 2, 0, ONCE_PER_NODE, 0.0)]),
     ],

@@ -376,8 +376,8 @@ def test_a_cluster_without_a_number_that_a_group_needs_is_refused(tmp_path: Path
 def test_a_call_that_crosses_once_per_node_is_predicted_with_the_crossings_it_was_planned_with() -> None:
     """A call says how many rows it has, and not how often their tokens crossed."""
     groups = Groups(world=4, gpus_per_node=2, ep=4)
-    plan = PhasePlan(BlockPlan(2, "paper"), groups, backward=False, alltoall="once_per_node")
-    costs = LayerCosts.written(kind_costs(load_cluster("testbed_a"), groups, "once_per_node"))
+    plan = PhasePlan(BlockPlan(2, "paper"), groups, backward=False, alltoall="node_deduplicated")
+    costs = LayerCosts.written(kind_costs(load_cluster("testbed_a"), groups, "node_deduplicated"))
     call = CallShape(16, 8, 64, 4, 16, 1000, num_tokens=16)
     seen = Fanout(nodes=0.25, ranks=0.5)
     planned = MeasuredPredictor(costs, IDEAL).timeline(plan.schedule, plan, replace(call, crossings=seen))

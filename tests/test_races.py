@@ -33,7 +33,7 @@ LAYOUTS = (
     Layout(4, 4, ranks_per_node=2),
     Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
 )
-ONCE = Layout(4, 4, ranks_per_node=2, alltoall="once_per_node")
+ONCE = Layout(4, 4, ranks_per_node=2, alltoall="node_deduplicated")
 # Whoever has a token for every expert sends every rank the same, as the pretended collectives have it.
 ALL = replace(NO_DROP, k=4)
 AXES = (

@@ -97,7 +97,7 @@ def layouts() -> list[tuple[int, Run]]:
     some = [
         (4, Run(0, mode="fixed_chunk", features=GPT, block=(*degrees(2, 3), ("esp_size", 2), *TWO_NODES))),
         (4, Run(2, ep_size=4, mode="fixed_chunk", block=(*degrees(3, 2), ("alltoall", "2dh"), *TWO_NODES))),
-        (2, Run(1, mode="dense_only", block=(*degrees(2, 2), ("hooks", ("ds_fsmoe.BFloat16Wire",))))),
+        (2, Run(1, mode="dense_only", block=(*degrees(2, 2), ("hooks", ("ds_fsmoe.BFloat16Communication",))))),
         (4, Run(1, features=GPT, block=(*degrees(2, 4), ("recompute", True)), checkpointing="saved")),
         (1, Run(0, ep_size=1, block=degrees(2, 2))),
         (2, Run(1, mode="fixed_chunk", block=degrees(2, 2))),

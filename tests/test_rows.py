@@ -375,7 +375,7 @@ def test_auto_sends_rows_where_nothing_is_dropped_and_slots_elsewhere() -> None:
         num_experts=4,
         expert_dim=HIDDEN,
         callbacks=[rows],
-        dispatch="rows",
+        dispatch="unpadded",
     )
     layer(torch.randn(9, WIDTH))
     kept = sum(number for _, point, _, number in rows.seen if point == "sent")
@@ -383,11 +383,28 @@ def test_auto_sends_rows_where_nothing_is_dropped_and_slots_elsewhere() -> None:
 
 
 def test_rows_of_slots_alone_are_refused_by_name() -> None:
-    message = r"dispatch = 'unpadded': must be \"auto\" or \"padded\" with ExpertChoiceGate"
-    with pytest.raises(ValueError, match=message):
-        MOELayer(ExpertChoiceGate(), SimpleOrder(), model_dim=WIDTH, num_experts=4, expert_dim=HIDDEN, dispatch="rows")
+    sizes: dict[str, Any] = {"model_dim": WIDTH, "num_experts": 4, "expert_dim": HIDDEN}
+    sentence = r"dispatch = 'unpadded': must be \"auto\" or \"padded\" with ExpertChoiceGate"
+    for dispatch in ("unpadded", "rows"):  # the latter is its name in version 0.2.0
+        with pytest.raises(ValueError, match=sentence):
+            MOELayer(ExpertChoiceGate(), SimpleOrder(), dispatch=dispatch, **sizes)
     with pytest.raises(ValueError, match="dispatch = 'row': must be"):
-        MOELayer(LinearGate(), SimpleOrder(), model_dim=WIDTH, num_experts=4, expert_dim=HIDDEN, dispatch="row")
+        MOELayer(LinearGate(), SimpleOrder(), dispatch="row", **sizes)
+
+
+def test_a_layer_by_hand_takes_the_values_of_before() -> None:
+    sizes: dict[str, Any] = {"model_dim": WIDTH, "num_experts": 4, "expert_dim": HIDDEN}
+    found = []
+    for first, then, alltoall in (("padded", "unpadded", "node_deduplicated"), ("slots", "rows", "once_per_node")):
+        torch.manual_seed(0)
+        gate = LinearGate(k=2, drop_tokens=False)
+        layer: Any = MOELayer(gate, SimpleOrder(), dispatch=first, alltoall_impl=alltoall, **sizes)
+        x_SM = torch.randn(9, WIDTH)
+        of_slots = layer(x_SM)
+        assert layer.dispatch == "padded"
+        layer.dispatch = then
+        found.append((of_slots, layer(x_SM)))
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 # ---- wrong decisions
@@ -537,7 +554,7 @@ def test_memory_kept_for_the_backward_falls_as_the_rows_do(degrees: tuple[int, i
     """With wide experts, whose rows are nearly all that is kept."""
     num_experts, num_tokens = 16, 64
     kept, padded = {}, 0
-    for dispatch in ("rows", "slots"):
+    for dispatch in ("unpadded", "padded"):
         torch.manual_seed(1)
         gate = LinearGate(k=4, drop_tokens=False)
         layer = MOELayer(
@@ -560,4 +577,4 @@ def test_memory_kept_for_the_backward_falls_as_the_rows_do(degrees: tuple[int, i
         padded = num_experts * gate(x_SM).capacity
         del y_SM
     assert padded > 1.5 * 4 * num_tokens
-    assert kept["slots"] / kept["rows"] > 0.9 * padded / (4 * num_tokens)
+    assert kept["padded"] / kept["unpadded"] > 0.9 * padded / (4 * num_tokens)

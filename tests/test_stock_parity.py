@@ -98,7 +98,7 @@ def compare_with_stock(rank: int, world_size: int, cases: list[Case]) -> list[st
         # By rule, so that gradients travel in windows from the second step on. Over more than two ranks the last bits
         # of a sum depend on where in a message it lies, so there the messages are DeepSpeed's.
         mode = "off" if world_size > 2 else "auto"
-        block = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": mode}, "dispatch": "slots"}
+        block = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": mode}, "dispatch": "padded"}
         ours = train(case, rank, ds_fsmoe.initialize, block)
         if case.stage == 0:
             # Where DeepSpeed's norm leaves experts out; ours is held against the truth in test_gradient_norm.

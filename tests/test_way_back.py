@@ -262,7 +262,7 @@ def piles(rank: int, world_size: int, stage: int) -> list[str]:
     """What there is more of with every engine that a model is given to."""
     model, found = model_of("qwen3_moe"), []
     for number in range(4):
-        engine = engine_of(model, config(stage, metrics="detailed", num_chunks=2, split_batch="on"))
+        engine = engine_of(model, config(stage, metrics="detailed", num_chunks=2, two_batch_overlap="on"))
         train(engine, rank, world_size, number)
         hooks = sum(len(value) for each in model.modules() for name, value in vars(each).items() if "_hooks" in name)
         grads = sum(len(each._post_accumulate_grad_hooks or ()) for each in model.parameters())

@@ -258,13 +258,13 @@ def one_sample(rank: int, world_size: int) -> list[str]:
     from tests.hf_families import model_of
     from tests.test_halves import called, ds_config, engine_of
 
-    config = ds_config(1, split_batch="on", autotune=False) | {"train_micro_batch_size_per_gpu": 1}
+    config = ds_config(1, two_batch_overlap="on", autotune=False) | {"train_micro_batch_size_per_gpu": 1}
     engine = engine_of(model_of("olmoe"), config)
     found = []
     for samples in (1, 1, 2, 1):
         engine.backward(called(engine, tokens(samples, samples)).loss)
         engine.step()
-        found.append(engine.fsmoe.chosen()["split_batch"])
+        found.append(engine.fsmoe.chosen()["two_batch_overlap"])
     return found
 
 

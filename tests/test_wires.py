@@ -152,10 +152,10 @@ def once(rank: int, world_size: int) -> list[tuple[str, float]]:
         return max(shares, default=0.0)
 
     for wires in EVERY:
-        whole = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="once_per_node", wires=wires)
-        full = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="once_per_node")
+        whole = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="node_deduplicated", wires=wires)
+        full = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="node_deduplicated")
         for degrees in ((3, 2), (2, 5)):
-            cut = run_layer(Case(degrees, k=4), groups, lanes, True, alltoall="once_per_node", wires=wires)
+            cut = run_layer(Case(degrees, k=4), groups, lanes, True, alltoall="node_deduplicated", wires=wires)
             found.append(("uncut", off(cut, whole)))
         found.append((f"{wires.dispatch} {wires.combine}", off(whole, full)))
     lanes.close()
@@ -251,7 +251,7 @@ def on_the_wire(rank: int, world_size: int, esp: int) -> list[str]:
     with on_nodes(0, 0, 1, 1):
         groups = make_groups(4 // esp, esp)
     serial, lanes, found = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu")), []
-    ways = ("flat", "1dh", "2dh", "once_per_node") if esp == 1 else ("flat",)
+    ways = ("flat", "1dh", "2dh", "node_deduplicated") if esp == 1 else ("flat",)
     for case, alltoall in itertools.product(CUTS, ways):
         # An all-to-all in two parts brings the rows of the flat one.
         ahead = "flat" if alltoall == "2dh" else alltoall
@@ -284,23 +284,23 @@ def test_every_byte_on_the_wire_and_every_number_is_that_of_conversions_inside_t
 
 def test_wires_are_written_as_one_word_or_two() -> None:
     def of(written: Any) -> tuple[str, str]:
-        block = read_block({"fsmoe": {"enabled": True, "wires": written}})
+        block = read_block({"fsmoe": {"enabled": True, "comm_dtype": written}})
         assert block is not None
         return block.wires.dispatch, block.wires.combine
 
     assert of("fp8") == ("fp8", "fp8")
     assert of({"dispatch": "fp8"}) == ("fp8", "model")
-    with pytest.raises(ConfigError, match=r"fsmoe\.wires\.combine = \"fp4\".*'model' or 'fp8'"):
+    with pytest.raises(ConfigError, match=r"fsmoe\.comm_dtype\.combine = \"fp4\".*'model' or 'fp8'"):
         of({"combine": "fp4"})
 
 
 def losses(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, block in (
-        ("model", {"dispatch": "rows"}),
-        ("fp8", {"dispatch": "rows", "wires": "fp8"}),
-        ("slots", {"dispatch": "slots", "wires": "fp8"}),
-        ("in slots", {"dispatch": "slots"}),
+        ("model", {"dispatch": "unpadded"}),
+        ("fp8", {"dispatch": "unpadded", "comm_dtype": "fp8"}),
+        ("slots", {"dispatch": "padded", "comm_dtype": "fp8"}),
+        ("in slots", {"dispatch": "padded"}),
     ):
         torch.manual_seed(0)
         case = Training(2, 0, "fp32", 2, 2, False)

@@ -29,6 +29,13 @@ TUNED = {"autotune": {"enabled": True}}
 BOTH = [
     ({"num_chunks": {"forward": 2, "max": 8}, **TUNED}, {"pipeline_degree": {"forward": 2, "max": 8}, **TUNED}),
     ({"expert_tensor_parallel_size": 2}, {"esp_size": 2}),
+    ({"comm_dtype": {"combine": "fp8"}}, {"wires": {"combine": "fp8"}}),
+    ({"two_batch_overlap": "off", "two_batch_blocks": ["A"]}, {"split_batch": "off", "split_blocks": ["A"]}),
+    ({"dispatch": "padded"}, {"dispatch": "slots"}),
+    (
+        {"placement": {"policy": "balanced", "break_even_within": 3}},
+        {"placement": {"policy": "balanced", "pays_within": 3}},
+    ),
     ({"gate": {"top_k": 2}}, {"gate": {"k": 2}}),
     (
         {"gate": {"type": "deepseek", "top_k": 2, "num_groups": 2}},
@@ -78,10 +85,12 @@ def test_two_ways_to_write_a_block_give_the_same_one(one: dict, other: dict) -> 
 
 
 @pytest.mark.parametrize(("one", "_other"), [*BOTH, *SHORT], ids=str)
-def test_what_is_recorded_of_a_block_is_a_block_with_the_words_of_before(one: dict, _other: dict) -> None:
-    recorded = json.loads(json.dumps(read(one).model_dump(exclude_unset=True)))
-    assert not {"num_chunks", "expert_tensor_parallel_size"} & set(recorded)
+def test_what_is_recorded_of_a_block_is_a_block_with_todays_words(one: dict, _other: dict) -> None:
+    recorded = json.loads(json.dumps(read(one).model_dump(exclude_unset=True, by_alias=True)))
+    assert words_of(recorded).old == []
     assert read_block({"fsmoe": recorded}) == read(one)
+    of_before = json.loads(json.dumps(read(one).model_dump(exclude_unset=True)))
+    assert words_of(of_before).normalized == recorded, "runs that were recorded before compare as equal"
 
 
 def test_a_word_of_before_is_said_to_have_a_new_one() -> None:
@@ -116,6 +125,11 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
+        ({"pipeline_degree": {"forwards": 2}}, "fsmoe.pipeline_degree.forwards: unknown key; did you mean 'forward'?"),
+        ({"wires": {"combine": "fp4"}}, "fsmoe.wires.combine = \"fp4\": must be 'model' or 'fp8'"),
+        ({"wire": "fp8"}, "fsmoe.wire: unknown key; did you mean 'comm_dtype'?"),
+        ({"splitbatch": "on"}, "fsmoe.splitbatch: unknown key; did you mean 'two_batch_overlap'?"),
+        ({"dispatch": "row"}, "fsmoe.dispatch = \"row\": must be 'auto', 'unpadded' or 'padded'"),
         ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
         ({"expert_tensor_parallel_size": 0}, "fsmoe.expert_tensor_parallel_size = 0: must be greater than or equal"),
         ({"gate": {"k": "2"}}, 'fsmoe.gate.k = "2": must be an integer'),
@@ -198,9 +212,12 @@ def test_a_gate_of_a_user_may_have_either_word_in_its_signature(monkeypatch) -> 
 def test_the_schema_knows_both_words_and_the_short_forms() -> None:
     block = schema()["properties"]["fsmoe"]["properties"]
     gate = schema()["$defs"]["GateBlock"]["properties"]
-    for name, words in (("pipeline_degree", block), ("esp_size", block), ("k", gate)):
+    placement = schema()["$defs"]["PlacementBlock"]["properties"]
+    pairs = [("pipeline_degree", block), ("esp_size", block), ("k", gate), ("wires", block), ("split_batch", block)]
+    for name, words in [*pairs, ("split_blocks", block), ("pays_within", placement)]:
         assert words[name]["deprecated"] is True
     assert {"num_chunks", "expert_tensor_parallel_size"} < set(block)
+    assert {"enum": ["rows", "slots"], "deprecated": True} in block["dispatch"]["anyOf"]
     assert "top_k" in gate
     assert {"type": "string"} in block["gate"]["anyOf"]
     assert {"type": "boolean"} in block["autotune"]["anyOf"]

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ds_fsmoe import TokenChoiceGate, registry
-from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock, old_values
 from ds_fsmoe.config.schema import schema
 from ds_fsmoe.shapes import example_of, shape_in, words_for
 
@@ -73,6 +73,7 @@ def _overview() -> str:
 def _section(name: str, field: FieldInfo) -> str:
     word, *before = words_for(name, field)
     older = "".join(f" Before: `{each}`." for each in before)
+    older += "".join(f" Before: {_shown(old)} for {_shown(now)}." for old, now in old_values(field).items())
     block = shape_in(field)
     takes = _takes(SCHEMA["properties"]["fsmoe"]["properties"][word], word)
     lines = [f"### {word}", "", f"{_sentence(_does(field))}{older}", ""]
@@ -181,7 +182,7 @@ def _kinds(described: Mapping[str, Any]) -> Iterator[str]:
         yield "an object"
     elif "anyOf" in described:
         for each in described["anyOf"]:
-            yield from _kinds(each)
+            yield from () if each.get("deprecated") else _kinds(each)
     elif "enum" in described:
         yield from map(_shown, described["enum"])
     elif "const" in described:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in bf16 and as 8-bit numbers (``fsmoe.wires``): what half the bytes gain, and what they cost in accuracy.
+"""Rows in bf16 and as 8-bit numbers (``fsmoe.comm_dtype``): what half the bytes gain, and what they cost in accuracy.
 
 ``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_fp8.py``. A layer in bf16 whose experts are spread over all ranks, nothing
@@ -36,12 +36,12 @@ GRID = Grid(
         Case("k 2 of 8, width 512", Sizes(256, 512, 512, 8, 2)),
     ),
 )
-FP8 = {"wires": "fp8"}
+FP8 = {"comm_dtype": "fp8"}
 FLAT = {"alltoall": "flat", "pipeline_degree": {"forward": 2, "backward": 2}}
-ONCE = {"alltoall": "once_per_node", "pipeline_degree": {"forward": 4, "backward": 4}}
+ONCE = {"alltoall": "node_deduplicated", "pipeline_degree": {"forward": 4, "backward": 4}}
 WAYS: dict[str, dict[str, Any]] = {
     "flat": FLAT,
-    "flat, dispatch in fp8": FLAT | {"wires": {"dispatch": "fp8"}},
+    "flat, dispatch in fp8": FLAT | {"comm_dtype": {"dispatch": "fp8"}},
     "flat, fp8": FLAT | FP8,
     "once": ONCE,
     "once, fp8": ONCE | FP8,
@@ -74,7 +74,7 @@ def computed(block: dict[str, Any], sizes: Sizes) -> list[torch.Tensor]:
 def count_error(case: Case, name: str, results: Path) -> None:
     """Write how far results are from those of rows in bf16, as shares of their size (2-norms over all ranks)."""
     of_way = WAYS[name]
-    wide = computed({key: value for key, value in of_way.items() if key != "wires"}, case.settings)
+    wide = computed({key: value for key, value in of_way.items() if key != "comm_dtype"}, case.settings)
     narrow = computed(of_way, case.settings)
     squares = [[(a - b).square().sum(), b.square().sum()] for a, b in zip(narrow, wide, strict=True)]
     sums = torch.tensor(squares)
@@ -99,7 +99,7 @@ def main() -> None:
     join()
     for case in GRID.cases:
         for name, block in WAYS.items():
-            if "wires" in block:
+            if "comm_dtype" in block:
                 count_error(case, name, args.results)
     variants = tuple(Variant(name, partial(training_step, block)) for name, block in WAYS.items())
     run_grid(GRID, variants, baseline="flat", effort=Effort(args.blocks, 1), results=args.results)

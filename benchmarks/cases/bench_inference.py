@@ -188,7 +188,7 @@ class Forwards:
             if self._happened.accuracy is not None:
                 row["accuracy"] = f"{self._happened.accuracy:.4f}"
             if counted:
-                row["at_home"] = f"{sum(each['fullest_at_home'] for each in records) / counted:.4f}"
+                row["at_home"] = f"{sum(each['fullest_primary'] for each in records) / counted:.4f}"
                 row["fullest"] = f"{sum(each['fullest'] for each in records) / counted:.4f}"
         append_rows(self._results / "inference_tail.csv", tuple(row), [row])
         print(f"{self._case}, {self._name}: p50 {middle:.1f} ms, p95 {tail:.1f} ms", flush=True)

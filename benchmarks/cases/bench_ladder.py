@@ -41,16 +41,16 @@ def rungs(model: Whole, stage: int, ranks: int) -> dict[str, dict[str, Any]]:
         stage: of ZeRO.
         ranks: over which experts lie.
     """
-    off: dict[str, Any] = {"enabled": True, "schedule": "deepspeed", "autotune": False, "split_batch": "off"}
+    off: dict[str, Any] = {"enabled": True, "schedule": "deepspeed", "autotune": False, "two_batch_overlap": "off"}
     off |= {"gradient_partition": {"mode": "off"}}
-    of_model: dict[str, dict[str, Any]] = {LAYOUT: {}, ONCE: {"alltoall": "once_per_node"}}
+    of_model: dict[str, dict[str, Any]] = {LAYOUT: {}, ONCE: {"alltoall": "node_deduplicated"}}
     if model.family == "gpt":
         del of_model[ONCE]
     else:
         off |= {"ep_size": ranks, "alltoall": "flat"}
     if stage < 3:
         of_model[WINDOWS] = {"gradient_partition": {"mode": "adaptive"}}
-    of_model[SCHEDULE] = {"schedule": "best", "autotune": True, "split_batch": "auto"}
+    of_model[SCHEDULE] = {"schedule": "best", "autotune": True, "two_batch_overlap": "auto"}
     blocks: dict[str, dict[str, Any]] = {}
     for name, added in of_model.items():
         off = off | added

@@ -128,7 +128,7 @@ class Parts(Contenders):
         return [
             Variant("AutoEP", partial(AutoEPSteps, found=self.found["ranks"])),
             Variant("best", partial(self.ours, "ranks", "best")),
-            Variant("best, slots", partial(self.ours, "ranks", "best", dispatch="slots")),
+            Variant("best, slots", partial(self.ours, "ranks", "best", dispatch="padded")),
         ]
 
     def ablation(self) -> list[Variant]:

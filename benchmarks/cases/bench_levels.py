@@ -94,7 +94,7 @@ def _chunks(degree: int) -> dict[str, Any]:
 BEFORE = _gradients("all_reduce", 1, "at_end") | _chunks(2)
 LEVELS = _gradients("reduce_scatter", 2, "at_end") | _chunks(2)
 ALL = _gradients("reduce_scatter", 2, "overlapped")
-ONCE = {"alltoall": "once_per_node"} | _chunks(4)
+ONCE = {"alltoall": "node_deduplicated"} | _chunks(4)
 
 
 def _by(schedule: str) -> dict[str, Any]:

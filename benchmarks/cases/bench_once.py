@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer whose tokens cross to each node once for each choice (flat) or once (once_per_node): times and bytes.
+"""A layer whose tokens cross to each node once for each choice (flat) or once (node_deduplicated): times and bytes.
 
 ``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_once.py``. Experts are spread over all ranks, nothing is dropped; whole steps
@@ -65,9 +65,9 @@ def _way(alltoall: str, degree: int, schedule: str = "fsmoe") -> dict[str, Any]:
 WAYS = {
     "flat, uncut": _way("flat", 1),
     "flat, 2 chunks": _way("flat", 2),
-    "once, uncut": _way("once_per_node", 1),
-    "once, 2 chunks": _way("once_per_node", 2),
-    "once, 4 chunks, reduces first": _way("once_per_node", 4, "best"),
+    "once, uncut": _way("node_deduplicated", 1),
+    "once, 2 chunks": _way("node_deduplicated", 2),
+    "once, 4 chunks, reduces first": _way("node_deduplicated", 4, "best"),
 }
 
 

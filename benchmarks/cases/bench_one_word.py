@@ -91,7 +91,7 @@ def ways(model: Whole, swept: Swept) -> dict[str, Way]:
     blocks: dict[str, dict[str, Any]] = {OURS: {"enabled": True}}
     if model.family == "gpt":
         # Slots are what stock sends where tokens are dropped.
-        blocks["ours, rows"] = {"enabled": True, "dispatch": "rows"}
+        blocks["ours, rows"] = {"enabled": True, "dispatch": "unpadded"}
     else:
         blocks["ours, over all ranks"] = {"enabled": True, "ep_size": dist.get_world_size()}
     blocks["deepspeed"] = {"enabled": True, "schedule": "deepspeed"}

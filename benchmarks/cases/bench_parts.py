@@ -63,16 +63,16 @@ PARTS = (
     Part("gradients in two levels", {"gradient_partition": {"levels": 1}}, only_without=True),
     Part("parameters under the forward", {"gradient_partition": {"gather_parameters": "at_end"}}, only_without=True),
     Part("once per node", {"alltoall": "flat"}, needs_rows=True),
-    Part("halves", {"split_batch": "off"}, needs_rows=True),
+    Part("halves", {"two_batch_overlap": "off"}, needs_rows=True),
 )
 """Experts that move are measured in ``bench_placement.py``: they gain by skew, of which there is none here."""
 
-_OFF = {"schedule": "deepspeed", "autotune": False, "gradient_partition": {"mode": "off"}, "split_batch": "off"}
+_OFF = {"schedule": "deepspeed", "autotune": False, "gradient_partition": {"mode": "off"}, "two_batch_overlap": "off"}
 ALONE: dict[str, dict[str, Any]] = {
     "chunks": {"schedule": "best", "autotune": True},
     "gradients in windows": {"gradient_partition": {"mode": "adaptive"}},
-    "once per node": {"alltoall": "once_per_node"},
-    "halves": {"schedule": "best", "autotune": True, "num_chunks": {"max": 1}, "split_batch": "on"},
+    "once per node": {"alltoall": "node_deduplicated"},
+    "halves": {"schedule": "best", "autotune": True, "num_chunks": {"max": 1}, "two_batch_overlap": "on"},
 }
 
 

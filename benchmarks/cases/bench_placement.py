@@ -73,7 +73,7 @@ class Moving:
             layer: the sizes.
             block: what differs from other variants.
         """
-        common = {"schedule": "best", "dispatch": "rows", "gradient_partition": {"mode": "adaptive"}}
+        common = {"schedule": "best", "dispatch": "unpadded", "gradient_partition": {"mode": "adaptive"}}
         tuning = {"autotune": {"enabled": True, "cache_dir": self._cache, "watch_every": 0}}
         whole = common | tuning | {"num_chunks": {"max": MAX_DEGREE}} | block
         steps = Steps(layer, "ranks", None, Found(), whole, without_attention)

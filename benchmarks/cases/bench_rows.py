@@ -110,7 +110,7 @@ class Step:
 
 def counted(layer: Layer) -> dict[str, float]:
     """The slots that a rank computes, the rows of the mean and of the fullest rank, and what rows can gain."""
-    counts_E = Step(layer, "rows")()
+    counts_E = Step(layer, "unpadded")()
     of_ranks = [torch.empty_like(counts_E) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, counts_E)
     counts_GE = torch.stack(of_ranks)
@@ -126,7 +126,8 @@ def counted(layer: Layer) -> dict[str, float]:
 
 def main() -> None:
     args = join_on_gloo(__doc__)
-    variants = tuple(Variant(each, partial(_step, dispatch=each)) for each in ("slots", "rows"))
+    dispatches = {"slots": "padded", "rows": "unpadded"}
+    variants = tuple(Variant(name, partial(_step, dispatch=each)) for name, each in dispatches.items())
     run_grid(GRID, variants, "slots", Effort(blocks=args.blocks, steps=2), results=args.results)
     made = made_with(PACKAGES)
     for case in GRID.cases:

@@ -40,10 +40,10 @@ MODELS = tuple(name for name, case in CASES.items() if STAGE in case.settings.st
 
 def of_whole(model: Whole, cache: str) -> list[Variant]:
     """Return the variants of a whole model, with experts over all ranks."""
-    base: dict[str, Any] = {"enabled": True, "schedule": "deepspeed", "autotune": False, "split_batch": "off"}
+    base: dict[str, Any] = {"enabled": True, "schedule": "deepspeed", "autotune": False, "two_batch_overlap": "off"}
     if model.family != "gpt":
-        base |= {"ep_size": dist.get_world_size(), "alltoall": "once_per_node"}
-    tuned = {"schedule": "best", "autotune": {"enabled": True, "cache_dir": cache}, "split_batch": "auto"}
+        base |= {"ep_size": dist.get_world_size(), "alltoall": "node_deduplicated"}
+    tuned = {"schedule": "best", "autotune": {"enabled": True, "cache_dir": cache}, "two_batch_overlap": "auto"}
     added: dict[str, dict[str, Any]] = {
         SERIAL: {"gradient_partition": {"mode": "off"}},
         "windows": {"gradient_partition": {"mode": "adaptive"}},

@@ -16,7 +16,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4
 TYPES = ("fp32", "bf16")
 BLOCKS: tuple[dict[str, Any], ...] = (
     *({"ops": "plain"}, {"ops": "reference"}, {"recompute": True}, {"deterministic": True}, {"overlap": False}),
-    *({"num_chunks": 2, "schedule": "fsmoe"}, {"split_batch": "on"}),
+    *({"num_chunks": 2, "schedule": "fsmoe"}, {"two_batch_overlap": "on"}),
 )
 """What has code of its own on a GPU, besides the default."""
 
@@ -39,7 +39,7 @@ def run(checks: Checks) -> None:
         if preset != "deepspeed":  # some have one number for both phases
             block["num_chunks"] = {"forward": degrees[0], "backward": degrees[preset in ("fsmoe", "best")]}
         if preset in ("tutel_improved", "fsmoe") and not drops:
-            block["dispatch"] = "slots"
+            block["dispatch"] = "padded"
         name = f"{block}, {'drops' if drops else 'drops nothing'}, {dtype}"
         checks.check(name, lambda: compare(train_small(case, block, steps), stock_small(case), dtype))
 

@@ -230,12 +230,12 @@ def _force_ours(to: Forced) -> None:
         @functools.wraps(method)
         def decides(self: Any, x_SM: Any, *args: Any, **kwargs: Any) -> Any:
             weight = getattr(self.wg, "weight", self.wg)
-            if self.given is None and self.training:
-                self.given = ReplayedRouting(to.choices(self, weight, len(x_SM), k_of(self)).t())
+            if self.replayed is None and self.training:
+                self.replayed = ReplayedRouting(to.choices(self, weight, len(x_SM), k_of(self)).t())
                 try:
                     return method(self, x_SM, *args, **kwargs)
                 finally:
-                    self.given = None
+                    self.replayed = None
             return method(self, x_SM, *args, **kwargs)
 
         return decides
@@ -243,9 +243,9 @@ def _force_ours(to: Forced) -> None:
     FSMoEGate.decide = given_to(FSMoEGate.decide, lambda gate: gate.k)
     LinearGate.forward = given_to(LinearGate.forward, lambda gate: gate.settings.k)
     TokenChoiceGate.forward = given_to(TokenChoiceGate.forward, lambda gate: gate.settings.k)
-    begin = ExpertsState.next_given
+    begin = ExpertsState.next_replayed
 
-    def next_given(state: ExpertsState) -> ReplayedRouting | None:
+    def next_replayed(state: ExpertsState) -> ReplayedRouting | None:
         found = begin(state)
         shape, k = state.last_shape, state.gate.k
         if found is not None or shape is None or k is None:
@@ -254,7 +254,7 @@ def _force_ours(to: Forced) -> None:
         weight = next(each for each in weights if each.shape[0] == state.total_experts)
         return ReplayedRouting(to.choices(state, weight, shape[0], k).t())
 
-    ExpertsState.next_given = next_given
+    ExpertsState.next_replayed = next_replayed
 
 
 def _with_choice(logits: Any, index_SK: Any) -> Any:

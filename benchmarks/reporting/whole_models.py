@@ -72,7 +72,7 @@ def _page(of: Results, page: str) -> Iterator[Claim]:
     yield Claim(page, "by one word is {}, {}, {} and {} times as fast as `tutel`", over)
     over = tuple(of.over("whole", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "olmoe", "qwen3"))
     yield Claim(page, "{} (Mixtral), {} (OLMoE) and {} times (Qwen3) as fast as AutoEP over the same four ranks", over)
-    yield Claim(page, '`"dispatch": "rows"` GPT gains {}', (of.ratio_in("whole", _GPT, _IN_ROWS),))
+    yield Claim(page, '`"dispatch": "unpadded"` GPT gains {}', (of.ratio_in("whole", _GPT, _IN_ROWS),))
     yield from _tuning(of, page)
 
 

@@ -25,6 +25,7 @@ from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.decide.gradient_plan import GradientPlan, GradientSlice
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.lina.popularity import PathProfile
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
@@ -149,7 +150,8 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
         if chunks > most:
             raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.num_chunks allows {most}")
-        if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
+        alltoall = ALLTOALLS_OF_BEFORE.get(each["alltoall"], each["alltoall"])
+        if alltoall is not None and alltoall not in registry.known("alltoall"):
             raise ValueError(f"an all-to-all {each['alltoall']!r}")
     read = None
     if gradients is not None:
@@ -258,7 +260,8 @@ def _degree(facts: Mapping[str, Any]) -> int:
 def _layer(facts: Mapping[str, Any], now: LayerPlan) -> LayerPlan:
     reduces = tuple((float(size), str(name)) for size, name in facts["reduces"])
     # Where nothing was measured there is no all-to-all that was chosen.
-    return LayerPlan(_block(facts["forward"]), _block(facts["backward"]), facts["alltoall"] or now.alltoall, reduces)
+    alltoall = ALLTOALLS_OF_BEFORE.get(facts["alltoall"], facts["alltoall"])
+    return LayerPlan(_block(facts["forward"]), _block(facts["backward"]), alltoall or now.alltoall, reduces)
 
 
 def _block(facts: Mapping[str, Any]) -> BlockPlan:

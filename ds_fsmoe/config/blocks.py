@@ -8,6 +8,7 @@ and the autotuner read the result.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 from ds_fsmoe.shapes import StrictShape
 
 # ---- how a field may be written
@@ -42,6 +44,14 @@ class NullIsAuto:
 
     def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [handler(of), {"type": "null"}]}
+
+
+@dataclass(frozen=True)
+class OldValues:
+    """Marks a field some of whose values had other names in version 0.2.0: ``config/words.py`` reads these as well."""
+
+    today: Mapping[str, str]
+    """Name of a value then -> its name today."""
 
 
 class OrAlone:
@@ -87,6 +97,11 @@ AUTO_SWITCH = OrAlone(
 def alone_in(field: FieldInfo) -> tuple[str, ...]:
     """Return the fields of the block in ``field`` that a single value in place of the block sets."""
     return next((each.names for each in field.metadata if isinstance(each, OrAlone)), ())
+
+
+def old_values(field: FieldInfo) -> Mapping[str, str]:
+    """Return name of a value in version 0.2.0 -> its name today, for the values of ``field`` that were renamed."""
+    return next((each.today for each in field.metadata if isinstance(each, OldValues)), {})
 
 
 # ---- the fields
@@ -211,7 +226,7 @@ class GradientPartitionBlock(StrictShape):
 CommDtype = Literal["model", "fp8"]
 
 
-class WiresBlock(StrictShape):
+class CommDtypeBlock(StrictShape):
     """``fsmoe.comm_dtype``: dtype of rows between the ranks that share the experts."""
 
     dispatch: CommDtype = Field(
@@ -298,7 +313,12 @@ class PlacementBlock(StrictShape):
     spare_experts: Int = Field(0, ge=0, description="ignored: experts had replicas in version 0.2.0")
     every: Int = Field(50, ge=1, description="optimizer steps between decisions; loads are measured over them")
     moves_per_step: Int = Field(2, ge=1, description="expert swaps per step, over all layers")
-    pays_within: Int = Field(1000, ge=1, description="largest number of optimizer steps until a move breaks even")
+    pays_within: Int = Field(
+        1000,
+        ge=1,
+        alias="break_even_within",
+        description="largest number of optimizer steps until a move breaks even",
+    )
     file: str | None = Field(
         None,
         description="initial placement, a file written by engine.fsmoe.placement.save",
@@ -334,8 +354,10 @@ class DebugBlock(StrictShape):
     check_router: bool = Field(False, description="stop all ranks if a router's input has nan or infinity")
 
 
-Dispatch = Literal["auto", "rows", "slots"]
-"""What travels to the experts."""
+Dispatch = Literal["auto", "unpadded", "padded"]
+"""What is sent to the experts."""
+DISPATCH_OF_BEFORE: Mapping[str, Dispatch] = {"rows": "unpadded", "slots": "padded"}
+"""Value of ``dispatch`` in version 0.2.0 -> today's."""
 
 
 class FSMoEBlock(StrictShape):
@@ -350,19 +372,22 @@ class FSMoEBlock(StrictShape):
         OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
     ] = Field(None, description="routing; left out: each layer keeps its own gate", examples=[{"type": "mixtral"}])
     order: Part = Field("auto", description="layout of rows: auto (by the gate), or a name", examples=["einsum"])
-    alltoall: Part = Field("auto", description="all-to-all algorithm: auto (as measured), or a name", examples=["2dh"])
-    dispatch: Annotated[Dispatch, NullIsAuto()] = Field(
+    alltoall: Annotated[Part, OldValues(ALLTOALLS_OF_BEFORE)] = Field(
+        "auto", description="all-to-all algorithm: auto (as measured), or a name", examples=["2dh"]
+    )
+    dispatch: Annotated[Dispatch, NullIsAuto(), OldValues(DISPATCH_OF_BEFORE)] = Field(
         "auto",
         description="unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert "
         "has; auto: unpadded where nothing is dropped",
     )
     wires: Annotated[
-        WiresBlock,
+        CommDtypeBlock,
         OrAlone(
             *("dispatch", "combine"), kinds=(str,), words='"model" or "fp8"', json_types=({"enum": ["model", "fp8"]},)
         ),
     ] = Field(
-        WiresBlock(),
+        CommDtypeBlock(),
+        alias="comm_dtype",
         description="dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)",
         examples=[{"dispatch": "fp8"}],
     )
@@ -393,11 +418,13 @@ class FSMoEBlock(StrictShape):
     overlap: bool = Field(True, description="false: one lane and one task after another, as a reference")
     split_batch: Literal["auto", "on", "off"] = Field(
         "auto",
+        alias="two_batch_overlap",
         description="two-batch overlap: split each batch in two, and compute one part while the tokens of the "
         "other are sent; auto: try it with the other plans, on: always where possible",
     )
     split_blocks: list[str] = Field(
         [],
+        alias="two_batch_blocks",
         description=(
             "class names of the blocks that run in two-batch overlap; default: the elements of the model's module lists"
         ),
@@ -418,7 +445,9 @@ class FSMoEBlock(StrictShape):
         ),
         examples=["plain"],
     )
-    hooks: list[str] = Field([], description="callback classes, as dotted names", examples=[["ds_fsmoe.BFloat16Wire"]])
+    hooks: list[str] = Field(
+        [], description="callback classes, as dotted names", examples=[["ds_fsmoe.BFloat16Communication"]]
+    )
     plugins: list[str] = Field(
         [],
         description="modules with your own gates, orders or all-to-alls, imported first",

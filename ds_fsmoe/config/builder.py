@@ -92,3 +92,4 @@ for _name, _field in FSMoEBlock.model_fields.items():
     if _inner := shape_in(_field):
         _add_part(words_for(_name, _field)[0], _inner)
 Config.__signature__ = _signature(FSMoEBlock)  # type: ignore[attr-defined]
+Config.Wires = Config.CommDtype  # type: ignore[attr-defined]  # its name in version 0.2.0

@@ -30,7 +30,7 @@ class Config(Written):
                 drop_policy: which tokens a full expert keeps: the most probable or the first
             """
 
-    class Wires(Written):
+    class CommDtype(Written):
         def __init__(
             self,
             *,
@@ -181,7 +181,7 @@ class Config(Written):
             spare_experts: int = ...,
             every: int = ...,
             moves_per_step: int = ...,
-            pays_within: int = ...,
+            break_even_within: int = ...,
             file: str | None = ...,
             profile_paths: bool = ...,
         ) -> None:
@@ -191,7 +191,7 @@ class Config(Written):
                 spare_experts: ignored: experts had replicas in version 0.2.0
                 every: optimizer steps between decisions; loads are measured over them
                 moves_per_step: expert swaps per step, over all layers
-                pays_within: largest number of optimizer steps until a move breaks even
+                break_even_within: largest number of optimizer steps until a move breaks even
                 file: initial placement, a file written by engine.fsmoe.placement.save
                 profile_paths: count which experts follow which, for ds_fsmoe.inference: up to 4096 tokens of every 16th
                     forward
@@ -227,6 +227,8 @@ class Config(Written):
                 check_router: stop all ranks if a router's input has nan or infinity
             """
 
+    Wires = CommDtype  # its name in version 0.2.0
+
     def __init__(
         self,
         *,
@@ -237,8 +239,8 @@ class Config(Written):
         gate: Config.Gate | dict[str, Any] | str | None = ...,
         order: str | None = ...,
         alltoall: str | None = ...,
-        dispatch: Literal["auto", "rows", "slots"] | None = ...,
-        wires: Config.Wires | dict[str, Any] | Literal["model", "fp8"] = ...,
+        dispatch: Literal["auto", "unpadded", "padded"] | None = ...,
+        comm_dtype: Config.CommDtype | dict[str, Any] | Literal["model", "fp8"] = ...,
         ep_size: int | Literal["auto"] | None = ...,
         expert_tensor_parallel_size: int = ...,
         num_chunks: Config.NumChunks | dict[str, Any] | int | Literal["auto"] | None = ...,
@@ -246,8 +248,8 @@ class Config(Written):
         autotune: Config.Autotune | dict[str, Any] | bool | Literal["auto"] = ...,
         topology: Config.Topology | dict[str, Any] = ...,
         overlap: bool = ...,
-        split_batch: Literal["auto", "on", "off"] = ...,
-        split_blocks: list[str] = ...,
+        two_batch_overlap: Literal["auto", "on", "off"] = ...,
+        two_batch_blocks: list[str] = ...,
         max_ctas: int | Literal["auto"] | None = ...,
         recompute: bool = ...,
         deterministic: bool = ...,
@@ -272,7 +274,7 @@ class Config(Written):
             alltoall: all-to-all algorithm: auto (as measured), or a name
             dispatch: unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert has;
                 auto: unpadded where nothing is dropped
-            wires: dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)
+            comm_dtype: dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)
             ep_size: ranks that share the experts of a Hugging Face model; auto: the largest divisor of the experts
                 inside a node. deepspeed.moe.layer.MoE has its own
             expert_tensor_parallel_size: ranks that share one expert, along its hidden width
@@ -281,10 +283,10 @@ class Config(Written):
             autotune: measuring this cluster and choosing numbers of chunks from it
             topology: where ranks lie
             overlap: false: one lane and one task after another, as a reference
-            split_batch: two-batch overlap: split each batch in two, and compute one part while the tokens of the other
-                are sent; auto: try it with the other plans, on: always where possible
-            split_blocks: class names of the blocks that run in two-batch overlap; default: the elements of the model's
-                module lists
+            two_batch_overlap: two-batch overlap: split each batch in two, and compute one part while the tokens of the
+                other are sent; auto: try it with the other plans, on: always where possible
+            two_batch_blocks: class names of the blocks that run in two-batch overlap; default: the elements of the
+                model's module lists
             max_ctas: most thread blocks of a collective on NCCL; auto: NCCL's choice
             recompute: keep only the input of experts, and compute the rest again in the backward
             deterministic: reproducible rounding: no decision by timings, no sum in order of arrival

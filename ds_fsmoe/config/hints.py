@@ -30,6 +30,7 @@ class Written(dict[str, Any]):
 
 class Config(Written):
 """
+_OF_BEFORE = "    Wires = CommDtype  # its name in version 0.2.0\n\n"
 
 
 def class_name(word: str) -> str:
@@ -100,7 +101,7 @@ def stub() -> str:
         for name, field in FSMoEBlock.model_fields.items()
         if (inner := shape_in(field))
     ]
-    return _HEAD + "".join(parts) + _init(FSMoEBlock, " " * 4) + "\n"
+    return _HEAD + "".join(parts) + _OF_BEFORE + _init(FSMoEBlock, " " * 4) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ds_fsmoe.config.blocks import FSMoEBlock, alone_in
-from ds_fsmoe.shapes import shape_in, shown, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock, alone_in, old_values
+from ds_fsmoe.shapes import known_keys, shape_in, shown, words_for
 
 BLOCK = "fsmoe"
 
@@ -29,16 +29,20 @@ class Words:
     paths: dict[str, str] = field(default_factory=dict)
     """Path of a field by any of its words -> the path that the user wrote, or would write today."""
     old: list[str] = field(default_factory=list)
-    """A sentence for each older word that was used."""
+    """A sentence for each older word, or older name of a value, that was used."""
     twice: dict[str, str] = field(default_factory=dict)
     """Path, by its older word, of each field that was written by both of its words -> a sentence about it."""
     normalized: Any = None
-    """The block as it was written, but without the older words of these fields, and without what means nothing any
-    more."""
+    """The block by today's words and values, and without what means nothing any more."""
 
     def as_written(self, text: str) -> str:
         """Return a text with its paths in the user's form."""
-        return re.sub(rf"\b{BLOCK}(?:\.\w+)+", lambda path: self.paths.get(path[0], path[0]), text)
+        return re.sub(rf"\b{BLOCK}(?:\.\w+)+", lambda path: self._written(path[0]), text)
+
+    def _written(self, path: str) -> str:
+        """Return a path in the user's form; an unknown one continues that of its parent."""
+        parent, _, name = path.rpartition(".")
+        return self.paths.get(path) or (f"{self._written(parent)}.{name}" if parent else name)
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
@@ -61,7 +65,7 @@ def words_of(written: Any) -> Words:
 
 
 def _collect_words(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> Any:
-    """Add the words of a block's value at ``path`` to ``found``; return the value with one word for each field.
+    """Add the words of the value ``written`` at ``path`` for a block to ``found``; return it with today's words and values.
 
     ``paths`` are the other names of ``path``.
     """
@@ -78,6 +82,10 @@ def _collect_words(found: Words, block: type[BaseModel], written: Any, paths: li
             del once[used[1]]
         if used[0] != words[0]:
             found.old.append(f"{here} is now called {path}.{words[0]}; both work")
+        today = old_values(each).get(value) if isinstance(value, str) else None
+        if today is not None:
+            found.old.append(f"{here} = {shown(value)} is now called {shown(today)}; both work")
+            once[used[0]] = today
         names = [f"{parent}.{word}" for parent in paths for word in words]
         found.paths.update(dict.fromkeys(names, here))
         if inner := shape_in(each):
@@ -86,7 +94,10 @@ def _collect_words(found: Words, block: type[BaseModel], written: Any, paths: li
                 once[used[0]] = inner_once
                 alone = () if isinstance(value, Mapping) else alone_in(each)
                 found.paths.update({f"{parent}.{name}": here for parent in names for name in alone})
-    return once if isinstance(written, Mapping) else written
+    if not isinstance(written, Mapping):
+        return written
+    first = {word: words[0] for words in known_keys(block) for word in words}
+    return {first.get(word, word): value for word, value in once.items()}
 
 
 # What other projects, or DeepSpeed's layer, call things that are not here under that name.
@@ -105,6 +116,12 @@ _ELSEWHERE = {
     "num_experts_per_tok": f"write it as {BLOCK}.gate.top_k",
     "moe_expert_capacity_factor": f"write it as {BLOCK}.gate.capacity_factor",
     **dict.fromkeys(("degree", "chunks", "a2a_ffn_overlap_degree"), f"write it as {BLOCK}.num_chunks"),
+    **dict.fromkeys(("enable_dbo", "enable_two_batch_overlap"), f"write it as {BLOCK}.two_batch_overlap"),
+    "moe_comm_dtype": f"write it as {BLOCK}.comm_dtype",
+    "communication_data_type": f"write it as {BLOCK}.comm_dtype for rows in the all-to-alls; for gradients it is "
+    f"DeepSpeed's key beside {BLOCK}",
+    "dropless": f'write it as {BLOCK}.gate = {{"drop_tokens": false}}',
+    "padded": f'write it as {BLOCK}.dispatch = "padded"',
     "autotuning": f"write it as {BLOCK}.autotune, which chooses how layers run. DeepSpeed's autotuning, which "
     f"searches batch sizes and ZeRO settings, is a key beside {BLOCK}",
 }

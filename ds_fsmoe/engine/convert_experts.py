@@ -202,7 +202,7 @@ def check_hugging_face(
     if sizes_of_mpu(mpu)[0] > 1:
         raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
     for name, asked, why in (
-        ("dispatch", None if block.dispatch in ("rows", "auto") else block.dispatch, "which are always sent rows"),
+        ("dispatch", block.dispatch if block.dispatch == "padded" else None, "whose dispatch is always unpadded"),
         ("gate", None if block.gate is None else block.gate.type, "whose router is the model's own"),
     ):
         if asked is not None:

@@ -231,7 +231,7 @@ def _installed(module: FSMoEExperts | FSMoELayer, layer: InferenceLayer, run: In
     """Run a layer's calls by expert tables inside the block."""
     state: Any = module.fsmoe
     before = state.placed, state.parts
-    state.placed, state.parts = layer, replace(state.parts, dispatch="rows")
+    state.placed, state.parts = layer, replace(state.parts, dispatch="unpadded")
     hook = module.register_forward_hook(run.after)
     try:
         yield

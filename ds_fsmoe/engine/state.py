@@ -272,7 +272,7 @@ class FSMoEState:
         if self.updated is not None:
             self.updated.wait()
 
-    def look_again(self) -> None:
+    def recheck_chunking(self) -> None:
         """Check again whether layers may be chunked. Collective.
 
         Every rank has to call it between two steps, after experts, their weights, hooks on their module or dropout have
@@ -280,6 +280,8 @@ class FSMoEState:
         """
         self.chunking_guard.recheck()
         self.chunking_guard.begin(self.inner_layers)
+
+    look_again = recheck_chunking  # its name in version 0.2.0
 
     def _on_layers_unchunked(self) -> None:
         """Update the state after some layers were set to one chunk, on this rank for now."""
@@ -416,7 +418,7 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
             state.reduction is not None or state.has_late_gradients,
         ),
         "placement": (_describe_placement(state), state.placement is not None),
-        "split_batch": (_describe_two_batch(state), _runs_two_batch(state)),
+        "two_batch_overlap": (_describe_two_batch(state), _runs_two_batch(state)),
     }
 
 
@@ -425,6 +427,7 @@ _FIELDS = {
     "esp_size": "expert_tensor_parallel_size",
     "overlap": "links",
     "gradient_partition": "gradients",
+    "split_batch": "two_batch_overlap",
 }
 """Field of the block -> the part that shows what became of it, where that has another name."""
 
@@ -507,11 +510,11 @@ def describe_dispatch(state: FSMoEState) -> str:
     """Return the dispatch mode; for padded dispatch with empty slots, also the option that would avoid them."""
     layers = state.inner_layers.values()
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
-    words = "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
+    words = "; ".join("unpadded" if each else "padded" for each in sorted(sends)) or state.block.dispatch
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
     if state.block.dispatch != "auto" or empty < MIN_LOGGED_SHARE:
         return words
-    return f'{words}, of which at least {empty:.0%} are empty; "dispatch": "unpadded" does not send these'
+    return f'{words}: at least {empty:.0%} of the slots are empty; "dispatch": "unpadded" does not send these'
 
 
 def _least_empty(gate: Any) -> float:

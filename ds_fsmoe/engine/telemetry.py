@@ -180,7 +180,7 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
         log_on_rank_0("fsmoe.record: another engine of this process is recorded, so this one is not", logging.WARNING)
         return None
     folder = None if asked.dir is None else Path(asked.dir)
-    facts |= {"block": config_of(block.model_dump(exclude_unset=True)), "cwd": str(Path.cwd())}
+    facts |= {"block": config_of(block.model_dump(exclude_unset=True, by_alias=True)), "cwd": str(Path.cwd())}
     with suppress(Exception):  # a config of whatever kind; without it the page says less
         facts["config"] = config_of(load_ds_config(engine.config)) | {"fsmoe": facts["block"]}
     problem, record = "", None

@@ -351,7 +351,7 @@ class ChunkGuard:
             self._late.add(layer.label)
             logger.warning(
                 "%s: %s; they were registered after its first forward, when the ranks had agreed to run it in "
-                "chunks, and are not called: call engine.fsmoe.look_again() on every rank after such a change",
+                "chunks, and are not called: call engine.fsmoe.recheck_chunking() on every rank after such a change",
                 layer.fsmoe.path,
                 reason,
             )

@@ -145,7 +145,7 @@ class ExpertsState(LayerState):
         """Start to observe the router, if its choice is replaced or must be recorded as it is made."""
         if self.choice is not None:
             self.end_choice()
-        given = self.next_given()
+        given = self.next_replayed()
         records = self.running is not None and self.running.records_routing
         if given is not None or (not self.passes_on and (records or is_kept())):
             self.choice = RouterChoice(self.total_experts, given)
@@ -168,10 +168,10 @@ class ExpertsState(LayerState):
         Raises:
             ReplayError: a choice is replayed, and the router does not choose by ``torch.topk``.
         """
-        given = None if choice is None else choice.given
+        given = None if choice is None else choice.replayed
         is_again = runs_again()
         if not is_again:
-            self.check_given(given, index_SK.shape[0])
+            self.check_replayed(given, index_SK.shape[0])
         chosen_KS = index_SK.t()
         can_take = choice is None or choice.chosen_KS is not None
         if choice is not None and choice.chosen_KS is not None:

@@ -52,13 +52,18 @@ class LayerRecord:
     """The calls in which the table was made after the gate."""
     copies: int = 0
     """The experts of all ranks, copies included, summed over calls."""
-    fullest_at_home: float = 0.0
+    fullest_primary: float = 0.0
     """The rows of the fullest rank relative to the mean, with primary experts only; summed over calls with known
     counts."""
     fullest: float = 0.0
     """The same with the table of the call."""
     counted: int = 0
     """The calls whose counts are known."""
+
+    @property
+    def fullest_at_home(self) -> float:
+        """The name of :attr:`fullest_primary` in version 0.2.0."""
+        return self.fullest_primary
 
     @property
     def accuracy(self) -> float | None:
@@ -183,7 +188,7 @@ class InferenceLayer:
         if total := actual_E.sum():
             mean = total / len(self.primary_experts)
             record.counted += 1
-            record.fullest_at_home += float(max(actual_E[list(each)].sum() for each in self.primary_experts) / mean)
+            record.fullest_primary += float(max(actual_E[list(each)].sum() for each in self.primary_experts) / mean)
             record.fullest += float(self._table.load_of_ranks(actual_E).max() / mean)
 
     def _load_experts(self, popularity_E: np.ndarray) -> None:

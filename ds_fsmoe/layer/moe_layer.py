@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
+from ds_fsmoe.config.blocks import DISPATCH_OF_BEFORE, Dispatch
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
@@ -33,6 +34,7 @@ from ds_fsmoe.layer.replay import tape_torchs_functions
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class MOELayer(nn.Module):
         overlap: ``False`` runs tasks one after another.
         ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; by default the
             reference in torch.
-        dispatch: ``"rows"``, unpadded dispatch: as many rows as tokens chose an expert; or ``"slots"``, padded
-            dispatch: as many slots as the fullest expert has. ``"auto"``: rows where the gate drops nothing.
+        dispatch: ``"unpadded"`` sends the rows that tokens chose, ``"padded"`` as many slots per expert as the fullest
+            one has. ``"auto"``: unpadded where the gate drops nothing.
 
     Raises:
         ValueError: sizes do not match, or a part is not in the registry.
@@ -110,11 +112,11 @@ class MOELayer(nn.Module):
         pipeline_degree: int | tuple[int, int] = 1,
         overlap: bool = True,
         ops: Ops = REFERENCE,
-        dispatch: Literal["auto", "rows", "slots"] = "auto",
+        dispatch: Dispatch = "auto",
     ) -> None:
         super().__init__()
         if isinstance(alltoall_impl, str):
-            alltoall_impl = registry.lookup("alltoall", alltoall_impl)()
+            alltoall_impl = registry.lookup("alltoall", ALLTOALLS_OF_BEFORE.get(alltoall_impl, alltoall_impl))()
         parts = [("gate_impl", gate_impl, GateBase), ("order_impl", order_impl, OrderBase)]
         parts += [("alltoall_impl", alltoall_impl, AllToAllBase)]
         parts += [("callbacks", callback, CallbackBase) for callback in callbacks]
@@ -139,9 +141,10 @@ class MOELayer(nn.Module):
             raise ValueError(
                 f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be at least 1, or a pair of such numbers"
             )
-        if dispatch not in ("auto", "rows", "slots"):
+        dispatch = DISPATCH_OF_BEFORE.get(dispatch, dispatch)
+        if dispatch not in get_args(Dispatch):
             raise ValueError(f'MOELayer: dispatch = {dispatch!r}: must be "auto", "unpadded" or "padded"')
-        if dispatch == "rows" and not (issubclass(kind, Routing) and alltoall_impl.takes_rows):
+        if dispatch == "unpadded" and not (issubclass(kind, Routing) and alltoall_impl.takes_rows):
             raise ValueError(
                 f'MOELayer: dispatch = \'unpadded\': must be "auto" or "padded" with {type(gate_impl).__name__} and '
                 f"{type(alltoall_impl).__name__}"
@@ -170,7 +173,8 @@ class MOELayer(nn.Module):
         state = self._state
         # A script may have replaced these attributes of the layer.
         state.order = self.order
-        state.parts = replace(state.parts, callbacks=self.callbacks, dispatch=self.dispatch)
+        dispatch = DISPATCH_OF_BEFORE.get(self.dispatch, self.dispatch)
+        state.parts = replace(state.parts, callbacks=self.callbacks, dispatch=dispatch)
         run = state.begin_call(self, x, used_token_S)
         output = run.token_path(x)
         return MoEOutput(output, run.routing.aux_loss, run.routing.counts_E) if self.return_stats else output

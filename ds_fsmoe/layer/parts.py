@@ -104,7 +104,7 @@ class Parts:
         Raises:
             ConfigError: unpadded dispatch is configured, and the gate or the all-to-all does not support it.
         """
-        if self.dispatch != "rows":
+        if self.dispatch != "unpadded":
             return
         slots_only = f'{BLOCK}.dispatch = "unpadded": must be "auto" or "padded" with'
         kind = kind_of(gate)

@@ -90,7 +90,7 @@ class Replay:
             ReplayError: a layer with choices did not run in it.
         """
         choices, self._choices = self._choices, None
-        left = [label for label, given in (choices or {}).items() if given is not None]
+        left = [label for label, replayed in (choices or {}).items() if replayed is not None]
         if left:
             names = ", ".join(self._names[label] for label in left)
             raise ReplayError(
@@ -117,12 +117,12 @@ class Replay:
             return None
         if label not in self._choices:
             raise ReplayError(f"{self._names[label]} runs twice in a forward, but the replay has one choice for it")
-        given = self._choices.pop(label)
-        if given is not None:
+        replayed = self._choices.pop(label)
+        if replayed is not None:
             self._replayed.add(label)
-        return given
+        return replayed
 
-    def check(self, label: str, given: ReplayedRouting | None, num_tokens: int) -> None:
+    def check(self, label: str, replayed: ReplayedRouting | None, num_tokens: int) -> None:
         """Check that a layer's choices fit its tokens. Collective at the first layer of a forward.
 
         Raises:
@@ -132,9 +132,9 @@ class Replay:
             return
         is_first, self._is_checked = not self._is_checked, True
         problem = None
-        if given is not None and given.experts_KS is not None and given.experts_KS.shape[1] != num_tokens:
+        if replayed is not None and replayed.experts_KS is not None and replayed.experts_KS.shape[1] != num_tokens:
             problem = ReplayError(
-                f"choices of {given.experts_KS.shape[1]} tokens were given for {self._names[label]}, which has "
+                f"choices of {replayed.experts_KS.shape[1]} tokens were given for {self._names[label]}, which has "
                 f"{num_tokens} tokens in this forward (all those of a batch, padding too)"
             )
         if is_first:
@@ -213,12 +213,12 @@ class RouterChoice(TorchFunctionMode):
 
     Args:
         num_experts: the minimum number of classes of a choice.
-        given: the choice to replay; ``None``: the router's own is recorded.
+        replayed: the choice to replay; ``None``: the router's own is recorded.
     """
 
-    def __init__(self, num_experts: int, given: ReplayedRouting | None) -> None:
+    def __init__(self, num_experts: int, replayed: ReplayedRouting | None) -> None:
         super().__init__()
-        self.given = given
+        self.replayed = replayed
         self.chosen_KS: torch.Tensor | None = None
         """[k, S]: the choice of the router, or the replayed one; ``None`` before there was one."""
         self.index: torch.Tensor | None = None
@@ -250,7 +250,7 @@ class RouterChoice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _TOP_K:
             return self._top_k(func, *args, **kwargs)
-        if self.given is not None and func in (*_MASKS, *_MASKS_IN_PLACE):
+        if self.replayed is not None and func in (*_MASKS, *_MASKS_IN_PLACE):
             scores = args[0].clone() if func in _MASKS_IN_PLACE else args[0]
             masked = func(*args, **kwargs)
             self._unmasked[id(masked)] = masked, self._unmasked.get(id(args[0]), (None, scores))[1]
@@ -260,20 +260,20 @@ class RouterChoice(TorchFunctionMode):
     def _top_k(self, func: Any, input: torch.Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         is_among_experts = dim in (-1, input.dim() - 1) and input.shape[-1] >= self._num_experts
         num_tokens = input.numel() // max(1, input.shape[-1])
-        if self.given is None or not is_among_experts or tuple(self.given.experts_KS.shape) != (k, num_tokens):
+        if self.replayed is None or not is_among_experts or tuple(self.replayed.experts_KS.shape) != (k, num_tokens):
             found = func(input, k, dim, *args, **kwargs)
         else:
             with torch.no_grad():
                 own = func(input, k, dim, *args, **kwargs)
-            found = self._given(input, own)
-        if is_among_experts and (self.given is None or found.indices.numel() == self.given.experts_KS.numel()):
+            found = self._replayed(input, own)
+        if is_among_experts and (self.replayed is None or found.indices.numel() == self.replayed.experts_KS.numel()):
             self.index, self.version = found.indices, found.indices._version
             self.chosen_KS = found.indices.detach().reshape(-1, k).t()
         return found
 
-    def _given(self, scores: torch.Tensor, own: Any) -> Any:
-        index = self.given.experts_KS.t().reshape(own.indices.shape).to(own.indices.dtype)
-        if self.given.leaves_some:
+    def _replayed(self, scores: torch.Tensor, own: Any) -> Any:
+        index = self.replayed.experts_KS.t().reshape(own.indices.shape).to(own.indices.dtype)
+        if self.replayed.leaves_some:
             index = torch.where((index < 0) | (index >= scores.shape[-1]), own.indices, index)
         unmasked = self._unmasked.get(id(scores), (None, scores))[1]
         return type(own)((_ScoresOf.apply(unmasked, index), index))
@@ -350,9 +350,9 @@ class Tape:
         self._kept: dict[int, list[Any]] = {}
         self._num_taken: dict[int, int] = {}
 
-    def keep(self, layer: int, given: Any) -> None:
+    def keep(self, layer: int, replayed: Any) -> None:
         """Keep the next decision of a layer."""
-        self._kept.setdefault(layer, []).append(given)
+        self._kept.setdefault(layer, []).append(replayed)
 
     def take(self, layer: int) -> Any:
         """Return the next decision of a layer in this run; ``None`` if it kept none."""
@@ -393,11 +393,11 @@ def runs_again() -> bool:
     return bool(tapes) and any(is_again for _, is_again in tapes)
 
 
-def keep(layer: object, given: Any) -> None:
+def keep(layer: object, replayed: Any) -> None:
     """Keep a layer's decision for all functions around it that may be recomputed."""
     for tape, is_again in _tapes.get():
         if not is_again:
-            tape.keep(id(layer), given)
+            tape.keep(id(layer), replayed)
 
 
 def take(layer: object) -> Any:
@@ -415,28 +415,28 @@ def as_first(layer: object, decided: bool) -> bool:
     return decided
 
 
-def remembering(route: Gate, gate: Any, layer: object, given: ReplayedRouting | None) -> Gate:
+def remembering(route: Gate, gate: Any, layer: object, replayed: ReplayedRouting | None) -> Gate:
     """Return a layer's routing function that replays a choice, and keeps its decision for functions that may run again.
 
     Args:
         route: the layer's routing function.
         gate: the module that decides; one that accepts no choice decides by itself.
         layer: the layer, as a key.
-        given: the choice to replay.
+        replayed: the choice to replay.
     """
-    can_take = isinstance(gate, GateBase) or getattr(gate, "takes_given", False)
-    given = given if can_take else None
-    if given is None and not is_kept():
+    can_take = isinstance(gate, GateBase) or getattr(gate, "can_replay", False)
+    replayed = replayed if can_take else None
+    if replayed is None and not is_kept():
         return route
 
     def routed(*args: Any) -> RoutingBase:
-        if given is not None:
-            gate.given = given
+        if replayed is not None:
+            gate.replayed = replayed
         try:
             routing = route(*args)
         finally:
-            if given is not None:
-                gate.given = None
+            if replayed is not None:
+                gate.replayed = None
         keep(layer, routing.given() if can_take else None)
         return routing
 
@@ -488,9 +488,9 @@ def tape_torchs_functions() -> None:
         # A compiler accepts its own contexts only, and runs no layer of ours.
         if torch.compiler.is_compiling():
             return generator(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.arguments["context_fn"] = _with_tape(given.arguments.get("context_fn", torch_checkpoint.noop_context_fn))
-        return generator(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["context_fn"] = _with_tape(bound.arguments.get("context_fn", torch_checkpoint.noop_context_fn))
+        return generator(*bound.args, **bound.kwargs)
 
     reentrant.forward = staticmethod(taped_forward)
     setattr(torch_checkpoint, name, taped_generator)

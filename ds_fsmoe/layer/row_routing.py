@@ -30,10 +30,10 @@ def takes_rows(dispatch: str, gate: Any) -> bool:
         dispatch: the configured dispatch, see :attr:`~ds_fsmoe.config.blocks.FSMoEBlock.dispatch`.
         gate: the gate of the layer.
     """
-    if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
+    if dispatch == "padded" or not issubclass(kind_of(gate), Routing):
         return False
     # Whether the gate drops no choice by its present settings; a custom gate declares that by ``drop_tokens``.
-    return dispatch == "rows" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
+    return dispatch == "unpadded" or getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ class LayerState:
         Args:
             gate: the gate of the layer.
         """
-        return self.sends_rows(gate, "rows") and not self.sends_rows(gate)
+        return self.sends_rows(gate, "unpadded") and not self.sends_rows(gate)
 
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
@@ -344,8 +344,8 @@ class LayerState:
         if isinstance(gate, GateCallOptions):
             gate.needs_capacity = not in_rows
         if route is None:
-            given = self.next_given()
-            self.check_given(given, x.shape[:-1].numel())
+            given = self.next_replayed()
+            self.check_replayed(given, x.shape[:-1].numel())
             route = remembering(layer.route, gate, self, given)
         group = self.group_alone if self.running is None else self.capacity_group
         experts = local if layer.why_called() is None else layer.whole_experts(local)
@@ -369,14 +369,14 @@ class LayerState:
             show(run)
         return run
 
-    def next_given(self) -> ReplayedRouting | None:
+    def next_replayed(self) -> ReplayedRouting | None:
         """Return the choice for the call that begins: of its first forward, if it is recomputed; or replayed; else
         ``None``."""
         if runs_again():
             return take(self)
         return None if self.running is None else self.running.replay.take(self.label)
 
-    def check_given(self, given: ReplayedRouting | None, num_tokens: int) -> None:
+    def check_replayed(self, given: ReplayedRouting | None, num_tokens: int) -> None:
         """Check that a choice fits the tokens of a call. Collective where routing is replayed.
 
         Raises:
@@ -395,7 +395,7 @@ class LayerState:
         assert self.running is not None
         groups = self.groups = self.running.groups(ep_size, self.tensor_parallel)
         if self.tensor_parallel.same_tokens and groups.mp_group is not None:
-            if self.parts.dispatch == "rows":
+            if self.parts.dispatch == "unpadded":
                 raise ConfigError(
                     f'fsmoe.dispatch = "unpadded": must be "auto" or "padded" with {self.path}, whose '
                     "tensor-parallel ranks have equal tokens and send a part of the slots each"

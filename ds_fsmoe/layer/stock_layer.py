@@ -235,7 +235,7 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
     module only for its hooks; otherwise it uses :meth:`decide`.
     """
 
-    takes_given: ClassVar[bool] = True
+    can_replay: ClassVar[bool] = True
     _decided: Routing | None = None
 
     @property
@@ -281,8 +281,8 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
         """
         needs_capacity = with_capacity or self.needs_capacity
         with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
-            options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": needs_capacity}
-            options |= {"given": self.given}
+            options = {"ops": self.ops, "reports_entropy": self.reports_entropy, "needs_capacity": needs_capacity}
+            options |= {"replayed": self.replayed}
             settings = gate_settings(self)
             return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, **options)
 
@@ -373,7 +373,7 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
             if local is None:
                 raise RuntimeError(
                     f"{path}: its experts module was replaced after the first forward, and the layer runs in "
-                    "chunks: call engine.fsmoe.look_again() on every rank after such a change"
+                    "chunks: call engine.fsmoe.recheck_chunking() on every rank after such a change"
                 )
             return local
         name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__

@@ -33,6 +33,7 @@ from ds_fsmoe.measuring.hardware import link_lines
 from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
 from ds_fsmoe.planning.job.measured import Timing
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 from ds_fsmoe.untrusted import read_json
 from ds_fsmoe.versions import VERSION
 
@@ -330,8 +331,13 @@ def _measurements(data: Any, fingerprint: Fingerprint) -> Measurements:
     if found != expected:
         differing = sorted(key for key in expected.keys() | found.keys() if found.get(key) != expected.get(key))
         raise UselessFileError(f"is from another cluster: it differs in {', '.join(differing)}")
-    timings = {name: _timing(name, at) for name, at in data["timings"].items()}
-    return Measurements(timings, {name: _number(value, name) for name, value in data["numbers"].items()})
+    timings = {_name_today(name): _timing(name, at) for name, at in data["timings"].items()}
+    return Measurements(timings, {_name_today(name): _number(value, name) for name, value in data["numbers"].items()})
+
+
+def _name_today(name: str) -> str:
+    """Return the name of a measurement; those of version 0.2.0 contain other names of all-to-alls."""
+    return re.sub(r"\w+", lambda word: ALLTOALLS_OF_BEFORE.get(word[0], word[0]), name)
 
 
 def _timing(name: str, at: Any) -> Timing:

@@ -55,9 +55,11 @@ from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
 
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
-AllToAll = Literal["flat", "2dh", "once_per_node"]
-NODE_DEDUPLICATED: AllToAll = "once_per_node"
+AllToAll = Literal["flat", "2dh", "node_deduplicated"]
+NODE_DEDUPLICATED: AllToAll = "node_deduplicated"
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", NODE_DEDUPLICATED)
+ALLTOALLS_OF_BEFORE: Mapping[str, AllToAll] = {"once_per_node": NODE_DEDUPLICATED}
+"""Name of an all-to-all in version 0.2.0 -> its name today. Configs, commands and files may have either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +518,7 @@ def kind_costs(
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE), inside.among(at.per_node))
     if alltoall == NODE_DEDUPLICATED and can_deduplicate(groups):
-        inside = cluster.operation("intra.all_to_all", f"once_per_node ({at.per_node} ranks in a node)")
+        inside = cluster.operation("intra.all_to_all", f"{NODE_DEDUPLICATED} ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))
     # Rows are read and written, as they are where they are put in order.
     costs |= dict.fromkeys((*QUANTISING, *DEQUANTISING), costs[ORDER])

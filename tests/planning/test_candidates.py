@@ -90,13 +90,13 @@ def test_plans_to_be_tried_are_what_is_predicted_first_and_every_small_degree_in
 
 def test_each_all_to_all_is_tried_with_the_plan_that_suits_it_best() -> None:
     slow, fast = (layer_of(times(made_up(2), factor), BUSY) for factor in (1.0, 0.5))
-    search = search_of({"flat": slow, "once_per_node": fast}, {"flat": slow})
+    search = search_of({"flat": slow, "node_deduplicated": fast}, {"flat": slow})
     found = [each for each in search.candidates() if each.alltoalls == ("flat", "flat")]
     best = search_of({"flat": slow}, {"flat": slow}).fastest()
     assert [orders_of(best, index) for index in (0, 1)] in [
         [orders_of(each, index) for index in (0, 1)] for each in found
     ]
-    assert search.candidates()[0].alltoalls == ("once_per_node", "flat")
+    assert search.candidates()[0].alltoalls == ("node_deduplicated", "flat")
 
 
 def test_layers_that_may_not_be_cut_are_not_cut_by_any_candidate() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.offline.models.known import PlannedModel
+from ds_fsmoe.offline.plan import command
 from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
@@ -338,10 +340,22 @@ OLMOE = str(Path(__file__).parents[2] / "benchmarks" / "routing" / "olmoe.npz")
 def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str], crossings: str, capsys) -> None:
     assert cli.main([*ON_TWO_NODES, "--alltoall", "auto", *others]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = {row[0]: row[1:] for row in rows if row and row[0] in ("flat", "2dh", "once_per_node")}
-    assert [found[name][0] for name in ("flat", "2dh", "once_per_node")] == ["4.00", "4.00", crossings]
+    found = {row[0]: row[1:] for row in rows if row and row[0] in ("flat", "2dh", "node_deduplicated")}
+    assert [found[name][0] for name in ("flat", "2dh", "node_deduplicated")] == ["4.00", "4.00", crossings]
     (shown,) = (name for name, row in found.items() if row[-1] == "below")
     assert float(found[shown][1]) == min(float(row[1]) for row in found.values())
+
+
+def test_the_options_and_names_of_before_mean_todays(capsys) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert parser.parse_args(["--halves"]) == parser.parse_args(["--two-batch-overlap"])
+    said = []
+    for name in ("once_per_node", "node_deduplicated"):
+        assert cli.main([*ON_TWO_NODES, "--alltoall", name]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0].replace("once_per_node", "node_deduplicated") == said[1]
+    assert re.search(r"\nnode_deduplicated .*shown below\n", said[0])
 
 
 @pytest.mark.parametrize(
@@ -349,7 +363,7 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
     [
         (
             [*ON_TWO_NODES, "--alltoall", "twice"],
-            "--alltoall = 'twice': the choices are flat, 2dh, once_per",
+            "--alltoall = 'twice': choose from flat, 2dh, node_dedup",
         ),
         ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: needs whole experts"),
         ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices per token"),

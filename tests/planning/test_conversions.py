@@ -85,7 +85,7 @@ def test_what_is_asked_for_runs_as_written_and_a_rule_is_obeyed(monkeypatch: pyt
     assert {each.conversions for each in chosen(of)} == {"links"}
 
 
-@given(st.integers(1, 5), st.sampled_from(ORDERS), st.booleans(), st.sampled_from(["flat", "2dh", "once_per_node"]))
+@given(st.integers(1, 5), st.sampled_from(ORDERS), st.booleans(), st.sampled_from(["flat", "2dh", "node_deduplicated"]))
 def test_on_either_lane_the_same_tasks_send_in_the_same_order(
     degree: int, links: str, backward: bool, alltoall: str
 ) -> None:

@@ -59,7 +59,7 @@ def test_a_layer_sends_each_token_once_to_a_node_and_copies_it_inside() -> None:
     shape = Shape(B=1, L=64, M=32, H=16, E=16, K=8, capacity_factor=None, heads=1, dtype_bytes=2)
     groups = Groups(8, 4, ep=8)
     assert can_deduplicate(groups)
-    moe = layer_work(shape, groups, "once_per_node").forward.moe
+    moe = layer_work(shape, groups, "node_deduplicated").forward.moe
     expected = expected_fanout(16, 8, 2, 4)
     sizes = {each.kind: (each.lanes, each.size) for each in moe.collectives}
     row_bytes = 64 * 32 * 2
@@ -71,4 +71,4 @@ def test_a_layer_sends_each_token_once_to_a_node_and_copies_it_inside() -> None:
 def test_elsewhere_a_layer_is_the_flat_one(groups: Groups) -> None:
     shape = Shape(B=1, L=64, M=32, H=16, E=16, K=8, capacity_factor=None, heads=1)
     assert not can_deduplicate(groups)
-    assert layer_work(shape, groups, "once_per_node") == layer_work(shape, groups, "flat")
+    assert layer_work(shape, groups, "node_deduplicated") == layer_work(shape, groups, "flat")

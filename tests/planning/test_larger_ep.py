@@ -57,7 +57,7 @@ def test_rows_may_cross_to_a_node_once_and_slots_may_not() -> None:
     rows, slots = (larger_ep_sizes(job_inside(1000, count), CLUSTER)[4] for count in (11, None))
     flat, once = (
         WhatIf(on_other_ranks(job_inside(1000, 11), CLUSTER, OtherRanks(ep=4, alltoall=name))).by_schedule("best")
-        for name in ("flat", "once_per_node")
+        for name in ("flat", "node_deduplicated")
     )
     assert rows == pytest.approx(min(flat.step_ms, once.step_ms))
     assert slots == pytest.approx(flat.step_ms)

@@ -50,7 +50,7 @@ SHAPE = CallShape(num_experts=8, capacity=12, width=3, dtype_bytes=4, num_produc
 WAYS: dict[str, tuple[Groups, AllToAll]] = {
     "flat over both links": (Groups(4, 2, ep=4), "flat"),
     "2dh": (Groups(4, 2, ep=4), "2dh"),
-    "once per node": (Groups(4, 2, ep=4), "once_per_node"),
+    "once per node": (Groups(4, 2, ep=4), "node_deduplicated"),
     "one node": (Groups(4, 4, ep=4), "flat"),
     "one rank in each node": (Groups(4, 1, ep=4), "flat"),
     "sharded experts": (Groups(4, 2, ep=2, esp=2), "flat"),
@@ -72,7 +72,7 @@ def moves_ms(
 
 
 def shape_for(alltoall: AllToAll) -> CallShape:
-    return replace(SHAPE, crossings=Fanout(1.5, 2.5) if alltoall == "once_per_node" else None)
+    return replace(SHAPE, crossings=Fanout(1.5, 2.5) if alltoall == "node_deduplicated" else None)
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

@@ -216,7 +216,7 @@ def test_what_is_printed_of_a_plan_in_halves_is_of_one_half() -> None:
     assert times.exposed_ms == 0.0
 
 
-SMALL = ["--model", "olmoe", "--layers", "2", "--nodes", "2", "--ep", "8", "--max-degree", "2", "--halves"]
+SMALL = ["--model", "olmoe", "--layers", "2", "--nodes", "2", "--ep", "8", "--max-degree", "2", "--two-batch-overlap"]
 
 
 def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:

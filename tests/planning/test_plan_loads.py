@@ -81,7 +81,7 @@ def test_a_table_says_what_placing_experts_would_give(capsys, tmp_path) -> None:
 
 def test_even_rows_take_what_the_plan_says(capsys, tmp_path) -> None:
     file, out = written(tmp_path / "rows.json", only=load("equal", 16, 8).rows_GE), tmp_path / "plan.json"
-    for others in ([], ["--alltoall", "2dh"], ["--alltoall", "once_per_node"], ["--recompute"]):
+    for others in ([], ["--alltoall", "2dh"], ["--alltoall", "node_deduplicated"], ["--recompute"]):
         assert cli.main([*ON_TWO_NODES, "--loads", file, "--json", str(out), *others]) == 0
         said = json.loads(out.read_text())
         steps = said["placement"]["step_ms"]

@@ -126,7 +126,7 @@ def test_the_groups_of_experts_that_a_model_chooses_from_are_counted(capsys) -> 
     crossed = {}
     for more in ([], ["--expert-groups", "1"]):
         assert cli.main(["plan", "--cluster", "testbed_b", "--model", "deepseek-v3", *step, *more]) == 0
-        (line,) = re.findall(r"\nonce_per_node +([\d.]+)", capsys.readouterr().out)
+        (line,) = re.findall(r"\nnode_deduplicated +([\d.]+)", capsys.readouterr().out)
         crossed[len(more)] = float(line)
     assert crossed[0] < 4 < crossed[2]
 

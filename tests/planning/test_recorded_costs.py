@@ -79,6 +79,14 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
     assert again.contention == Contention(1.25 - 1.0, 0.5)
 
 
+def test_a_job_of_before_has_other_names_of_all_to_alls() -> None:
+    ways = {name: RecordedAllToAll(name, made_up()) for name in ("flat", "node_deduplicated")}
+    job = replace(job_of(), kinds=(RecordedKind(LABELS, GROUPS, SIZES, ways),))
+    text = json.dumps(job_as_data(job))
+    assert "once_per_node" not in text
+    assert job_from_data(json.loads(text.replace("node_deduplicated", "once_per_node"))) == job
+
+
 def test_a_job_without_measurements_is_read_back_too() -> None:
     kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedAllToAll("flat")})
     job = RecordedJob((kind,), LABELS, "tutel", "off", "shared")

@@ -26,7 +26,7 @@ LISTS = {
         "A2A_IN inter, GATHER intra inner, EXPERT compute, REDUCE intra inner, A2A_OUT inter",
     ),
     "each token once per node": (
-        (Groups(8, 4, ep=8), "once_per_node"),
+        (Groups(8, 4, ep=8), "node_deduplicated"),
         "A2A_IN inter, SPREAD intra inner, EXPERT compute, COLLECT intra inner, A2A_OUT inter",
     ),
     "an all-to-all in two steps": (
@@ -57,7 +57,7 @@ NARROW = {
         "QUANTISE_OUT inter beside 0, A2A_OUT inter+intra, DEQUANTISE_OUT inter beside 0",
     ),
     "each token once per node": (
-        (Groups(8, 4, ep=8), "once_per_node"),
+        (Groups(8, 4, ep=8), "node_deduplicated"),
         "QUANTISE_IN inter beside 2, A2A_IN inter, DEQUANTISE_IN inter, QUANTISE_SPREAD intra inner, "
         "SPREAD intra inner, DEQUANTISE_SPREAD intra inner beside 0, EXPERT compute, "
         "QUANTISE_COLLECT intra inner beside 0, COLLECT intra inner, DEQUANTISE_COLLECT intra inner, "

@@ -60,7 +60,8 @@ def test_given_degrees_are_kept() -> None:
 
 def test_what_ran_is_read_from_the_plans() -> None:
     ways = {
-        name: RecordedAllToAll("once_per_node" if name == "mine" else "flat", made_up()) for name in ("flat", "mine")
+        name: RecordedAllToAll("node_deduplicated" if name == "mine" else "flat", made_up())
+        for name in ("flat", "mine")
     }
     kinds = (RecordedKind(LABELS, GROUPS, SIZES, ways),)
     job = job_of(kinds=kinds)
@@ -72,7 +73,7 @@ def test_what_ran_is_read_from_the_plans() -> None:
             "order": "paper",
             "late_dw": number * (phase != "forward"),  # of 0.2.0
         }
-        | {"alltoall": "once_per_node" if number == 1 else "flat"}
+        | {"alltoall": "once_per_node" if number == 1 else "flat"}  # its name in 0.2.0
         for number, label in enumerate(LABELS)
         for phase in ("backward", "forward")
     ]
@@ -186,7 +187,7 @@ def test_experts_spread_as_far_as_they_did(other: OtherRanks, ep: int) -> None:
         (OtherRanks(ep=3), "ep = 3: must divide the 4 experts"),
         (OtherRanks(nodes=0), "nodes = 0: must be at least 1"),
         (OtherRanks(esp=-1), "esp = -1: must be at least 1"),
-        (OtherRanks(alltoall="once_per_node"), "whole experts on several ranks"),
+        (OtherRanks(alltoall="node_deduplicated"), "whole experts on several ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(other: OtherRanks, message: str) -> None:
@@ -200,9 +201,9 @@ def test_a_token_that_crosses_once_sends_less_between_nodes() -> None:
     spread = OtherRanks(nodes=2, per_node=2, ep=4, esp=1)
     flat, once = (
         WhatIf(on_other_ranks(job, CLUSTER, replace(spread, alltoall=name)), (0.0, 0.0)).by_schedule("deepspeed")
-        for name in ("flat", "once_per_node")
+        for name in ("flat", "node_deduplicated")
     )
-    assert once.ran.alltoalls == ("once_per_node",) * 3
+    assert once.ran.alltoalls == ("node_deduplicated",) * 3
     sent = [each.plan.layers[0].forward.moe.ahead[0].size for each in (flat, once)]
     # Its four choices lie in both nodes: two crossings in place of four.
     assert sent[1] == pytest.approx(sent[0] / 2)

@@ -229,7 +229,7 @@ def test_a_flat_all_to_all_over_nodes_starts_a_message_to_every_rank() -> None:
     names = (*("gemm", "attention", "softmax", "routing", "order"), "intra.all_to_all", "inter.all_reduce")
     cluster = Cluster("grown", 4, 3, dict.fromkeys(names, inside) | {"inter.all_to_all": grows})
     groups = Groups(world=18, gpus_per_node=3, ep=18)
-    flat, once = (kind_costs(cluster, groups, each)[A2A_IN].alpha_ms for each in ("flat", "once_per_node"))
+    flat, once = (kind_costs(cluster, groups, each)[A2A_IN].alpha_ms for each in ("flat", "node_deduplicated"))
     assert flat == pytest.approx(0.5 + 0.25 * (18 - 4))
     assert once == pytest.approx(0.5 + 0.25 * (6 - 4))
     assert kind_costs(cluster, groups)[DENSE] == inside.cost

@@ -11,7 +11,7 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.registry import register_alltoall
 
 
-@register_alltoall("once_per_node")
+@register_alltoall("node_deduplicated")
 class NodeDeduplicatedAllToAll(FlatAllToAll, NodeDeduplicated):
     """Sends one row of a token to each node that has one of its experts, and forwards it to their ranks.
 

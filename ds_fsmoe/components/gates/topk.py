@@ -82,7 +82,7 @@ class LinearGate(SettingsGate):
         torch.Size([2, 6])
     """
 
-    takes_given = True
+    can_replay = True
     Settings = TopKSettings
     settings: TopKSettings
 
@@ -99,8 +99,8 @@ class LinearGate(SettingsGate):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
-        options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": self.needs_capacity}
-        options |= {"given": self.given}
+        options = {"ops": self.ops, "reports_entropy": self.reports_entropy, "needs_capacity": self.needs_capacity}
+        options |= {"replayed": self.replayed}
         return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group, **options)
 
 
@@ -112,9 +112,9 @@ def route_top_k(
     used_token_S: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     ops: Ops = REFERENCE,
-    says_entropy: bool = False,
+    reports_entropy: bool = False,
     needs_capacity: bool = True,
-    given: ReplayedRouting | None = None,
+    replayed: ReplayedRouting | None = None,
 ) -> Routing:
     """Route tokens by a router matrix: score, choose and drop, as a function for modules that own the matrix.
 
@@ -126,7 +126,7 @@ def route_top_k(
         used_token_S: [S], nonzero for tokens that take part (others take no slot); ``None`` means all.
         group: the ranks over which a dropless capacity is agreed.
         ops: the operators to use.
-        says_entropy: whether the routing contains the router's entropy.
+        reports_entropy: whether the routing contains the router's entropy.
         needs_capacity: see :attr:`~ds_fsmoe.components.gate.GateBase.needs_capacity`.
         given: the choice to replay, of k experts for each token.
 
@@ -145,8 +145,8 @@ def route_top_k(
     num_experts = probs_SE.shape[1]
     capacity = first_capacity(*probs_SE.shape, settings, training)
     choose = {1: _choose_1, 2: _choose_2}.get(settings.k, _choose_more)
-    slots, aux_loss = choose(logits_SE, probs_SE, settings, capacity, used_S, ops, given)
-    slots, capacity = last_capacity(slots, capacity, settings, group, needs_capacity, given)
+    slots, aux_loss = choose(logits_SE, probs_SE, settings, capacity, used_S, ops, replayed)
+    slots, capacity = last_capacity(slots, capacity, settings, group, needs_capacity, replayed)
     expert_SK = slots.experts_KS.t()
     weights_KS = probs_SE.gather(1, expert_SK).t().masked_fill(slots.slots_KS == num_experts * capacity, 0.0)
     smallest = torch.finfo(probs_SE.dtype).eps
@@ -165,7 +165,7 @@ def route_top_k(
         slots.counts_E,
         capacity,
         num_experts,
-        entropy_of(probs_SE, used_S) if says_entropy else None,
+        entropy_of(probs_SE, used_S) if reports_entropy else None,
         slots.experts_KS,
     )
 
@@ -212,7 +212,7 @@ def _choose_1(
     capacity: int,
     used_S: torch.Tensor | None,
     ops: Ops,
-    given: ReplayedRouting | None,
+    replayed: ReplayedRouting | None,
 ) -> tuple[Slots, torch.Tensor]:
     """Return slots and loss of Switch Transformer's gate. The weight is the chosen expert's probability, not
     renormalised."""
@@ -220,7 +220,7 @@ def _choose_1(
     # The noise is drawn first and the token selection later: this is the order of the random stream in stock.
     is_noisy = settings.noisy_gate_policy == "RSample"
     expert_S = torch.argmax(logits_SE + _gumbel_like(logits_SE) if is_noisy else probs_SE, dim=1)
-    expert_KS = expert_S.unsqueeze(0) if given is None else given.completed(lambda: expert_S.unsqueeze(0))
+    expert_KS = expert_S.unsqueeze(0) if replayed is None else replayed.completed(lambda: expert_S.unsqueeze(0))
     aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)) * num_experts
     # A full expert keeps the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties
     # in the bare mask are broken by topk, as in stock.
@@ -242,7 +242,7 @@ def _choose_2(
     capacity: int,
     used_S: torch.Tensor | None,
     ops: Ops,
-    given: ReplayedRouting | None,
+    replayed: ReplayedRouting | None,
 ) -> tuple[Slots, torch.Tensor]:
     """Return slots and loss of GShard's gate: second choices queue behind all first choices.
 
@@ -255,8 +255,8 @@ def _choose_2(
         scores_SE = scores_SE + _gumbel_like(logits_SE)
     second_S = torch.argmax(scores_SE.scatter(1, first_S.unsqueeze(1), float("-inf")), dim=1)
     expert_KS = torch.stack([first_S, second_S])
-    if given is not None:
-        expert_KS = given.completed(lambda: torch.stack([first_S, second_S])).contiguous()
+    if replayed is not None:
+        expert_KS = replayed.completed(lambda: torch.stack([first_S, second_S])).contiguous()
     share_E = _share_E(expert_KS[0], probs_SE, used_S)
     aux_loss = torch.mean(probs_SE.mean(dim=0) * share_E) * num_experts * num_experts
     return ops.take_slots(expert_KS, num_experts, capacity, used_S, "choice"), aux_loss
@@ -269,14 +269,14 @@ def _choose_more(
     capacity: int,
     used_S: torch.Tensor | None,
     ops: Ops,
-    given: ReplayedRouting | None,
+    replayed: ReplayedRouting | None,
 ) -> tuple[Slots, torch.Tensor]:
     """Return slots and loss for k >= 3: a full expert keeps its most probable tokens, or the first ones.
 
     Weights are renormalised over the kept choices.
     """
     num_experts = probs_SE.shape[1]
-    slots = best_slots(ops, _scores(probs_SE), settings.k, capacity, used_S, given)
+    slots = best_slots(ops, _scores(probs_SE), settings.k, capacity, used_S, replayed)
     expert_KS = slots.experts_KS
     if settings.drop_tokens and settings.drop_policy == "probs":
         best_KS = _scores(probs_SE).gather(1, expert_KS.t()).t()

@@ -12,18 +12,19 @@ import torch
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 
 
-class BFloat16Wire(CallbackBase):
+class BFloat16Communication(CallbackBase):
     """Rounds tokens and gradients to bfloat16 ahead of each all-to-all, and casts them back after it.
 
     Rounding is the same in both directions, and its gradient is taken as the identity, as in mixed precision. The
     relative error is up to 2^-9 per all-to-all. Activations of 16 bits or less stay unchanged. Each hook takes and
-    returns [E, c, M] or [rows, M], see :class:`CallbackBase`. In a config: ``"hooks": ["ds_fsmoe.BFloat16Wire"]``.
+    returns [E, c, M] or [rows, M], see :class:`CallbackBase`. In a config: ``"hooks":
+    ["ds_fsmoe.BFloat16Communication"]``.
 
     Examples:
         >>> import torch, ds_fsmoe
-        >>> wire = ds_fsmoe.BFloat16Wire()
-        >>> sent = wire.before_dispatch_hook(ds_fsmoe.CallbackArgs(torch.randn(4, 2, 8), routing=None))
-        >>> came = wire.after_dispatch_hook(ds_fsmoe.CallbackArgs(sent, routing=None))
+        >>> hook = ds_fsmoe.BFloat16Communication()
+        >>> sent = hook.before_dispatch_hook(ds_fsmoe.CallbackArgs(torch.randn(4, 2, 8), routing=None))
+        >>> came = hook.after_dispatch_hook(ds_fsmoe.CallbackArgs(sent, routing=None))
         >>> sent.dtype, came.dtype
         (torch.bfloat16, torch.float32)
     """

@@ -15,7 +15,7 @@ from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.decide.bounds import busiest_ms
 from ds_fsmoe.planning.groups import Fanout, can_deduplicate, counted_fanout, expected_fanout
-from ds_fsmoe.planning.workload import ALLTOALLS, NODE_DEDUPLICATED
+from ds_fsmoe.planning.workload import ALLTOALLS, ALLTOALLS_OF_BEFORE, NODE_DEDUPLICATED
 from ds_fsmoe.routes.recorded import read_routing
 from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.untrusted import suggested
@@ -23,10 +23,10 @@ from ds_fsmoe.untrusted import suggested
 
 def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
     """Return the job with the all-to-all and the fan-out that the arguments ask for."""
-    if args.alltoall not in (*ALLTOALLS, "auto"):
+    alltoall = ALLTOALLS_OF_BEFORE.get(args.alltoall, args.alltoall)
+    if alltoall not in (*ALLTOALLS, "auto"):
         raise ValueError(f"--alltoall = {args.alltoall!r}: {suggested(args.alltoall, (*ALLTOALLS, 'auto'))}")
     job = replace(job, fanout=_fanout(args, job))
-    alltoall = args.alltoall
     if alltoall == "auto":
         steps_ms = _steps_ms(job, args.preset)
         alltoall = min(steps_ms, key=steps_ms.__getitem__)
@@ -42,7 +42,7 @@ def print_exchanges(job: PlannedJob, args: argparse.Namespace) -> None:
     """Print the predicted time of each all-to-all, where there is a choice."""
     if not can_deduplicate(job.groups):
         if job.alltoall == NODE_DEDUPLICATED:
-            print("exchange once_per_node is run as flat: it needs whole experts on several ranks of several nodes")
+            print(f"{NODE_DEDUPLICATED} is run as flat: it needs whole experts on several ranks of several nodes")
         return
     at, shape, fanout = job.groups.placements["ep"], job.model.shape, job.fanout
     assert fanout is not None

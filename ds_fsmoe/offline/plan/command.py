@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--gantt", action="store_true", help="draw one layer of the plan as text")
     out.add_argument(
+        "--two-batch-overlap",
         "--halves",
+        dest="two_batch",
         action="store_true",
         help="predict two-batch overlap, relative to best (with --gantt: two layers of both)",
     )
@@ -61,7 +63,7 @@ def _add_how(how: Any) -> None:
         help=f"micro-batches per batch ({MICRO_BATCHES_PER_STAGE} per stage; without stages, one)",
     )
     how.add_argument(
-        "--alltoall", default="flat", help="flat, 2dh, once_per_node, or auto: the fastest by the shown preset"
+        "--alltoall", default="flat", help="flat, 2dh, node_deduplicated, or auto: the fastest by the shown preset"
     )
     how.add_argument(
         "--expert-groups",

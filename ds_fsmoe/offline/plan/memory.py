@@ -36,7 +36,7 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
     if most is not None:
         print(f"largest micro-batch in {memory_gb:g} GB: {most or 'not even one sample fits'}")
     halves = None
-    if args.halves and training.samples > 1:
+    if args.two_batch and training.samples > 1:
         halves = memory_of(architecture, groups, replace(training, is_two_batch=True))
         print(f"two-batch overlap: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
     choices = other_memories(architecture, groups, training, memory_gb)

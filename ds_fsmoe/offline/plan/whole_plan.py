@@ -78,7 +78,7 @@ def print_plan(args: argparse.Namespace) -> int:
         print_batch(batch, bases, is_default=args.micro_batches is None)
     result = alone if batch is None else batch.of_stage()
     _print_presets(args, result, bases)
-    halves = print_two_batch(args, alone) if args.halves else {}
+    halves = print_two_batch(args, alone) if args.two_batch else {}
     memory = print_memory(args, job)
     _print_plan(result)
     placed = {} if loads is None else print_placement(args.loads, loads, result)
@@ -96,7 +96,7 @@ def print_plan(args: argparse.Namespace) -> int:
         print(f"\ntrace of the step: {args.trace}")
     if args.png is not None:
         drawn = report(job, args.preset, max_layers=DRAWN_LAYERS)
-        is_two_batch = drawn.best_two_batch() if args.halves and job.model.shape.B > 1 else None
+        is_two_batch = drawn.best_two_batch() if args.two_batch and job.model.shape.B > 1 else None
         save_png(drawn.step_timelines(is_two_batch=is_two_batch), args.png)
         print(f"\npicture of a step of {len(drawn.layers)} layer(s) by every preset: {args.png}")
     if args.json is not None:
@@ -194,7 +194,7 @@ def _print_presets(args: argparse.Namespace, result: Report, bases: Baselines) -
     times = {bases.label(name): each for name, each in result.times_ms.items()}
     if bases.stock is not None:
         times = {bases.stock_label: bases.stock.times_ms["deepspeed"]} | times
-    times["(lower bound, batches whole)" if args.halves else "(lower bound)"] = result.bounds_ms
+    times["(lower bound, batches whole)" if args.two_batch else "(lower bound)"] = result.bounds_ms
     in_one_step = replace(bases, stock_batch_ms=None)
     rows = [
         (name, *(f"{each:.2f}" for each in (*phases, sum(phases))), *in_one_step.ratios(sum(phases), steps_ms))

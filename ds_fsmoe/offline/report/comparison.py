@@ -19,6 +19,7 @@ from pathlib import Path
 
 from scipy.special import stdtrit
 
+from ds_fsmoe.config.words import words_of
 from ds_fsmoe.files.runs import Run, read_run, trace_folder
 from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.offline.report.critical_path import tasks_of
@@ -198,10 +199,10 @@ def reasons(stock: Run, ours: Run, times: RunTimes) -> list[str]:
         stock, ours: the two runs.
         times: the times of stock's steps.
     """
-    block = ours.facts.get("block", {})
+    block = words_of(ours.facts.get("block", {})).normalized
     found = []
     if not ours.plans.get("choices"):  # nothing was measured
-        asked = block.get("pipeline_degree", {})
+        asked = block.get("num_chunks", {})
         cut = {phase: asked[phase] for phase in ("forward", "backward") if _is_chunked(asked.get(phase))}
         if cut:
             chunks = " and ".join(f"{count} {phase}" for phase, count in cut.items())

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_fsmoe.config.words import words_of
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.offline.report.charts import Chart, draw_against, draw_dots, draw_fit, draw_heat, draw_lines, draw_ranks
 from ds_fsmoe.offline.report.page import Page
@@ -30,8 +31,7 @@ def decided(page: Page, run: Run) -> None:
         return
     page.heading("What was decided")
     if chosen:
-        rows = ((_WORDS_OF_BEFORE.get(name, name), words) for name, words in chosen.items())
-        page.table(("field", "what runs"), rows, is_text=True)
+        page.table(("field", "what runs"), words_of(chosen).normalized.items(), is_text=True)
     if keeps_stock(run):
         page.paragraph("Layers run in one chunk, in DeepSpeed's order: the plans that were tried were not faster.")
     elif "choices" in plans:
@@ -51,10 +51,6 @@ def decided(page: Page, run: Run) -> None:
             f"Gradients take {step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} find no idle link. "
             f"{plans['num_measured']} operations were measured; measuring and planning took {plans['took_s']:.3g} s."
         )
-
-
-_WORDS_OF_BEFORE = {"pipeline_degree": "num_chunks", "esp_size": "expert_tensor_parallel_size"}
-"""The words of runs that were recorded before fields had today's."""
 
 
 def keeps_stock(run: Run) -> bool:

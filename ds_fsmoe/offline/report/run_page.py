@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.offline.report import conclusion, decisions, steps_section
 from ds_fsmoe.offline.report.comparison import Turn, pair
@@ -124,11 +125,7 @@ def config_difference(page: Page, runs: Sequence[Run]) -> None:
     both = pair(runs) or (tuple(runs[:2]) if len(runs) == 2 else None)
     if both is None:
         return
-    configs = [
-        portable(run.facts.get("config") or {"fsmoe": run.facts["block"]}, run.facts.get("cwd"))
-        for run in both
-        if _has_config(run)
-    ]
+    configs = [portable(_config_of(run), run.facts.get("cwd")) for run in both if _has_config(run)]
     if len(configs) < 2:
         return
     page.heading("Configuration difference")
@@ -139,6 +136,12 @@ def config_difference(page: Page, runs: Sequence[Run]) -> None:
         page.paragraph("The configs are the same.")
     if not all(run.facts.get("config") for run in both):
         page.paragraph('Of the "fsmoe" block: the rest of the config was not recorded.')
+
+
+def _config_of(run: Run) -> dict[str, Any]:
+    """Return the recorded config of a run, with the block by today's words: other versions record others."""
+    config = run.facts.get("config") or {BLOCK: run.facts["block"]}
+    return config | ({BLOCK: words_of(config[BLOCK]).normalized} if BLOCK in config else {})
 
 
 def _has_config(run: Run) -> bool:

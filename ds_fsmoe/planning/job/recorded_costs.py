@@ -21,7 +21,7 @@ from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.phase_plan import gradient_lanes
 from ds_fsmoe.planning.schedule import GRADIENT_TASKS, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.planning.workload import ALLTOALLS, AllToAll, Gradient, Layer
+from ds_fsmoe.planning.workload import ALLTOALLS, ALLTOALLS_OF_BEFORE, AllToAll, Gradient, Layer
 from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS
 
 
@@ -325,8 +325,8 @@ def _kind(data: Any) -> RecordedKind:
     if shape["crossings"] is not None:
         shape["crossings"] = Fanout(**shape["crossings"])
     ways = {
-        name: RecordedAllToAll(
-            cast(AllToAll, _one_of(way["planned"], ALLTOALLS)),
+        ALLTOALLS_OF_BEFORE.get(name, name): RecordedAllToAll(
+            cast(AllToAll, _one_of(ALLTOALLS_OF_BEFORE.get(way["planned"], way["planned"]), ALLTOALLS)),
             _profile(way["measured"]) if "measured" in way else None,
         )
         for name, way in data["ways"].items()

@@ -25,7 +25,7 @@ from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
-from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE, NODE_DEDUPLICATED, AllToAll
 
 _TURNS = 22
 """The halvings by which a number is found that explains a measured time."""
@@ -98,6 +98,7 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
         )
         orders.append((forward, backward))
         ways, planned = job.kind_of(label).alltoalls, (found[0] or {}).get("alltoall")
+        planned = ALLTOALLS_OF_BEFORE.get(str(planned), planned)
         alltoalls.append(next((name for name, way in ways.items() if way.planned == planned), next(iter(ways))))
     return Ran(tuple(orders), tuple(alltoalls))
 
