@@ -220,7 +220,7 @@ def sums(rank: int, world_size: int, room: int | None) -> tuple[list[bool], list
         # One rank has room for anything.
         zero_stages._free_bytes = lambda _: float(room if rank else 1e12)
     for module in (reduction, zero_stages):
-        module.log_on_rank_0 = lambda text, *_: said.append(str(text))
+        module.log_on_rank_0 = lambda text, *_, **__: said.append(str(text))
     found = []
     with training(Run(2, accumulation=2, mode="unsaid", block=(("autotune", False),), steps=5), rank) as script:
         for _ in range(5):
@@ -236,7 +236,7 @@ def test_stage_2_adds_micro_batches_up_where_every_rank_is_known_to_have_room(tm
             assert 100 < size < 10**9
             # Two steps show what there is.
             assert found == (wanted or [True, True, True, False, False])
-            assert "every micro-batch is summed" in said[0]
+            assert "every micro-batch is reduced over ranks" in said[0]
             assert "before_sum" in said[0]
             assert len(said) == 1 + (room is not None)
             if room is not None:

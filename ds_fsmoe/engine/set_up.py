@@ -233,8 +233,7 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
     block = state.block.placement
     if block.spare_experts:
         log_on_rank_0(
-            f"fsmoe.placement.spare_experts = {block.spare_experts} is ignored: experts have no replicas since "
-            "version 0.2.0. Remove it",
+            f"fsmoe.placement.spare_experts = {block.spare_experts} is ignored: remove it (no replicas since 0.2.0)",
             logging.WARNING,
         )
     if block.policy in STAY and block.file is None:

@@ -460,14 +460,9 @@ def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
     """Return which micro-batches are summed over ranks at stage 2, and why; ``size``: all gradients of a rank in MB."""
     if not sums_each:
         return f'ZeRO 2: micro-batches are added on each rank first ("accumulate"), in {size:.4g} MB of gradients'
-    sentence = (
-        "ZeRO 2: every micro-batch is reduced over ranks, so that a rank keeps only its own part of the gradients"
-    )
+    sentence = "ZeRO 2: every micro-batch is reduced over ranks"
     if accumulate == "auto":
-        sentence += (
-            f'; adding up first takes all {size:.4g} MB of them: "gradient_partition": {{"accumulate": "before_sum"}}, '
-            "or by itself where a GPU has room"
-        )
+        sentence += f' ("accumulate": "before_sum" adds up first, in {size:.4g} MB of gradients per rank)'
     return sentence
 
 

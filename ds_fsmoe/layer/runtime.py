@@ -256,9 +256,9 @@ class LayerRuntime:
         """The reason why no two collectives may be under way at once, if there is one; the same on every rank."""
         if self.one_link is not None:
             log_on_rank_0(
-                "links are used one at a time, as NCCL may start collectives in another order on each rank, and "
-                f"hang: {self.one_link}",
+                f"links are used one at a time ({self.one_link})",
                 logging.WARNING,
+                "NCCL may start collectives in another order on each rank, and hang",
             )
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.links: Links = planned_links(block) if self.one_link is None else "shared"
