@@ -385,7 +385,7 @@ class ByTheLast(HierarchicalAllToAll):
 
     links = ("intra", "inter")
 
-    def relays(self, source, destination, nodes):
+    def forwarding_ranks(self, source, destination, nodes):
         node = nodes.neighbours(source)
         return (destination if destination in node else node[-1],)
 '''

@@ -117,7 +117,7 @@ from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
 class Direct(HierarchicalAllToAll):
     links = ("intra", "inter")
 
-    def relays(self, source, destination, nodes):
+    def forwarding_ranks(self, source, destination, nodes):
         return (destination,)
 """
 

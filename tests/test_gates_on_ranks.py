@@ -205,7 +205,7 @@ def bad_input(rank: int, world_size: int) -> tuple[str, int]:
 def test_bad_input_of_a_router_stops_all_ranks_and_names_layer_step_and_rank(tmp_path: Path) -> None:
     first, second = run_on_ranks(bad_input, 2, tmp_path)
     assert first == second
-    assert first[0].startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); look at")
+    assert first[0].startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); check")
     assert first[1] == 1
 
 

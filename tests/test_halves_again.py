@@ -194,7 +194,7 @@ def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_versio
     monkeypatch.setattr(Block, "forward", PlainBlock.forward)
     model = model_of([])
     monkeypatch.setattr("ds_fsmoe.two_batch.splitter.version", {"transformers": "5.17.0"}.get)
-    said = "recomputes it alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
+    said = "recomputed alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
     assert said in split(model).why_not
 
 

@@ -63,7 +63,7 @@ def laid_out_otherwise() -> nn.Module:
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (of_biases, rf"{EXPERTS}: an adapter of gate_up_proj_bias has one A for all experts, .* may have gate_up_proj"),
+        (of_biases, rf"{EXPERTS}: an adapter of gate_up_proj_bias has one A for all experts, .* can be gate_up_proj"),
         (
             with_a_copy,
             rf"{EXPERTS}.original_module: PEFT has wrapped the experts in a ModulesToSaveWrapper, .*a second copy",

@@ -111,7 +111,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no files": (lambda place: rewrite(place, lambda found: found.update(files={})), "does not name fsmoe_pieces.json"),
     "no files, twice": (
         lambda place: (place / NAME).write_text((place / NAME).read_text()[:-1] + ', "files": {}}'),
-        "'files' is there twice",
+        "'files' is listed twice",
     ),
     "a FIFO": (lambda place: instead(place / "mp_rank_00_model_states.pt", os.mkfifo), "is a FIFO, not a regular"),
     "a device": (

@@ -125,7 +125,7 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda of: (of / MEASURED).unlink(), f"it has no {MEASURED}"),
+        (lambda of: (of / MEASURED).unlink(), f"contains no {MEASURED}"),
         (lambda of: (of / MEASURED).write_text('{"format": 99}'), "format 99"),
         (lambda of: shutil.rmtree(of / "trace"), "nothing tells what tasks cost: there is no trace of rank 0"),
         (lambda of: (of / "steps.jsonl").unlink(), "no step after the trials has a breakdown"),

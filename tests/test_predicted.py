@@ -368,7 +368,7 @@ def test_a_cluster_without_a_number_that_a_group_needs_is_refused(tmp_path: Path
     predictor = Predictor(cluster_file(tmp_path, without="inter.all_to_all"))
     predictor.of(Groups(world=2, gpus_per_node=2, ep=2))
     with pytest.raises(
-        ConfigError, match=r"fsmoe\.trace\.cluster = .*operations\.inter\.all_to_all is missing, and the EP"
+        ConfigError, match=r"fsmoe\.trace\.cluster = .*operations\.inter\.all_to_all is missing, but the EP"
     ):
         predictor.of(Groups(world=2, gpus_per_node=1, ep=2))
 

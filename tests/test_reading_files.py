@@ -328,5 +328,5 @@ def test_a_checkpoint_of_ours_names_all_its_files_or_is_refused(tmp_path: Path) 
 
 def test_a_name_that_stands_twice_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"format": 1, "files": {"a": 1}, "files": {}}')
-    with pytest.raises(CheckpointError, match="'files' is there twice"):
+    with pytest.raises(CheckpointError, match="'files' is listed twice"):
         read_described(tmp_path / "x.json", 1, dict)

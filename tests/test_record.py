@@ -189,7 +189,7 @@ def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(NoRunError, match=r"no run has been recorded here.*it has notes.txt.*record"):
         read_run(tmp_path)
-    with pytest.raises(NoRunError, match="there is no such folder"):
+    with pytest.raises(NoRunError, match="nowhere: no such folder"):
         read_run(tmp_path / "nowhere")
 
 

@@ -149,7 +149,7 @@ def test_a_folder_without_data_is_a_sentence(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(tmp_path)]) == 2
     assert "no run has been recorded here" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "nowhere: no such folder" in capsys.readouterr().err
     run = record(tmp_path / "run", "best")
     assert main(["report", str(run), "--out", str(tmp_path / "no" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
