@@ -105,7 +105,8 @@ def test_the_best_of_the_plans_that_were_not_kept_is_told_and_never_pays() -> No
     kept = replace(outcome(0.86, 0.47, 1.08), is_stock=True)
     first = head_of(summarize([row()], told(), kept))
     assert (
-        "none of 11 other plans was faster; the best of them was 0.86 times as fast (0.47 to 1.08 in 3 turns)" in first
+        "none of 11 other plans was faster; the best of them was 0.86 times as fast as it (0.47 to 1.08 in 3 turns)"
+        in first
     )
     lucky = replace(outcome(1.2, 1.1, 1.3), is_stock=True)
     assert lucky.steps_to_break_even() is None

@@ -129,7 +129,8 @@ class FirstForwards:
             return
         self._is_logged = True
         kept, otherwise = self._kept[self._recompute], self._kept[not self._recompute]
-        log_on_rank_0(describe(kept, otherwise, self._recompute))
+        details = '"recompute" computes experts once more in the backward; autograd keeps an unknown size'
+        log_on_rank_0(describe(kept, otherwise, self._recompute), details=details)
         if self._many:
             log_on_rank_0(_too_many_chunks(self._many), logging.WARNING, "Empty chunks still cost their collectives")
 

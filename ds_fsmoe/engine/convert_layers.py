@@ -179,7 +179,7 @@ def convert(
 def _warn_of_later_tokens(gate: str) -> None:
     """Warn once for each class of gates, however many layers there are."""
     log_on_rank_0(
-        f'{gate} routes a token by later ones of its sequence (set "causal": false in fsmoe.gate if that is right)',
+        f'{gate} routes a token by later ones of its sequence (not causal? set "causal": false in fsmoe.gate)',
         logging.WARNING,
         "A causal language model would be trained with information that it does not have in generation, and its "
         "training loss looks better than it is",

@@ -144,7 +144,12 @@ class Reduction:
             )
         if engine.zero_optimization_partition_gradients() and engine.gradient_accumulation_steps() > 1:
             size = sum(each.numel * each.element_bytes for each in self.reducer.flats) / 1e6
-            log_on_rank_0(words_of_stage_2(size, self.sums_each, accumulate))
+            log_on_rank_0(
+                words_of_stage_2(size, self.sums_each, accumulate),
+                details="A rank keeps its part of the gradients only, unless its GPU has room"
+                if self.sums_each
+                else "",
+            )
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
         """Send from now on as much in each window as a plan of layers has foreseen.

@@ -379,10 +379,7 @@ class LayerRuntime:
         if (comm_dtypes.dispatch, comm_dtypes.combine) != ("model", "model") and "wires" not in self._logged:
             self._logged.add("wires")
             log_on_rank_0(
-                (
-                    f"fsmoe.comm_dtype applies to unpadded dispatch only: {path} and layers like it "
-                    "use padded dispatch in their own dtype"
-                ),
+                f"fsmoe.comm_dtype does not apply to {path} and layers like it (padded dispatch keeps their dtype)",
                 logging.WARNING,
             )
 

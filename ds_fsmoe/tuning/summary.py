@@ -187,7 +187,7 @@ def _kept_stock(outcome: Outcome) -> list[str]:
     if gain is None:
         return [said]
     turns = f" ({gain.low:.2f} to {gain.high:.2f} in {gain.num_turns} turns)" if gain.num_turns > 1 else ""
-    return [said, f"the best of them was {gain.ratio:.2f} times as fast{turns}"]
+    return [said, f"the best of them was {gain.ratio:.2f} times as fast as it{turns}"]
 
 
 def _why_whole(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> str:
@@ -201,7 +201,7 @@ def _why_whole(rows: Sequence[Row], context: TuningContext, outcome: Outcome) ->
         return f"bottleneck of the layers: {busiest}"
     return (
         f"bottleneck of the layers: {busiest}; predicted, no order is more than "
-        f"{step.deepspeed_ms / step.bound_ms:.2f} times as fast"
+        f"{step.deepspeed_ms / step.bound_ms:.2f} times as fast as DeepSpeed's"
     )
 
 
