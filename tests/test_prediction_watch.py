@@ -211,7 +211,7 @@ def test_drift_is_said_once_until_steps_are_back(said: list[str]) -> None:
     assert said == []
     watched.play(step_of(110.0, EXPERT=6.5, A2A_OUT=6.0))
     (line,) = said
-    assert line.startswith("drift: step 7 took 139 ms, 39% more than the predicted 100 ms; ")
+    assert line.startswith("drift: step 7 took 139 ms, predicted 100 ms (+39%); ")
     assert "predicted and measured: the rest of the model 80 and 110 ms, A2A_OUT 6 and 12 ms, L00/forward 10" in line
     assert "; fsmoe.autotune.retune_on_drift = true plans again. The 2 compared steps before it differed" in line
     watched.play(step_of(110.0), 5)
@@ -219,7 +219,7 @@ def test_drift_is_said_once_until_steps_are_back(said: list[str]) -> None:
     watched.play(step_of(80.0))
     watched.play(step_of(40.0), 3)
     assert len(said) == 2
-    assert "took 60 ms, 40% less than the predicted 100 ms" in said[1]
+    assert "took 60 ms, predicted 100 ms (-40%)" in said[1]
     assert watched.asked == []
 
 
@@ -228,7 +228,7 @@ def test_drift_asks_for_new_plans_and_not_again_before_ten_more_steps(said: list
     watched.play(step_of(80.0), 4)
     watched.play(step_of(95.0), 3)
     assert len(watched.asked) == 1
-    assert watched.asked[0].startswith("step 6 took 115 ms, 15% more than the predicted 100 ms")
+    assert watched.asked[0].startswith("step 6 took 115 ms, predicted 100 ms (+15%)")
     assert said[0].startswith(f"drift: {watched.asked[0]}; measuring and planning again. The 2 compared steps")
     # There are other plans, and by them nothing is wrong.
     watched.watch.plans_changed()

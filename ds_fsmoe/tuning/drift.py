@@ -293,8 +293,8 @@ class PredictionWatch:
         if abs(found.drift) <= self._block.drift_threshold:
             return f"in step {found.step} the fullest rank had {found.load:.2f} times the planned rows"
         return (
-            f"step {found.step} took {found.whole.measured_ms:.4g} ms, {abs(found.drift):.0%} "
-            f"{'more' if found.drift > 0 else 'less'} than the predicted {found.whole.predicted_ms:.4g} ms"
+            f"step {found.step} took {found.whole.measured_ms:.4g} ms, predicted {found.whole.predicted_ms:.4g} ms "
+            f"({found.drift:+.0%})"
         )
 
     def _advice(self, plans: bool) -> str:

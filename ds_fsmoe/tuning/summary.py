@@ -142,11 +142,11 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
         )
     if is_trying:
         return f"autotune: the job ended during trials, so {outcome.took_s:.3g} s of measuring were lost"
-    pays = outcome.steps_to_break_even()
-    if pays is None or steps_since >= pays:
+    needed = outcome.steps_to_break_even()
+    if needed is None or steps_since >= needed:
         return ""
     return (
-        f"autotune: the job ended {steps_since} steps after the plans were settled, and breaks even after {pays} "
+        f"autotune: the job ended {steps_since} steps after the plans were settled, and breaks even after {needed} "
         '("autotune": false is faster)'
     )
 
@@ -175,8 +175,8 @@ def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> l
         return [how, f"slower than stock, but set by name: {measured}", cost]
     if not gain.is_clear:
         return [how, f"{measured}, within the noise", cost]
-    pays = outcome.steps_to_break_even()
-    return [how, measured, cost + ("" if pays is None else f", breaks even {pays} steps from now")]
+    needed = outcome.steps_to_break_even()
+    return [how, measured, cost + ("" if needed is None else f", breaks even {needed} steps from now")]
 
 
 def _kept_stock(outcome: Outcome) -> list[str]:
