@@ -312,5 +312,5 @@ def test_an_expert_that_changes_the_number_of_rows_is_named(keep_expert_dim: boo
             return x[..., 1:, :]
 
     call = ExpertSet([Shortens()], keep_expert_dim).call(True)
-    with pytest.raises(ValueError, match="expert Shortens made"):
+    with pytest.raises(ValueError, match="expert Shortens returned"):
         call.forward(0, 5, rows(2, 1, 5, M))

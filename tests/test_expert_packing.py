@@ -338,7 +338,7 @@ def test_stock_layers_have_the_ep_size_of_the_script() -> None:
     from ds_fsmoe.config.reading import ConfigError
 
     model = nn.Sequential(MoE(16, nn.Linear(16, 16), num_experts=4))
-    with pytest.raises(ConfigError, match=r'placement.policy = "lina": .* and 0 is a deepspeed.moe.layer.MoE'):
+    with pytest.raises(ConfigError, match=r'placement.policy = "lina" chooses .* and 0 is a deepspeed.moe.layer.MoE'):
         engine_of(model, ds_config(0, placement={"policy": "lina"}))
 
 

@@ -172,5 +172,5 @@ def test_the_options_of_a_users_gate_are_those_of_its_signature() -> None:
         read({"type": "without", "k": 2})
     with pytest.raises(LayerError, match=r"fsmoe\.gate: this layer: sharpness = -1: must be above 0"):
         taken_over({"type": "plain", "sharpness": -1})
-    with pytest.raises(LayerError, match=r"BoundedGate has no setting 'z_los': the choices are k, capacity_factor"):
+    with pytest.raises(LayerError, match=r"BoundedGate has no setting 'z_los': choose from k, capacity_factor"):
         taken_over({"type": "bounded", "z_los": 1})

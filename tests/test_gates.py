@@ -348,7 +348,7 @@ def test_top_k_equals_the_loop_over_tokens(settings: LayerSettings, use_rts: boo
     [
         ({"k": 0}, r"k = 0: must be between 1 and num_experts \(5\)"),
         ({"k": 6}, r"k = 6: must be between 1 and num_experts \(5\)"),
-        ({"kk": 2}, "no setting 'kk': the choices are k, capacity_factor"),
+        ({"kk": 2}, "no setting 'kk': choose from k, capacity_factor"),
         ({"noisy_gate_policy": "rsample"}, "'rsample': choose from None, 'Jitter', 'RSample'"),
         ({"drop_policy": "last"}, "'last': the choices are 'probs', 'position'"),
         ({"capacity_factor": 0.0}, "capacity_factor = 0.0: must be above 0"),

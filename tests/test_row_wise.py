@@ -64,7 +64,7 @@ def test_an_expert_that_is_not_row_wise_is_named(
 
 @pytest.mark.parametrize("expert", [Widens, DropsRows], ids=lambda each: each.__name__)
 def test_an_expert_of_another_shape_is_named_by_the_check(expert: type[nn.Module]) -> None:
-    with pytest.raises(ValueError, match=rf"expert {expert.__name__} made \(2, \d, \d+\) of \(2, 5, 7\)"):
+    with pytest.raises(ValueError, match=rf"expert {expert.__name__} returned \(2, \d, \d+\) for \(2, 5, 7\)"):
         check_row_wise(expert(), M)
 
 

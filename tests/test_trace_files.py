@@ -142,4 +142,4 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once_and_a_full_disk_ends_n
     tracer = make_tracer()
     tracer.step(0)
     tracer.step(1)
-    assert "the trace of rank 0 is lost: No space left on device" in caplog.text
+    assert "the trace of rank 0 was lost: No space left on device" in caplog.text

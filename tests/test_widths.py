@@ -32,7 +32,7 @@ def two(first: int, hidden: int, second: int, last: int) -> nn.Sequential:
     ("expert", "words"),
     [
         (nn.Linear(4, 16), "does not accept rows of shape [1, 1, 16]: "),
-        (two(16, 32, 32, 8), "made [1, 1, 8] of [1, 1, 16]"),
+        (two(16, 32, 32, 8), "returned [1, 1, 8] for [1, 1, 16]"),
         (two(16, 32, 33, 16), "does not accept rows of shape [1, 1, 16]"),
         (GPTFeedForward(8, 32), "does not accept rows of shape [1, 1, 16]"),
         (MixtralFeedForward(8, 32), "does not accept rows of shape [1, 1, 16]"),
@@ -69,7 +69,7 @@ def test_an_expert_that_autograd_runs_is_named_with_the_rows_it_had(degree: int)
         pipeline_degree=degree,
     )
     with pytest.raises(
-        ValueError, match=r"^MOELayer: expert 0: expert Linear made \(\d, \d, 8\) of \(\d, \d, 16\): an expert"
+        ValueError, match=r"^MOELayer: expert 0: expert Linear returned \(\d, \d, 8\) for \(\d, \d, 16\): an expert"
     ):
         layer(torch.randn(3, 5, 16))
 
@@ -108,4 +108,4 @@ def errors_in_an_engine(rank: int, world_size: int) -> list[str]:
 def test_in_an_engine_the_layer_is_named_by_its_path(tmp_path: Path) -> None:
     for of_input, of_expert in run_on_ranks(errors_in_an_engine, 2, tmp_path):
         assert of_input.startswith("moes.1: its input has shape [7, ")
-        assert of_expert.startswith("moes.1: expert 0: expert Linear made (")
+        assert of_expert.startswith("moes.1: expert 0: expert Linear returned (")

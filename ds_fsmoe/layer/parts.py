@@ -39,7 +39,7 @@ class LayerError(ValueError):
         ...     ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=3)
         ... except ds_fsmoe.LayerError as error:
         ...     print(error)
-        MoE: num_experts = 4 is not divisible by ep_size = 3; for 4 experts the sizes are 1, 2, 4
+        MoE: num_experts = 4 is not divisible by ep_size = 3; with 4 experts ep_size can be 1, 2, 4
     """
 
 
