@@ -278,8 +278,8 @@ def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list
             if both < MIN_OVERLAP_GAIN and Lane.COMPUTE in (a, b):
                 link = b if a is Lane.COMPUTE else a
                 found.append(
-                    f"overlap of computation and {link} gains little: {both:.2f} times the work of one alone (shared "
-                    "cores?)"
+                    f"overlap of computation and the {link}-node link gains little: {both:.2f} times the work of one "
+                    "alone (shared cores?)"
                 )
     if step.exposed_ms > LITTLE * step.chosen_ms:
         found.append(
