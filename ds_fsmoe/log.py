@@ -46,10 +46,15 @@ if not logger.handlers and not logging.getLogger().handlers:
     logger.propagate = False
 
 
-def log_on_rank_0(message: str, level: int = logging.INFO) -> None:
-    """Log once per job: on rank 0, or on every process while there is no process group."""
+def log_line(message: str, level: int = logging.WARNING, details: str = "") -> None:
+    """Log a message of at most 120 characters, and its details where ``"details": true`` or the level DEBUG asks."""
+    logger.log(level, f"{message}. {details}" if details and logger.isEnabledFor(logging.DEBUG) else message)
+
+
+def log_on_rank_0(message: str, level: int = logging.INFO, details: str = "") -> None:
+    """Log once per job as :func:`log_line`: on rank 0, or on every process where there is no process group yet."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.log(level, message)
+        log_line(message, level, details)
 
 
 def progress_on_rank_0(what: str, total: int | None = None, unit: str = "steps") -> Progress:

@@ -236,7 +236,7 @@ def test_a_degree_given_by_hand_is_kept_and_the_table_says_what_would_have_been_
         assert {backward for _, backward in each["fixed"].degrees} != {1}
     assert "L00, L01 forward: num_chunks = 5 is given by hand; auto would have chosen " in runs[0]["fixed"].said
     assert "L00, L01 backward: num_chunks" not in runs[0]["fixed"].said
-    assert "next: L00, L01 forward: 5 chunks are given by hand; auto would have taken " in runs[0]["fixed"].said
+    assert "next: L00, L01 forward: num_chunks = 5 was given; auto would choose " in runs[0]["fixed"].said
 
 
 # ---- files that are of no use

@@ -92,7 +92,7 @@ def overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     hurry()
     type(get_accelerator()).is_fp16_supported = lambda self: True
     told: list[str] = []
-    expert_results.log_on_rank_0 = lambda text, *_: told.append(text)
+    expert_results.log_on_rank_0 = lambda text, *_, **__: told.append(text)
     case = Case(ep_size=2, stage=stage, dtype="fp16", k=2)
     engine = make(rank, case, 1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     train(engine, rank, 0)

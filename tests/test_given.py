@@ -139,7 +139,7 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     assert "was not used" in listening.lines.pop()
     look("no MoE layer", torch.nn.Linear(7, 7), config=own)
     entry_points.warn_if_unused()
-    said = "Linear has no MoE layers of DeepSpeed or transformers, so the fsmoe block of the command line does not"
+    said = "Linear is trained by stock DeepSpeed (the model has no MoE layers for the command line's fsmoe block)"
     assert [said in listening.lines[0], "was not used" in listening.lines[1]] == [True, True]
     look("no block", config=plain)
     look("a block of its own", config=own)

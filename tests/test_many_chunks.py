@@ -22,9 +22,9 @@ from tests.calls import call_of
         (
             (200, 3),
             16,
-            "L00 and 1 other layer(s): num_chunks is 200 forward and 3 backward, but each expert has 4 slot",
+            "L00 and 1 other layer(s): use a smaller fsmoe.num_chunks than 200 and 3 (an expert has 4 slots",
         ),
-        ((1, 5), 16, "L00 and 1 other layer(s): num_chunks is 1 forward and 5 backward"),
+        ((1, 5), 16, "L00 and 1 other layer(s): use a smaller fsmoe.num_chunks than 1 and 5"),
         ((4, 4), 16, ""),
         ((5, 5), 32, ""),
     ],
@@ -33,7 +33,7 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
     degrees: tuple[int, int], num_tokens: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[str, int]] = []
-    monkeypatch.setattr(first_forwards, "log_on_rank_0", lambda text, level=logging.INFO: said.append((text, level)))
+    monkeypatch.setattr(first_forwards, "log_on_rank_0", lambda text, level=0, *_: said.append((text, level)))
     watching = FirstForwards()
     x = torch.randn(num_tokens, 8)
     for label in ("L00", "L01"):

@@ -220,7 +220,7 @@ def sums(rank: int, world_size: int, room: int | None) -> tuple[list[bool], list
         # One rank has room for anything.
         zero_stages._free_bytes = lambda _: float(room if rank else 1e12)
     for module in (reduction, zero_stages):
-        module.log_on_rank_0 = lambda text, *_: said.append(str(text))
+        module.log_on_rank_0 = lambda text, *_, **__: said.append(str(text))
     found = []
     with training(Run(2, accumulation=2, mode="unsaid", block=(("autotune", False),), steps=5), rank) as script:
         for _ in range(5):

@@ -86,9 +86,11 @@ def step_of(
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     handler, logger = Said(), logging.getLogger("ds_fsmoe")
+    level, _ = logger.level, logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)
     yield handler.lines
     logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 class Watched:
@@ -192,9 +194,9 @@ def test_a_step_that_is_not_known_as_a_whole_is_left_out_and_that_is_said_once(s
     assert watched.play(None, 2) is None
     assert watched.play(step_of()) is not None
     (line,) = said
-    assert line.startswith("step 0 cannot be compared with its prediction: on some rank")
+    assert line.startswith("drift: step 0 cannot be compared with its prediction")
     assert Watched(predictors={"L00": Lacking()}).play(step_of()) is None
-    assert said[-1].endswith(": no cost for GATHER")
+    assert "prediction: no cost for GATHER. On some rank" in said[-1]
     assert len(said) == 2
 
 
@@ -209,15 +211,15 @@ def test_drift_is_said_once_until_steps_are_back(said: list[str]) -> None:
     assert said == []
     watched.play(step_of(110.0, EXPERT=6.5, A2A_OUT=6.0))
     (line,) = said
-    assert line.startswith("step 7 took 139 ms, predicted 100 ms (39% more), and the 2 compared steps before it")
+    assert line.startswith("drift: step 7 took 139 ms, predicted 100 ms (+39%); ")
     assert "predicted and measured: the rest of the model 80 and 110 ms, A2A_OUT 6 and 12 ms, L00/forward 10" in line
-    assert line.endswith("fsmoe.autotune.retune_on_drift = true measures and plans again by itself")
+    assert "; fsmoe.autotune.retune_on_drift = true plans again. The 2 compared steps before it differed" in line
     watched.play(step_of(110.0), 5)
     assert len(said) == 1
     watched.play(step_of(80.0))
     watched.play(step_of(40.0), 3)
     assert len(said) == 2
-    assert "took 60 ms, predicted 100 ms (40% less)" in said[1]
+    assert "took 60 ms, predicted 100 ms (-40%)" in said[1]
     assert watched.asked == []
 
 
@@ -226,16 +228,15 @@ def test_drift_asks_for_new_plans_and_not_again_before_ten_more_steps(said: list
     watched.play(step_of(80.0), 4)
     watched.play(step_of(95.0), 3)
     assert len(watched.asked) == 1
-    assert watched.asked[0].startswith("step 6 took 115 ms, predicted 100 ms (15% more)")
-    assert said == [f"{watched.asked[0]}. Measuring and planning again"]
+    assert watched.asked[0].startswith("step 6 took 115 ms, predicted 100 ms (+15%)")
+    assert said[0].startswith(f"drift: {watched.asked[0]}; measuring and planning again. The 2 compared steps")
     # There are other plans, and by them nothing is wrong.
     watched.watch.plans_changed()
     watched.play(step_of(95.0), 5)
     for number in range(6):
         assert len(watched.asked) == 1, number
         watched.play(step_of(140.0))
-    assert said[0].count(" ms") == 3
-    assert "The plans are recent: new ones are made after 3 more such comparisons" in said[1]
+    assert "; new plans follow after 3 more such comparisons" in said[1]
     assert (len(watched.asked), len(said)) == (2, 3)
 
 
@@ -253,10 +254,7 @@ def test_a_load_that_lasts_asks_for_new_plans_even_where_times_are_as_predicted(
     found = watched.play(step_of(sizes=rows(12)), 3)
     assert found is not None
     assert found.load == 1.5
-    assert watched.asked == [
-        "in step 13 the fullest rank had 1.50 times the planned rows, and the 2 compared steps before it differed as "
-        "well"
-    ]
+    assert watched.asked == ["in step 13 the fullest rank had 1.50 times the planned rows"]
     watched.watch.plans_changed()
     watched.play(step_of(sizes=rows(4)), 2)
     assert len(watched.asked) == 1

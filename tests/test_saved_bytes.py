@@ -199,14 +199,11 @@ def test_under_autocast_every_expert_counts_as_unknown() -> None:
 def test_the_sentence_has_all_numbers_and_the_price() -> None:
     kept, rows = SavedBytes(2_000_000, 6_000_000, 0, 0), SavedBytes(2_000_000, 0, 0, 0)
     said = describe([kept, kept], [rows, rows], recompute=False)
-    assert said == (
-        "MoE activations kept for the backward: 16 MB per rank "
-        '("recompute": true keeps 4 MB, and computes experts once more)'
-    )
+    assert said == ('MoE activations kept for the backward: 16 MB per rank ("recompute": true: 4 MB)')
     assert describe([rows], [kept], recompute=True).endswith('2 MB per rank (without "recompute": 8 MB)')
     graphs = SavedBytes(2_000_000, 0, 5056, 4)
     said = describe([graphs], [rows], recompute=False)
-    assert "2.005 MB per rank and what autograd keeps of 4 expert(s), unknown (" in said
+    assert "2.005 MB and unknown MB of 4 expert(s) per rank (" in said
 
 
 def said_by_an_engine(rank: int, world_size: int, block: dict[str, Any]) -> tuple[list[str], int]:

@@ -275,7 +275,7 @@ def test_adaptive_slices_by_rule_without_the_autotuner_and_as_it_has_planned_whe
         assert is_by_rule
         assert [foreseen for foreseen, _ in windows] == [None] * 6
         assert sum(windows[-1][1]) > 0
-        assert ['fsmoe.gradient_partition.solver = "de": not used' in each for each in said] == [True] * (rank == 0)
+        assert ['fsmoe.gradient_partition.solver = "de" is not used' in each for each in said] == [True] * (rank == 0)
         windows, _, said = planned
         assert not said
         # Measured ahead of the third forward.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], rank
         degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
     engine.destroy()
     logging.getLogger("ds_fsmoe").removeHandler(handler)
-    return found, [each for each in said if re.search(r"\bruns? in one chunk, |in one chunk: ", each)], degrees
+    return found, [each for each in said if "in one chunk (" in each or "in one chunk: " in each], degrees
 
 
 def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -81,18 +81,15 @@ def test_uneven_nodes_do_without_shards_and_the_config_knows_better_than_host_na
 ) -> None:
     for error, warnings, made in run_on_ranks(start_on, 4, tmp_path, hosts, 2, esp_size, block):
         assert error == ""
-        assert "share an expert" not in warnings
+        assert "spans" not in warnings
         assert made
 
 
 def test_an_expert_shared_between_nodes_is_allowed_and_its_price_is_said(tmp_path: Path) -> None:
     seen = run_on_ranks(start_on, 4, tmp_path, "aabb", 1, 4, {})
     assert [error for error, _, _ in seen] == [""] * 4
-    assert (
-        "fsmoe.esp_size = 4: ranks that share an expert lie in 2 nodes, so all-gathers and reduce-scatters of 4 times "
-        "the bytes of an all-to-all go over the link between nodes; with ep_size = 1 they stay inside a node for 1, 2"
-    ) in seen[0][1]
-    assert all("share an expert" not in warnings for _, warnings, _ in seen[1:])
+    assert ("fsmoe.esp_size = 4 spans 2 nodes (at ep_size = 1 one node holds 1, 2)") in seen[0][1]
+    assert all("spans" not in warnings for _, warnings, _ in seen[1:])
 
 
 def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:

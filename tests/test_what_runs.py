@@ -15,8 +15,10 @@ import torch
 
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.offline.report.run_page import portable
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.report_runs import TASKS, charts_of, record, record_details, without_programs
 from tests.small_model import Case, SmallModel, batch
@@ -142,6 +144,24 @@ def test_no_word_of_before_is_in_a_log_a_table_or_a_page(tuned_run: dict[str, An
     shown = [*tuned_run["said"], *tuned_run["chosen"], *tuned_run["chosen"].values()]
     shown.append(html.unescape(re.sub(r"(?s)<script.*?</script>|<[^>]+>", " ", tuned_run["page"])))
     assert [each for each in shown if OLD.search(each)] == []
+
+
+def test_the_log_of_a_run_is_a_screen_of_short_lines(tuned_run: dict[str, Any]) -> None:
+    lines = [line for each in tuned_run["said"] for line in each.splitlines()]
+    assert [line for line in lines if len(line) > 120] == []
+    assert 10 < len(lines) <= 50
+
+
+def test_details_follow_a_line_only_where_they_are_asked_for() -> None:
+    logger, said = logging.getLogger("ds_fsmoe"), Said()
+    logger.addHandler(said)
+    before = logger.level
+    for level in (logging.INFO, logging.DEBUG):
+        logger.setLevel(level)
+        log_on_rank_0("drift: a step took longer", details="Its largest difference is known")
+    logger.setLevel(before)
+    logger.removeHandler(said)
+    assert said.lines == ["drift: a step took longer", "drift: a step took longer. Its largest difference is known"]
 
 
 # ---- pages of made-up runs

@@ -308,9 +308,7 @@ def losses(rank: int, world_size: int) -> dict[str, Any]:
         config = case.ds_config(fsmoe={"enabled": True} | block)
         said: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "ds_fsmoe.layer.runtime.log_on_rank_0", lambda sentence, level=0, said=said: said.append(sentence)
-            )
+            patch.setattr("ds_fsmoe.layer.runtime.log_on_rank_0", lambda sentence, *_, said=said: said.append(sentence))
             engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         of_run = []
         for step in range(3):

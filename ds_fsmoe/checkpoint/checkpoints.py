@@ -242,8 +242,9 @@ class Checkpoints:
         if manifest is None or manifest.sizes.world != dist.get_world_size() or state_file(0) not in manifest.files:
             paths = self._paths_of_others(place, manifest)
             log_on_rank_0(
-                f"{place} was saved by stock DeepSpeed, by another number of ranks, or converted: its random "
-                f"generators and plans are not used, and counts of paths are{' not either' if paths is None else ''}"
+                f"{place}: random generators and plans are not used",
+                details="It was saved by stock DeepSpeed, by another number of ranks, or converted; counts of paths "
+                + ("are not used either" if paths is None else "are used"),
             )
             return None if paths is None else RankState(None, None, paths)
         fits = not layout.differences

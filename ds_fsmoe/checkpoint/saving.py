@@ -181,8 +181,8 @@ class Saving:
         self._ranks.on_leaders(f"writing {place / pieces.NAME}", write)
         if indices and not all(indices):
             log_on_rank_0(
-                f"{type(engine.optimizer).__name__} has states of unknown kind: {self._folder / self._tag} can be "
-                "loaded in the layout of this job only"
+                f"{self._folder / self._tag} can be loaded in this job's layout only",
+                details=f"{type(engine.optimizer).__name__} has states of unknown kind",
             )
 
     def _describe(self) -> None:
@@ -262,9 +262,9 @@ def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:
     """Warn of the parts of a job that a checkpoint will not restore."""
     if engine.has_partial_gradients:
         log_on_rank_0(
-            f"{place} is saved in the middle of a step: its accumulated gradients are not kept, and a resumed run "
-            "repeats that step; save after engine.step() of the last micro-batch",
+            f"{place} is saved in the middle of a step, so a resumed run repeats that step",
             logging.WARNING,
+            "Accumulated gradients are not kept; save after engine.step() of the last micro-batch",
         )
     for path in _arrays_not_read("client_state", client_state):
         log_on_rank_0(

@@ -132,9 +132,10 @@ class FirstForwards:
             return
         self._is_logged = True
         kept, otherwise = self._kept[self._recompute], self._kept[not self._recompute]
-        log_on_rank_0(describe(kept, otherwise, self._recompute))
+        details = '"recompute" computes experts once more in the backward; autograd keeps an unknown size'
+        log_on_rank_0(describe(kept, otherwise, self._recompute), details=details)
         if self._many:
-            log_on_rank_0(_too_many_chunks(self._many), logging.WARNING)
+            log_on_rank_0(_too_many_chunks(self._many), logging.WARNING, "Empty chunks still cost their collectives")
 
 
 def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
@@ -142,9 +143,8 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
     label, num_slots, degrees = min(layers, key=lambda each: each[1])
     others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
     return (
-        f"{label}{others}: num_chunks is {degrees[0]} forward and {degrees[1]} backward, but each expert has "
-        f"{num_slots} slot(s) (or tokens, if dispatch is unpadded). The other chunks are empty and still cost their "
-        "collectives; use a smaller fsmoe.num_chunks"
+        f"{label}{others}: use a smaller fsmoe.num_chunks than {degrees[0]} and {degrees[1]} (an expert has "
+        f"{num_slots} slots or tokens)"
     )
 
 
@@ -257,21 +257,12 @@ def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recomp
         otherwise: the bytes of each layer with the other choice of ``recompute``.
         recompute: the choice of ``recompute``.
     """
-    kept = list(kept)
-    total, other = _sum(kept), _sum(otherwise)
-
-    def graphs(saved: SavedBytes) -> str:
-        return f" and what autograd keeps of {saved.num_graphs} expert(s), unknown" if saved.num_graphs else ""
-
-    said = f"MoE activations kept for the backward: {_megabytes(total.total)} per rank{graphs(total)}"
-    if recompute:
-        return said + f' (without "recompute": {_megabytes(other.total)}{graphs(other)})'
-    return said + f' ("recompute": true keeps {_megabytes(other.total)}, and computes experts once more)'
+    other = 'without "recompute"' if recompute else '"recompute": true'
+    return f"MoE activations kept for the backward: {_in_words(kept)} per rank ({other}: {_in_words(otherwise)})"
 
 
-def _sum(each: Iterable[SavedBytes]) -> SavedBytes:
-    return sum(each, SavedBytes(0, 0, 0, 0))
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.4g} MB"
+def _in_words(each: Iterable[SavedBytes]) -> str:
+    """Return the sum of layers, which does not include the graphs that autograd keeps of single experts."""
+    total = sum(each, SavedBytes(0, 0, 0, 0))
+    graphs = f" and unknown MB of {total.num_graphs} expert(s)" if total.num_graphs else ""
+    return f"{total.total / 1e6:.4g} MB{graphs}"

@@ -16,9 +16,8 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, refuse_misspelt_block
 from ds_fsmoe.log import log_on_rank_0
 
 _ENTRY_POINTS = (
-    "Create the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() before it is created, or start the "
-    "script with deepspeed --module ds_fsmoe.run, or with any launcher and DS_FSMOE=1 in the environment of every "
-    "rank"
+    "Create the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() before it is created,\n"
+    "  or start the script with deepspeed --module ds_fsmoe.run, or with any launcher and DS_FSMOE=1 on every rank"
 )
 _has_warned = False
 """Whether it has been said: once in a process, however many layers and engines there are."""
@@ -60,9 +59,9 @@ def _warn(whose: str) -> None:
     global _has_warned
     if not _has_warned:
         log_on_rank_0(
-            f"{whose} an engine of DeepSpeed, which does not read the fsmoe block: no layer is chunked, overlapped, "
-            f"measured or checked. {_ENTRY_POINTS} (with fsmoe.enabled = false each of these trains as stock DeepSpeed "
-            "does)",
+            f"{whose} an engine of DeepSpeed, which does not read the fsmoe block\n"
+            f"  no layer is chunked, overlapped, measured or checked\n  {_ENTRY_POINTS}\n"
+            "  with fsmoe.enabled = false each of these trains as stock DeepSpeed does",
             logging.WARNING,
         )
     _has_warned = True

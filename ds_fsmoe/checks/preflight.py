@@ -158,10 +158,9 @@ def check_nodes(
         if Lane.INTER in at[block.esp_size].lanes:
             inside = ", ".join(str(size) for size, place in at.items() if Lane.INTER not in place.lanes)
             sentences.append(
-                f"{BLOCK}.expert_tensor_parallel_size = {block.esp_size}: ranks that share an expert lie in "
-                f"{at[block.esp_size].nodes} nodes, so all-gathers and reduce-scatters of {block.esp_size} times the "
-                f"bytes of an all-to-all go over the link between nodes; with ep_size = {ep_size} they "
-                f"stay inside a node for {inside}"
+                f"{BLOCK}.expert_tensor_parallel_size = {block.esp_size} spans {at[block.esp_size].nodes} nodes "
+                f"(at ep_size = {ep_size} one node holds {inside})\nAll-gathers and reduce-scatters of "
+                f"{block.esp_size} times the bytes of an all-to-all go over the link between nodes"
             )
     return sentences
 
@@ -270,8 +269,8 @@ def untested(ds_config: Mapping[str, Any], device_type: str) -> list[str]:
         return []
     name = "torch_autocast.dtype = float16" if is_half else "fp16.enabled = true"
     return [
-        f"{name} on a CPU: training with half precision is untested there, slow, and its range is small; use bf16, or "
-        "fp32, unless this is to try a config that is meant for GPUs"
+        f"{name} on a CPU is untested and slow: use bf16 or fp32\nIts range is small; it is of use to try a config "
+        "that is meant for GPUs"
     ]
 
 
@@ -287,8 +286,8 @@ def launcher_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get(_SHARES_STORE) != "1"
     if restarts.isdigit() and int(restarts) > 0 and keeps_store:
         return [
-            f"torchrun is to restart this job up to {restarts} times and keeps its store meanwhile, in which processes "
-            f"that are restarted find the addresses of those before them, and wait: set {_SHARES_STORE}=1"
+            f"torchrun restarts this job up to {restarts} times: set {_SHARES_STORE}=1, or restarts hang\nIts store is "
+            "kept, so restarted processes find the addresses of those before them, and wait"
         ]
     return []
 
@@ -304,8 +303,8 @@ def accelerate_warnings(world_size: int) -> list[str]:
     if counted in (None, world_size):
         return []
     return [
-        f"Accelerate counts {counted} process(es), and this job has {world_size} ranks: it gives every rank the same "
-        "data, as it does with DeepSpeed where there is no accelerator (examples/on_cpu is for trying that)"
+        f"Accelerate counts {counted} process(es) in a job of {world_size} ranks: it gives every rank the same data\n"
+        "It does so with DeepSpeed where there is no accelerator (examples/on_cpu is for trying that)"
     ]
 
 
@@ -326,11 +325,11 @@ def speed_warnings(
     logger = ds_config.get("comms_logger")
     degrees = block.pipeline_degree.forward, block.pipeline_degree.backward
     of_settings = {
-        "comms_logger.enabled = true: DeepSpeed waits for the device around each of its own collectives, to time them; "
-        "fsmoe.trace shows when collectives run without that": isinstance(logger, Mapping)
+        "comms_logger.enabled = true: DeepSpeed waits for the device around each collective; use fsmoe.trace instead\n"
+        "It waits to time them; fsmoe.trace shows when collectives run without that": isinstance(logger, Mapping)
         and logger.get("enabled") is True,
-        "wall_clock_breakdown = true: every layer waits for the device to read its timers, so links and experts "
-        "overlap less; switch it off when you measure speed": ds_config.get("wall_clock_breakdown"),
+        "wall_clock_breakdown = true: every layer waits for the device; switch it off when you measure speed\n"
+        "It reads timers, so links and experts overlap less": ds_config.get("wall_clock_breakdown"),
     }
     of_block = {
         "fsmoe.overlap = false: one task runs after another, on one lane": not block.overlap,
@@ -340,7 +339,7 @@ def speed_warnings(
         "fsmoe.debug.check_router = true: the host waits for the device in every layer's forward": (
             block.debug.check_router
         ),
-        'fsmoe.autotune.enabled = false: nothing is measured, so num_chunks = "auto" is 1; gradients are still sent '
+        'fsmoe.autotune.enabled = false: nothing is measured, so num_chunks = "auto" is 1\nGradients are still sent '
         "during the backward": block.schedule == "best" and "auto" in degrees and not block.autotune.enabled,
     }
     of_process = _of_environment(environment) if device_type == "cuda" else {}
@@ -350,27 +349,27 @@ def speed_warnings(
 def _of_environment(environment: Mapping[str, str]) -> dict[str, bool]:
     """Return sentence -> True if it applies, about the variables that CUDA, NCCL and torch read."""
     return {
-        "CUDA_DEVICE_MAX_CONNECTIONS = 1: kernels of all streams queue up in one line, so links and experts hardly "
-        "overlap; leave it out, or use 8 or more, unless something else of the model needs it": (
+        "CUDA_DEVICE_MAX_CONNECTIONS = 1: links and experts hardly overlap; leave it out, or use 8 or more\n"
+        "Kernels of all streams queue up in one line; keep it if something else of the model needs it": (
             environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         ),
-        "CUDA_LAUNCH_BLOCKING = 1: the host waits for every kernel, so no two streams work at a time and nothing "
-        "overlaps; leave it out unless you are looking for the kernel that fails": (
+        "CUDA_LAUNCH_BLOCKING = 1: the host waits for every kernel, so nothing overlaps; leave it out\n"
+        "No two streams work at a time; keep it to look for a kernel that fails": (
             _is_set(environment.get("CUDA_LAUNCH_BLOCKING"))
         ),
         # The second name is an older one that torch still reads.
         **{
-            f"{name} = {environment.get(name)}: the host waits for the end of every collective, so experts begin only "
-            "when a link has gone idle and nothing overlaps; leave it out (TORCH_NCCL_ASYNC_ERROR_HANDLING, on by "
-            "default, ends a job that hangs)": _is_set(environment.get(name))
+            f"{name} = {environment.get(name)}: the host waits for every collective, so nothing overlaps; leave it out"
+            "\nExperts begin only when a link has gone idle; TORCH_NCCL_ASYNC_ERROR_HANDLING, on by default, ends a "
+            "job that hangs": _is_set(environment.get(name))
             for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
         },
-        "TORCH_DISTRIBUTED_DEBUG = DETAIL: before every collective all ranks compare its kind and shapes over gloo "
-        "and the host waits for them, so it cannot run ahead of the device; use INFO, or leave it out, when ranks "
-        "agree": environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL",
-        "NCCL_LAUNCH_MODE = GROUP: collectives are launched together with those of the other GPUs of a process, "
-        "which a process with one GPU does not have, and NCCL gave it up in 2.9: a launch may wait for others, and "
-        "two links are no longer independent; leave it out": environment.get("NCCL_LAUNCH_MODE", "").upper() == "GROUP",
+        "TORCH_DISTRIBUTED_DEBUG = DETAIL: the host waits in every collective; use INFO, or leave it out\n"
+        "All ranks compare kind and shapes over gloo before each, so the host cannot run ahead of the "
+        "device": environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL",
+        "NCCL_LAUNCH_MODE = GROUP: a launch may wait for others, so links depend on each other; leave it out\n"
+        "Collectives are launched together with those of the other GPUs of a process, which a process with one GPU "
+        "does not have, and NCCL gave it up in 2.9": environment.get("NCCL_LAUNCH_MODE", "").upper() == "GROUP",
     }
 
 

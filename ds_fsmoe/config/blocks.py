@@ -244,7 +244,7 @@ class AutotuneBlock(StrictShape):
         "something to gain; false: never",
         examples=[True],
     )
-    details: bool = Field(False, description="log all measurements, not only the choice and its reason")
+    details: bool = Field(False, description="log all measurements, and explanations behind log lines")
     cache_dir: str | None = Field(None, description="folder where rank 0 keeps measurements", examples=["fsmoe_cache"])
     trials: Int = Field(
         3,

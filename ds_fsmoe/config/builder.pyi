@@ -105,7 +105,7 @@ class Config(Written):
             Args:
                 enabled: measure and choose how layers run; true: at once; auto: after ten steps, if there is something
                     to gain; false: never
-                details: log all measurements, not only the choice and its reason
+                details: log all measurements, and explanations behind log lines
                 cache_dir: folder where rank 0 keeps measurements
                 trials: steps of training with each of the best plans; 0: take the plan that is predicted to be fastest
                 watch_every: compare every n-th step with its prediction; 0: never

@@ -65,7 +65,7 @@ def words_of(written: Any) -> Words:
 
 
 def _collect_words(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> Any:
-    """Add the words of the value ``written`` at ``path`` for a block to ``found``; return it with today's words and values.
+    """Add the words of the value ``written`` at ``path`` to ``found``; return it with today's words and values.
 
     ``paths`` are the other names of ``path``.
     """

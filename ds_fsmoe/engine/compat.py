@@ -337,8 +337,8 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[tuple[int, 
         return [
             (
                 logging.WARNING,
-                f"torch {installed['torch']} is newer than ds_fsmoe {VERSION} knows ({supported['torch']}): every name "
-                "of torch that it uses is there; whether collectives and streams keep their order is not known",
+                f"torch {installed['torch']} is newer than ds_fsmoe {VERSION} knows ({supported['torch']}): the "
+                "order of collectives and streams is untested",
             )
         ]
     pair = tuple(".".join(installed[name].split(".")[:2]) for name in ("python", "torch"))

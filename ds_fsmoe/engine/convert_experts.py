@@ -504,13 +504,14 @@ def table_of(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int) -> Me
         (own, str(n), str(total), str(local), f"{n * numel:,}", f"{n * trained:,}", f"{n * size / 2**20:,.1f}", way)
         for (own, total, local, numel, trained, size, way), n in kinds.items()
     ]
-    left = f"; {stock} layer(s) of deepspeed.moe.layer.MoE besides" if stock else ""
+    left = f", {stock} layer(s) of deepspeed.moe.layer.MoE" if stock else ""
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    head = (
-        f"ds_fsmoe converted the experts of {family}: ep_size = {ep_size} rank(s){left}; the rest of the model "
-        "is unchanged"
+    return Message(
+        [
+            f"ds_fsmoe converted the experts of {family}: ep_size = {ep_size}{left} (the rest is unchanged)",
+            Table(heads, rows, indent="  ", has_rule=False),
+        ]
     )
-    return Message([head, Table(heads, rows, indent="  ", has_rule=False)])
 
 
 def log_table(layers: Sequence[FSMoEExperts], model: nn.Module, stock: int, has_stages: bool = False) -> None:

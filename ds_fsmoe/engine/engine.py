@@ -75,7 +75,7 @@ from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.layer.stock_layer import facts_of_experts
-from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.decide.plan import mode_of
 from ds_fsmoe.tuning.when import needs_numbers, settled
@@ -137,10 +137,11 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
-                "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients on its own stream, and NCCL "
-                f"may start collectives in another order on each rank and hang: {state.running.one_link}. Set it to "
-                "false, or let ds_fsmoe reduce them (fsmoe.gradient_partition.mode)",
+                "zero_optimization.overlap_comm = true: NCCL may hang. Set it to false, or let ds_fsmoe reduce "
+                "gradients",
                 logging.WARNING,
+                "DeepSpeed reduces gradients on its own stream, so NCCL may start collectives in another order on each "
+                f"rank: {state.running.one_link}. ds_fsmoe reduces them with fsmoe.gradient_partition.mode",
             )
         self._take_over_gather(groups, 'fsmoe.gradient_partition.mode is "off"' if mode == "off" else reason)
 
@@ -332,6 +333,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             log_on_rank_0(sentence, level)
         asked = read_block(self.config)
         block, untuned = settled(asked, self.config, dist.get_world_size())
+        if block.autotune.details:
+            logger.setLevel(logging.DEBUG)
         experts = find_experts(model)
         stock = find_layers(model, bool(experts))
         stage_size, stage_group, num_stages = dist.get_world_size(), None, None
@@ -359,7 +362,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         for sentence in words.old:
             log_on_rank_0(sentence)
         for sentence in sentences:
-            log_on_rank_0(words.as_written(sentence), logging.WARNING)
+            line, _, details = words.as_written(sentence).partition("\n")
+            log_on_rank_0(line, logging.WARNING, details)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
         running.engine = weakref.ref(self)
         as_run = type_of_run(self.config, device.type)
@@ -393,9 +397,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.fsmoe.why_untuned = untuned
         if untuned is not None and needs_numbers(asked):
             log_on_rank_0(
-                f'fsmoe.schedule = "{asked.schedule}" runs in one chunk, as fsmoe.num_chunks is auto and nothing is '
-                f"measured: {untuned}",
+                f'fsmoe.schedule = "{asked.schedule}" runs in one chunk ({untuned})',
                 logging.WARNING,
+                "fsmoe.num_chunks is auto, and nothing is measured",
             )
         return sources
 

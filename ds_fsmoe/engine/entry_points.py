@@ -295,9 +295,10 @@ def _with_given_block(ds_config: Mapping[str, Any], model: nn.Module) -> dict[st
     has_layers = any(isinstance(each, StockMoE) or follows_contract(each) for each in model.modules())
     if getattr(model, "num_stages", 1) == 1 and not has_layers:
         log_on_rank_0(
-            f"{type(model).__name__} has no MoE layers of DeepSpeed or transformers, so the fsmoe block of the "
-            "command line does not apply: stock DeepSpeed trains it",
+            f"{type(model).__name__} is trained by stock DeepSpeed (the model has no MoE layers for the command line's "
+            "fsmoe block)",
             logging.WARNING,
+            "MoE layers are those of DeepSpeed or transformers",
         )
         return others
     _given.is_used = True
@@ -431,6 +432,5 @@ def warn_if_unused() -> None:
     """Warn if no engine has used the block that was given from outside."""
     if _given is not None and not _given.is_used and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "the fsmoe block of the command line was not used: deepspeed.initialize was not called with a config "
-            "and a model that has MoE layers"
+            "the fsmoe block of the command line was not used (deepspeed.initialize got no config or no MoE layers)"
         )

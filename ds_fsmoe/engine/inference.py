@@ -326,9 +326,10 @@ def allocate_expert_memory(
         give_back_host_memory()
         if where != ways[-1]:
             log_on_rank_0(
-                "ds_fsmoe.inference: weights are fetched from the ranks that own them, as not every host has "
-                f"memory for all experts: {why}",
+                "ds_fsmoe.inference: weights are fetched from the ranks that own them (not every host has memory for "
+                "all experts)",
                 logging.WARNING,
+                why,
             )
     raise MemoryError(
         f"ds_fsmoe.inference: not enough memory for experts: {why}; a smaller most_per_rank may need less"

@@ -378,17 +378,15 @@ def warn_of_whole_tensors(engine: Any) -> None:
         log_on_rank_0(f"could not test whether {name} updates each element of a weight independently: {error!r}")
         return
     if depends:
-        why = "a rank has its own experts only"
-        remedy = ', or spread no experts ("ep_size": 1)'
-        if is_zero:
-            why = "ZeRO passes it flat partitions, which differ if experts have groups of their own"
-            remedy = ""
+        flat = "ZeRO passes it flat partitions, which differ if experts have groups of their own"
+        why = flat if is_zero else "a rank has its own experts only"
+        remedy = "" if is_zero else ', or spread no experts ("ep_size": 1)'
         log_on_rank_0(
-            f"ds_fsmoe: {name} updates a weight by other elements of the same tensor (tested on a small one, as a "
-            f"whole and in two parts), and {why}. Experts will be trained differently than by stock DeepSpeed, and "
-            "differently for each number of ranks. Use an optimizer that updates each element independently "
-            f"(AdamW, SGD, Lion){remedy}",
+            f"{name} trains experts differently than stock DeepSpeed: use AdamW, SGD or Lion",
             logging.WARNING,
+            "It updates a weight by other elements of the same tensor (tested on a small one, as a whole and in two "
+            f"parts), and {why}. Experts are trained differently for each number of ranks. Use an optimizer that "
+            f"updates each element independently{remedy}",
         )
 
 

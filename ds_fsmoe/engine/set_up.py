@@ -198,13 +198,13 @@ def begin_splitting(model: nn.Module, state: FSMoEState, in_stages: bool) -> Non
     if in_stages:
         state.why_whole = "pipeline stages overlap their micro-batches already"
     elif stock:
-        state.why_whole = f"{stock[0]} is a DeepSpeed MoE layer: its auxiliary loss and capacity need the whole batch"
+        state.why_whole = f"{stock[0]} is a DeepSpeed MoE layer, which needs the whole batch"
     else:
         agree = functools.partial(_hold_on_all, state.stage_group, state.running.device)
         state.splitter = Splitter(model, state.layers, state.block.split_blocks, agree, state.keeps_batches_whole)
         state.why_whole = state.splitter.why_not
     if state.why_whole and asked == "on":
-        log_on_rank_0(f'fsmoe.two_batch_overlap = "on": not used, because {state.why_whole}')
+        log_on_rank_0(f'fsmoe.two_batch_overlap = "on" is not used ({state.why_whole})')
 
 
 def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: Sequence[bool]) -> Sequence[bool]:
@@ -236,8 +236,7 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
     block = state.block.placement
     if block.spare_experts:
         log_on_rank_0(
-            f"fsmoe.placement.spare_experts = {block.spare_experts} is ignored: experts have no replicas since "
-            "version 0.2.0. Remove it",
+            f"fsmoe.placement.spare_experts = {block.spare_experts} is ignored: remove it (no replicas since 0.2.0)",
             logging.WARNING,
         )
     if block.policy in STAY and block.file is None:

@@ -295,8 +295,9 @@ class Telemetry:
             self._hooks.append(self.routers.watch(output, experts[label], label))
         if silent := [label for label in experts if label not in found]:
             log_on_rank_0(
-                f"router_entropy does not include {', '.join(silent)}: {type(self._engine.module).__name__} does "
-                "not declare which module returns router logits (_can_record_outputs)"
+                f"router_entropy does not include {', '.join(silent)}",
+                details=f"{type(self._engine.module).__name__} does not declare which module returns router logits "
+                "(_can_record_outputs)",
             )
 
     def _gates(self) -> dict[str, Any]:

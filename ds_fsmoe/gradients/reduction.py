@@ -118,7 +118,7 @@ class Reduction:
         self._asked = block.gradient_partition
         self._chunk_bytes = slice_bytes(mode, self._asked.asked_bytes)
         self._layers = tuple(layers)
-        self._by_rule, self._has_details = block.deterministic, block.autotune.details
+        self._by_rule = block.deterministic
         accumulate = self._asked.accumulate
         with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
         self._zero_stage = Stages1And2(engine, accumulate, self._by_rule) if with_zero else Stage0(engine, accumulate)
@@ -142,12 +142,17 @@ class Reduction:
         self._zero_stage.take(self.reducer)
         if "solver" in self._asked.model_fields_set and not block.autotune.enabled:
             log_on_rank_0(
-                f'fsmoe.gradient_partition.solver = "{self._asked.solver}": not used, as the autotuner is off and '
-                "gradients are sliced by rule"
+                f'fsmoe.gradient_partition.solver = "{self._asked.solver}" is not used (the autotuner is off)',
+                details="Gradients are sliced by rule",
             )
         if engine.zero_optimization_partition_gradients() and engine.gradient_accumulation_steps() > 1:
             size = sum(each.numel * each.element_bytes for each in self.reducer.flats) / 1e6
-            log_on_rank_0(words_of_stage_2(size, self.sums_each, accumulate))
+            log_on_rank_0(
+                words_of_stage_2(size, self.sums_each, accumulate),
+                details="A rank keeps its part of the gradients only, unless its GPU has room"
+                if self.sums_each
+                else "",
+            )
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
         """Send from now on as many bytes in each window as a plan of layers predicts.
@@ -192,11 +197,12 @@ class Reduction:
         return replace(plan, two_levels=self._two_levels)
 
     def _log_plan(self, plan: GradientPlan) -> None:
-        """Log how much is sent during the backward; with details also by which reduction algorithm."""
+        """Log how much is sent during the backward; with details also by which algorithms."""
         flats = self.reducer.flats
-        ways = ", ".join(dict.fromkeys(str(each.algorithm_in(plan.is_in_levels(at))) for at, each in enumerate(flats)))
-        details = f" ({self.mode}); reduced by {ways}" if self._has_details else ""
-        log_on_rank_0(f"gradients: {_describe(plan, flats)}{details}")
+        algorithms = dict.fromkeys(str(each.algorithm_in(plan.is_in_levels(at))) for at, each in enumerate(flats))
+        log_on_rank_0(
+            f"gradients: {_describe(plan, flats)}", details=f"Mode: {self.mode}; reduced by {', '.join(algorithms)}"
+        )
 
     def describe(self) -> str:
         """Return a description of the slices that are sent during a backward, by the plan in force."""

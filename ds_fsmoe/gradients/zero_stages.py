@@ -466,14 +466,9 @@ def words_of_stage_2(size: float, sums_each: bool, accumulate: str) -> str:
     in MB."""
     if not sums_each:
         return f'ZeRO 2: micro-batches are summed on each rank first ("accumulate"), in {size:.4g} MB of gradients'
-    sentence = (
-        "ZeRO 2: every micro-batch is reduced over ranks, so that a rank keeps only its own part of the gradients"
-    )
+    sentence = "ZeRO 2: every micro-batch is reduced over ranks"
     if accumulate == "auto":
-        sentence += (
-            f'; "gradient_partition": {{"accumulate": "before_sum"}} sums micro-batches first and keeps all {size:.4g} '
-            "MB of them (automatic where a GPU has the memory)"
-        )
+        sentence += f' ("accumulate": "before_sum" sums micro-batches first, in {size:.4g} MB of gradients per rank)'
     return sentence
 
 

@@ -32,7 +32,7 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.state import ConvertedLayer
-from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.log import log_line, log_on_rank_0
 from ds_fsmoe.observing.step_timer import most_of
 
 # ---- A trial of one expert
@@ -349,11 +349,9 @@ class ChunkGuard:
             self._leave_whole({layer.label: layer})
         elif layer.label not in self._late:
             self._late.add(layer.label)
-            logger.warning(
-                "%s: %s; they were registered after its first forward, when the ranks had agreed to run it in "
-                "chunks, and are not called: call engine.fsmoe.recheck_chunking() on every rank after such a change",
-                layer.fsmoe.path,
-                reason,
+            log_line(
+                f"{layer.fsmoe.path}: {reason}; not called until every rank calls engine.fsmoe.recheck_chunking()",
+                details="They were registered after its first forward, when the ranks had agreed to run it in chunks",
             )
 
     def recheck(self) -> None:
@@ -387,9 +385,13 @@ class ChunkGuard:
         for label, layer in changed.items():
             paths[self._reasons[label]].append(layer.fsmoe.path)
         for reason, of_reason in paths.items():
-            run = f"{', '.join(of_reason)} {'runs' if len(of_reason) == 1 else 'run'} in one chunk"
-            why = "for the same reason" if reason in self._logged else f"because more would change results: {reason}"
-            log_on_rank_0(f"{run}, {why}", logging.WARNING)
+            others = f" and {len(of_reason) - 1} more run" if len(of_reason) > 1 else " runs"
+            why = "for the same reason" if reason in self._logged else reason
+            log_on_rank_0(
+                f"{of_reason[0]}{others} in one chunk ({why})",
+                logging.WARNING,
+                f"More chunks would change results; layers: {', '.join(of_reason)}",
+            )
             self._logged.add(reason)
         if changed:
             self._on_change()

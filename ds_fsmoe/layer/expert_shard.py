@@ -30,7 +30,7 @@ from torch import nn
 from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS, ExpertPart
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.parts import LayerError
-from ds_fsmoe.log import logger
+from ds_fsmoe.log import log_line
 
 # ---- torch's functions by their effect on the experts of a weight; names are without the underscores around them
 
@@ -492,12 +492,12 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any)
 def _warn(function: str, origin: Origin) -> None:
     if function not in _warned:
         _warned.add(function)
-        logger.warning(
-            "ds_fsmoe: %s, so torch.%s returns a value of these alone, different on each rank. For all experts use "
+        log_line(
+            f"torch.{function} differs on each rank: use ds_fsmoe.gradient_norm(engine) or "
+            "ds_fsmoe.whole_parameters(engine)",
+            details=f"{origin.describe()}, so it returns a value of these alone. For all experts use "
             "ds_fsmoe.gradient_norm(engine) (norm of gradients) or ds_fsmoe.whole_parameters(engine) (weights); "
             "for this rank's use ds_fsmoe.own_part(parameter)",
-            origin.describe(),
-            function,
         )
 
 

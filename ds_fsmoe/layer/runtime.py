@@ -257,9 +257,9 @@ class LayerRuntime:
         """The reason why two collectives must not be concurrent, if there is one; the same on every rank."""
         if self.one_link is not None:
             log_on_rank_0(
-                "links are used one at a time, as NCCL may start collectives in another order on each rank, and "
-                f"hang: {self.one_link}",
+                f"links are used one at a time ({self.one_link})",
                 logging.WARNING,
+                "NCCL may start collectives in another order on each rank, and hang",
             )
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.links: Links = planned_links(block) if self.one_link is None else "shared"
@@ -383,10 +383,7 @@ class LayerRuntime:
         if (comm_dtypes.dispatch, comm_dtypes.combine) != ("model", "model") and "wires" not in self._logged:
             self._logged.add("wires")
             log_on_rank_0(
-                (
-                    f"fsmoe.comm_dtype applies to unpadded dispatch only: {path} and layers like it "
-                    "use padded dispatch in their own dtype"
-                ),
+                f"fsmoe.comm_dtype does not apply to {path} and layers like it (padded dispatch keeps their dtype)",
                 logging.WARNING,
             )
 

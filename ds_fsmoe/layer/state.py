@@ -259,8 +259,8 @@ class LayerState:
     plan: LayerPlan | None = None
     """The plan applied last; a layer with :attr:`why_unchunked` has one chunk whatever the plan is."""
     why_unchunked: str = ""
-    """The reason why the layer must run in one chunk, see :class:`~ds_fsmoe.layer.expert_checks.ChunkGuard`; empty without
-    one."""
+    """The reason why the layer must run in one chunk; empty without one. See
+    :class:`~ds_fsmoe.layer.expert_checks.ChunkGuard`."""
     groups: FSMoEGroups | None = None
     """The process groups of a layer in an engine."""
     duplicates: TensorParallelTokens | None = None

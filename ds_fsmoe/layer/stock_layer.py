@@ -169,11 +169,11 @@ def _warn_if_filled_otherwise(
     by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
     if by_shards and not by_rule:
         log_on_rank_0(
-            f"{path}: groups of {esp} neighbouring ranks have equal experts, but ranks that DeepSpeed's rule gives "
-            f"equal experts do not. With fsmoe.expert_tensor_parallel_size = {esp} rank r must have the experts of "
-            "EP rank r % ep_size before initialize(); others are lost. If these are pretrained weights, load them "
-            "by that rule",
+            f"{path}: rank r must have the experts of EP rank r % ep_size before initialize(); others are lost",
             logging.WARNING,
+            f"Groups of {esp} neighbouring ranks have equal experts, but ranks that DeepSpeed's rule gives equal "
+            f"experts do not (fsmoe.expert_tensor_parallel_size = {esp}). If these are pretrained weights, load them "
+            "by that rule",
         )
 
 

@@ -280,7 +280,7 @@ _PARTS = (32, 16, 8, 4, 2, 1)
 """The numbers of parts into which the largest size is cut to get the other sizes."""
 _FARTHEST = 16
 """The largest ratio of a largest size to the smaller one from whose time it is estimated."""
-_MOST_NAMES = 3
+_MOST_NAMES = 1
 _CORUN_MS = 5.0
 """The approximate time of each piece of work that runs side by side to measure slowdown."""
 _HOST_CHUNKS = 4
@@ -391,11 +391,10 @@ class _Profiler:
         worst = {name: timing.fit.worst_share for name, timing in timings.items() if not timing.fit.is_good}
         if worst:
             names = sorted(worst, key=lambda each: -worst[each])
-            bad = [f"{each} off by up to {worst[each]:.0%}" for each in names[:_MOST_NAMES]]
+            bad = [f"{each} {worst[each]:.0%}" for each in names[:_MOST_NAMES]]
             bad += [f"{len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             self._warn(
-                f"noisy measurement (busy machine?): {', '.join(bad)}. Predictions are rough; measure again on idle "
-                "machines, or let trials decide"
+                f"noisy measurement: measure again on idle machines, or let trials decide (off by {', '.join(bad)})"
             )
 
     def _largest(self, trial: Trial) -> int:

@@ -249,8 +249,7 @@ class PlacementWatch:
             tell(events)
         self.wanted = {each.layer: decided[each.layer].placement for each in events if each.num_swaps}
         self._mover = self._placements.mover() if self.wanted else None
-        pays = max((decided[label].breaks_even_after or 0 for label in self.wanted), default=0)
-        log_on_rank_0(in_one_line(step, events, pays))
+        log_on_rank_0(in_one_line(step, events), details="; ".join(each.why for each in events))
 
     def _decision(self, label: str, stretches: Sequence[np.ndarray], tokens: tuple[np.ndarray, ...]) -> Decision:
         """Return the decision about one layer, from the rows of two stretches of steps."""
@@ -376,27 +375,26 @@ def if_it_lasts(now: ExpertPlacement, found: Decision, stretches: Sequence[np.nd
     return found.without_moves(now, f"{told}{falls[-1]:.2f} are")
 
 
-def in_one_line(step: int, events: Sequence[Event], pays_after_steps: int) -> str:
+def in_one_line(step: int, events: Sequence[Event]) -> str:
     """Return one log line with the decisions about all layers at a step.
 
     Args:
         step: the number of the next optimizer step.
         events: the events of all layers.
-        pays_after_steps: the steps after which every change breaks even; 0: unknown.
     """
     moved = [each for each in events if each.num_swaps]
     worst = max(moved or events, key=lambda each: each.balance)
     if not moved:
         return (
-            f"placement at step {step}: no expert moves; the fullest rank has {worst.balance:.2f} times the mean "
-            f"({worst.layer}): {worst.why}"
+            f"placement at step {step}: no expert moves ({worst.layer}: the fullest rank has {worst.balance:.2f} times "
+            "the mean)"
         )
     swaps = sum(each.num_swaps for each in moved)
     gain_ms = sum(each.gain_ms or 0.0 for each in moved)
-    gain = f", {gain_ms:.1f} ms a step less, breaks even after {pays_after_steps} step(s)" if gain_ms else ""
+    gain = f", {gain_ms:.1f} ms a step less" if gain_ms else ""
     return (
-        f"placement at step {step}: {swaps} exchange(s) of experts in {len(moved)} layer(s){gain}; {worst.layer}: "
-        f"the fullest rank {worst.balance:.2f} -> {worst.expected_balance:.2f} times the mean"
+        f"placement at step {step}: {swaps} exchange(s) of experts in {len(moved)} layer(s){gain} "
+        f"({worst.layer}: fullest rank {worst.balance:.2f} -> {worst.expected_balance:.2f} times the mean)"
     )
 
 

@@ -35,7 +35,7 @@ from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.states import NEXT, Profiling, Settled, State, Trying, Waiting, Watching
-from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
+from ds_fsmoe.tuning.summary import IN_EVALUATION, MOST_ROWS, Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, TuningContext, describe_rows, rows_of_plan
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Tried
@@ -167,7 +167,7 @@ class Autotune:
         same on every rank."""
         self._steps_since += 1
         if self._steps_since == 1 and not self._has_trained:
-            log_on_rank_0(IN_EVALUATION, logging.WARNING)
+            log_on_rank_0(IN_EVALUATION, logging.WARNING, "from_pretrained makes models in it, without dropout")
         if not isinstance(self.state, Waiting):
             return False
         left = self.state.steps_left - 1
@@ -378,10 +378,7 @@ class Autotune:
         if trials is None:
             self._summarize()
         else:
-            again = f", again because {why_again}" if why_again else ""
-            log_on_rank_0(
-                f"autotune{again}: {source} in {result.took_s:.3g} s; now trying {len(trials.trials.names)} plans"
-            )
+            log_on_rank_0(f"autotune: {source} in {result.took_s:.3g} s; now trying {len(trials.trials.names)} plans")
 
     def _summarize(self) -> None:
         self._steps_since = 0
@@ -393,7 +390,8 @@ class Autotune:
         assert result.step is not None
         result.context = replace(result.context, step=result.step)
         result.hints = hints(rows, result.context, result.outcome)
-        log_on_rank_0(summarize(rows, result.context, result.outcome))
+        shown = None if self._block.autotune.details else MOST_ROWS
+        log_on_rank_0(summarize(rows, result.context, result.outcome, shown))
 
     def describe(self) -> str:
         """Describe in one line what was chosen and what it gains, or when that will be known."""
@@ -406,7 +404,7 @@ class Autotune:
             return f"not measured: {state.why_without}"
         if result.context is None:
             return "measures in one of the next forwards"
-        return headline(result.rows, result.context, result.outcome)
+        return "; ".join(headline(result.rows, result.context, result.outcome))
 
 
 def _at_exit(stage: weakref.ref[Autotune]) -> None:

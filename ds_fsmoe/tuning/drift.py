@@ -263,9 +263,9 @@ class PredictionWatch:
             return
         self._has_warned = True
         log_on_rank_0(
-            f"step {step} cannot be compared with its prediction: on some rank a forward or a backward bypassed the "
-            f"engine, failed, or has no prediction{problem}",
+            f"drift: step {step} cannot be compared with its prediction{problem}",
             logging.WARNING,
+            "On some rank a forward or a backward bypassed the engine, failed, or has no prediction",
         )
 
     def _judge(self, found: StepComparison) -> None:
@@ -279,33 +279,30 @@ class PredictionWatch:
         plans = self._block.retune_on_drift and not self._wait
         if not self._is_reported or plans:
             self._is_reported = True
-            log_on_rank_0(f"{self._reason(found)}. {self._advice(plans)}", logging.WARNING)
+            log_on_rank_0(
+                f"drift: {self._reason(found)}; {self._advice(plans)}",
+                logging.WARNING,
+                f"The {self._in_a_row - 1} compared steps before it differed as well; largest difference, predicted "
+                f"and measured: {found.worst()}. Check what else runs on these machines, or whether batches changed",
+            )
         if plans:
             self._wait = BEFORE_NEXT
             self._plan_again(self._reason(found))
 
     def _reason(self, found: StepComparison) -> str:
         if abs(found.drift) <= self._block.drift_threshold:
-            return (
-                f"in step {found.step} the fullest rank had {found.load:.2f} times the planned rows, and the "
-                f"{self._in_a_row - 1} compared steps before it differed as well"
-            )
-        change = f"{abs(found.drift):.0%} {'more' if found.drift > 0 else 'less'}"
+            return f"in step {found.step} the fullest rank had {found.load:.2f} times the planned rows"
         return (
             f"step {found.step} took {found.whole.measured_ms:.4g} ms, predicted {found.whole.predicted_ms:.4g} ms "
-            f"({change}), and the {self._in_a_row - 1} compared steps before it differed as well; largest difference, "
-            f"predicted and measured: {found.worst()}"
+            f"({found.drift:+.0%})"
         )
 
     def _advice(self, plans: bool) -> str:
         if plans:
-            return "Measuring and planning again"
+            return "measuring and planning again"
         if self._block.retune_on_drift:
-            return f"The plans are recent: new ones are made after {self._wait} more such comparisons"
-        return (
-            "Check what else runs on these machines, or whether batches have changed; "
-            "fsmoe.autotune.retune_on_drift = true measures and plans again by itself"
-        )
+            return f"new plans follow after {self._wait} more such comparisons"
+        return "fsmoe.autotune.retune_on_drift = true plans again"
 
 
 class BatchWatch(PredictionWatch):

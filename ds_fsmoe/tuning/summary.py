@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from ds_fsmoe.planning.cost import GOOD_SHARE
@@ -21,11 +22,10 @@ LITTLE = 0.03
 """The share of a step below which a part of it is not worth a hint."""
 MUCH = 0.1
 """The share of a step that another ``ep_size`` has to gain by what is predicted, as it needs another start."""
-_MOST_NAMES = 3
-IN_EVALUATION = (
-    "the model is in evaluation mode, without dropout; nothing is measured and layers run in one chunk: call "
-    "model.train() before the first step (from_pretrained returns models in evaluation mode)"
-)
+_MOST_NAMES = 2
+MOST_ROWS = 8
+"""Rows of layers, each with two lines, on the screen without details."""
+IN_EVALUATION = "autotune: nothing is measured in evaluation mode: call model.train() before the first step"
 
 
 @dataclass
@@ -97,22 +97,27 @@ class Outcome:
         return max(0, math.ceil(lost_ms / max(1e-9, self.baseline_ms - self.kept_ms)))
 
 
-def summarize(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> Message:
-    """Return the screen: one line with the result, then steps, layers, fits and hints.
+def summarize(
+    rows: Sequence[Row], context: TuningContext, outcome: Outcome, most_rows: int | None = MOST_ROWS
+) -> Message:
+    """Return the screen, in lines of at most 120 characters: choice, gain, cost, steps, layers, fits and hints.
 
     Args:
         rows: the rows of layers that run alike, as they run now.
-        told: the facts that hold for all of them.
+        context: the facts that hold for all of them.
         outcome: what was tried, and what it took.
+        most_rows: the rows that are shown at the most; ``None``: all.
     """
-    again = f", again because {context.why_again}" if context.why_again else ""
-    lines = [f"autotune{again}: {headline(rows, context, outcome)}", _steps(context, outcome)]
+    choice, *result = headline(rows, context, outcome)
+    again = [f"measured again because {context.why_again}"] if context.why_again else []
+    lines = [f"autotune: {choice}", *(f"  {each}" for each in (*again, *result)), _steps(context, outcome)]
+    lines += [] if outcome.is_stock else _second(outcome)
     is_whole = all(choice.order.degree == 1 and not row.why_unchunked for row in rows for choice in row.choices)
     if outcome.is_stock or is_whole:
         # Rows of layers would say one chunk, one task after another, and nothing else.
         lines += [f"  why: {_why_whole(rows, context, outcome)}"]
     else:
-        lines += ["", *_layers(rows, bool(outcome.tried)), ""]
+        lines += ["", *_layers(rows, most_rows, bool(outcome.tried)), ""]
     lines += [f"  cost model: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, context, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
@@ -137,52 +142,52 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
         )
     if is_trying:
         return f"autotune: the job ended during trials, so {outcome.took_s:.3g} s of measuring were lost"
-    pays = outcome.steps_to_break_even()
-    if pays is None or steps_since >= pays:
+    needed = outcome.steps_to_break_even()
+    if needed is None or steps_since >= needed:
         return ""
     return (
-        f"autotune: the job ended {steps_since} steps after the plans were settled, and would have broken even "
-        f'after {pays}; for jobs of this length "autotune": false is faster'
+        f"autotune: the job ended {steps_since} steps after the plans were settled, and breaks even after {needed} "
+        '("autotune": false is faster)'
     )
 
 
-def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> str:
-    """Return what was chosen and what it gains, in one line."""
+def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list[str]:
+    """Return what was chosen, what it gains as far as that is known, and what finding it cost."""
     alike: dict[str, list[str]] = {}
     for row in rows:
         alike.setdefault(_chunks(row), []).extend(row.labels)
     each = [f"{span(sorted(labels))} in {chunks}" for chunks, labels in alike.items()]
     how = "; ".join(each[:_MOST_NAMES]) or "no layer of ours"
     if len(each) > _MOST_NAMES:
-        how += f" and {len(each) - _MOST_NAMES} more algorithms"
+        how += f"; {len(each) - _MOST_NAMES} more"
     cost = f"measuring took {outcome.took_s:.3g} s"
     if outcome.num_plans:
         cost += f", tried {outcome.num_plans} plans in {outcome.num_steps} steps"
     gain = outcome.gain
     if outcome.is_stock:
-        return f"{kept_stock(outcome)}; {cost}"
+        return [*_kept_stock(outcome), cost]
     if gain is None:
-        unseen = ", and no step of the trials was seen whole" if outcome.num_plans else ", not tried"
-        return f"{how}; predicted {context.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}; {cost}"
+        unseen = ", as no step of the trials was complete" if outcome.num_plans else ", not tried"
+        return [how, f"predicted {context.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}", cost]
     measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule ({gain.low:.2f} to {gain.high:.2f}"
     measured += f" in {gain.num_turns} turns)" if gain.num_turns > 1 else ", one step of each: no interval)"
     if gain.high < 1 and gain.num_turns > 1:
-        return f"{how}; slower than stock: {measured}, but it was set by name; {cost}"
+        return [how, f"slower than stock, but set by name: {measured}", cost]
     if not gain.is_clear:
-        return f"{how}; {measured}, within the noise; {cost}"
-    pays = outcome.steps_to_break_even()
-    return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid {pays} steps from now")
+        return [how, f"{measured}, within the noise", cost]
+    needed = outcome.steps_to_break_even()
+    return [how, measured, cost + ("" if needed is None else f", breaks even {needed} steps from now")]
 
 
-def kept_stock(outcome: Outcome) -> str:
+def _kept_stock(outcome: Outcome) -> list[str]:
     """Return that DeepSpeed's schedule stays, and how far the best other plan is from it."""
     others, gain = outcome.num_plans - 1, outcome.gain
-    said = f"DeepSpeed's schedule stays: none of {others} other plans was faster" if others > 0 else ""
-    said = said or "DeepSpeed's schedule stays: no other plan was faster"
+    which = f"none of {others} other plans" if others > 0 else "no other plan"
+    said = f"DeepSpeed's schedule stays: {which} was faster"
     if gain is None:
-        return said
+        return [said]
     turns = f" ({gain.low:.2f} to {gain.high:.2f} in {gain.num_turns} turns)" if gain.num_turns > 1 else ""
-    return f"{said}; the best of them was {gain.ratio:.2f} times as fast{turns}"
+    return [said, f"the best of them was {gain.ratio:.2f} times as fast as it{turns}"]
 
 
 def _why_whole(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> str:
@@ -195,7 +200,7 @@ def _why_whole(rows: Sequence[Row], context: TuningContext, outcome: Outcome) ->
     if not outcome.is_bound(step) or step.bound_ms <= 0:
         return f"bottleneck of the layers: {busiest}"
     return (
-        f"bottleneck of the layers: {busiest}; by prediction no order of these tasks is more than "
+        f"bottleneck of the layers: {busiest}; predicted, no order is more than "
         f"{step.deepspeed_ms / step.bound_ms:.2f} times as fast as DeepSpeed's"
     )
 
@@ -213,29 +218,31 @@ def _steps(context: TuningContext, outcome: Outcome) -> Table:
     how = "one chunk, gradients after the backward"
     cells.append(("  DeepSpeed's schedule", stock_ms, f"{step.deepspeed_ms:.4g}", how))
     if not outcome.is_stock:
-        cells.append(("  chosen", own_ms, f"{step.chosen_ms:.4g}", _next(outcome)))
+        cells.append(("  chosen", own_ms, f"{step.chosen_ms:.4g}", ""))
     if outcome.is_bound(step):
         cells.append(("  bound", "", f"{step.bound_ms:.4g}", "no order of these tasks takes less"))
     else:
-        why = f"none: steps take less than the {step.bound_ms:.4g} ms that their tasks took alone"
-        cells.append(("  bound", "", "", why))
+        cells.append(("  bound", "", "", f"none: steps take less than the {step.bound_ms:.4g} ms of their tasks alone"))
     return aligned(cells)
 
 
-def _next(outcome: Outcome) -> str:
-    """Return the plan that came second, over the rounds in which both were tried."""
+def _second(outcome: Outcome) -> list[str]:
+    """Return a line on the plan that came second, over the rounds in which both were tried."""
     kept = next((each for each in outcome.tried if each.is_kept), None)
     others = [each for each in outcome.tried if not each.is_kept and not each.is_baseline]
     if kept is None or not others:
-        return ""
+        return []
     found = min(others, key=lambda each: each.step_ms)
-    return f"next: {found.name}, {found.step_ms / kept.step_ms - 1:+.1%}"
+    return [f"  second: {found.name}, {found.step_ms / kept.step_ms - 1:+.1%}"]
 
 
-def _layers(rows: Sequence[Row], is_tried: bool) -> list[str | Table]:
-    slower = any(choice.time_ms > choice.unchunked_ms for row in rows for choice in row.choices)
-    note = "  one chunk is predicted to be faster, but was slower in trials, which decide"
-    return [choices_table(rows, indent="  "), *([note] if slower and is_tried else [])]
+def _layers(rows: Sequence[Row], most: int | None, is_tried: bool) -> list[str | Table]:
+    notes = {
+        f"  the first {most} of {len(rows)} groups of layers": len(rows[:most]) < len(rows),
+        "  one chunk is predicted to be faster, but was slower in trials, which decide": is_tried
+        and any(choice.time_ms > choice.unchunked_ms for row in rows for choice in row.choices),
+    }
+    return [choices_table(rows[:most], indent="  "), *(note for note, applies in notes.items() if applies)]
 
 
 def _fits(rows: Sequence[Row]) -> str:
@@ -248,7 +255,7 @@ def _fits(rows: Sequence[Row]) -> str:
         return f"{len(shares)} operations, each within {max(shares[0][0], 0.005):.1%} of its line at the sizes used"
     named = ", ".join(f"{name} {share:.0%}" for name, share in bad[:_MOST_NAMES])
     more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
-    return f"{len(bad)} of the {len(shares)} operations of these layers fit poorly ({named}{more})"
+    return f"{len(bad)} of {len(shares)} operations fit poorly ({named}{more})"
 
 
 def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list[str]:
@@ -259,8 +266,8 @@ def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list
         for phase, choice, asked in row.phases():
             if asked is not None and asked != choice.auto_degree:
                 found.append(
-                    f"{span(row.labels)} {phase}: {asked} chunks are given by hand; auto would have taken "
-                    f"{choice.auto_degree} ({choice.auto_ms:.4g} ms instead of {choice.time_ms:.4g}, predicted)"
+                    f"{span(row.labels)} {phase}: num_chunks = {asked} was given; auto would choose "
+                    f"{choice.auto_degree} (predicted {choice.auto_ms:.4g} ms, not {choice.time_ms:.4g})"
                 )
     if any(not timing.best_fit.is_good for _, timing, _ in timings_of(rows)):
         judged = "the choice is from real steps" if outcome.tried else "set fsmoe.autotune.trials above 0"
@@ -271,25 +278,25 @@ def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list
             if both < MIN_OVERLAP_GAIN and Lane.COMPUTE in (a, b):
                 link = b if a is Lane.COMPUTE else a
                 found.append(
-                    f"computing and sending ({link}) at once do {both:.2f} of what one does alone: they share what "
-                    "limits them, such as the cores of this machine, and overlapping them gains little"
+                    f"overlap of computation and the {link}-node link gains little: {both:.2f} times the work of one "
+                    "alone (shared cores?)"
                 )
     if step.exposed_ms > LITTLE * step.chosen_ms:
         found.append(
-            f"{step.exposed_ms:.4g} ms of a step are gradients that find no idle link: more micro-batches per step "
-            "(gradient_accumulation_steps) send them less often"
+            f"{step.exposed_ms:.4g} ms of a step are gradients without an idle link: more gradient_accumulation_steps "
+            "send less often"
         )
     if context.spread_ms:
         (as_is, as_is_ms), (size, least_ms) = (
             next(iter(context.spread_ms.items())),
-            min(context.spread_ms.items(), key=_time),
+            min(context.spread_ms.items(), key=itemgetter(1)),
         )
         if as_is_ms - least_ms > MUCH * as_is_ms:
             found.append(
-                f"ep_size = {size}, experts over {size} ranks instead of {as_is}: a step is predicted to be "
-                f"{as_is_ms / least_ms:.2f} times as fast, by the cluster's numbers; checkpoints can be resumed with it"
+                f"ep_size = {size} instead of {as_is}: a step is predicted to be {as_is_ms / least_ms:.2f} times as "
+                "fast (checkpoints can be resumed with it)"
             )
-    best = min(context.sharded_ms.items(), key=_time, default=None)
+    best = min(context.sharded_ms.items(), key=itemgetter(1), default=None)
     as_is = context.sharded_ms.get(context.esp_size)
     if best is not None and as_is is not None and as_is - best[1] > LITTLE * step.chosen_ms:
         found.append(
@@ -297,7 +304,3 @@ def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list
             "numbers"
         )
     return found
-
-
-def _time(item: tuple[int, float]) -> float:
-    return item[1]

@@ -156,9 +156,15 @@ def describe_rows(rows: Sequence[Row], context: TuningContext, took_s: float, so
         took_s: the seconds that the stage took.
         source: where the numbers come from.
     """
-    again = f", again because {context.why_again}" if context.why_again else ""
-    head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
-    lines = [head, *_costs(rows), "", *_slowed(context), *_plans(rows), "", *_step(context)]
+    lines = [
+        f"autotune: {source}; the stage took {took_s:.2f} s",
+        *_costs(rows),
+        "",
+        *_slowed(context),
+        *_plans(rows),
+        "",
+        *_step(context),
+    ]
     if context.is_tried:
         lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
     return Message(lines)

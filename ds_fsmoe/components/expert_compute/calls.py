@@ -43,7 +43,8 @@ class ExpertSet:
         keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
         path: of their layer in the model, for messages.
         together: whether several experts are computed together: "auto" where it is faster
-            (:func:`~ds_fsmoe.components.expert_compute.side_by_side.has_gain`), "never", or "always" where it is possible.
+            (:func:`~ds_fsmoe.components.expert_compute.side_by_side.has_gain`), "never", or "always" where it is
+            possible.
     """
 
     def __init__(

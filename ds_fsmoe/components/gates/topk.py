@@ -128,7 +128,7 @@ def route_top_k(
         ops: the operators to use.
         reports_entropy: whether the routing contains the router's entropy.
         needs_capacity: see :attr:`~ds_fsmoe.components.gate.GateBase.needs_capacity`.
-        given: the choice to replay, of k experts for each token.
+        replayed: the choice to replay, of k experts for each token.
 
     Raises:
         ValueError: a mask of another length than the tokens.

@@ -181,9 +181,10 @@ def _two_batch_orders(order: Order, moe: MoEWork) -> tuple[Order, ...]:
 
 
 Kind = Literal["whole", "windows", "isolated", "alltoall", "given", "halves", "near", "late", "stock"]
-"""The purpose of a request: the whole micro-batch with all choices open; layers planned without gradients, which go into
-other windows; the best if lanes did not slow each other down; a given all-to-all or number of chunks; two-batch overlap;
-neighbours of the fastest tried; the fastest with all gradients at the end, for a pipeline stage; DeepSpeed's own."""
+"""The purpose of a request: the whole micro-batch with all choices open; layers planned without gradients, which go
+into other windows; the best if lanes did not slow each other down; a given all-to-all or number of chunks; two-batch
+overlap; neighbours of the fastest tried; the fastest with all gradients at the end, for a pipeline stage; DeepSpeed's
+own."""
 
 
 @dataclass(frozen=True)
