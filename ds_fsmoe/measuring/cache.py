@@ -14,11 +14,12 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,13 +52,31 @@ class Measurements:
     """The values: milliseconds, factors, and 0 or 1 for yes or no."""
 
 
+class Timeable(NamedTuple):
+    """Holds an operation that is to be timed at several sizes."""
+
+    name: str
+    """The key of its measurements."""
+    unit: str
+    """The unit of the sizes in the result, such as "byte"."""
+    sizes: Sequence[int]
+    """The sizes, each given to ``prepare``."""
+    size_of_one: float
+    """The units in a size of 1."""
+    prepare: Prepare
+    group: dist.ProcessGroup | None = None
+    """The group of a collective."""
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The context in which it is prepared and timed."""
+
+
 class Measuring:
     """Measures missing values. Every method is collective.
 
     Args:
-        watch: of this job.
-        known: is added to.
-        on_progress: hears what is about to be measured; on every rank.
+        watch: the stopwatch of this job.
+        known: the values that are known; measured ones are added.
+        on_progress: a function that is called with the name of each value ahead of its measurement, on every rank.
     """
 
     def __init__(
@@ -67,6 +86,10 @@ class Measuring:
         self.known = known
         self._on_progress = on_progress
 
+    def timings(self, work: Mapping[str, Timeable]) -> dict[str, Timing]:
+        """Measure several operations, one after another; see :meth:`timing`."""
+        return {operation: self.timing(*each) for operation, each in work.items()}
+
     def timing(
         self,
         name: str,
@@ -75,23 +98,20 @@ class Measuring:
         size_of_one: float,
         prepare: Prepare,
         group: dist.ProcessGroup | None = None,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Timing:
-        """Measure an operation at several sizes.
+        """Measure an operation at several sizes, unless its times are known.
 
         Args:
-            name: of what is measured.
-            unit: of the sizes in the result, such as "byte".
-            sizes: given to ``prepare``.
-            size_of_one: units in a size of 1.
-            prepare: makes ready for a size.
-            group: of a collective.
+            name, unit, sizes, size_of_one, prepare, group, within: see :class:`Timeable`.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
         """
         if name not in self.known.timings:
             self._on_progress(name)
-            found = self.watch.times(name, sizes, prepare, group)
+            with within():
+                found = self.watch.times(name, sizes, prepare, group)
             in_units = tuple(each * size_of_one for each in sizes)
             self.known.timings[name] = Timing(
                 unit, in_units, tuple(found.times_ms), tuple(found.issued_ms), tuple(found.least_ms)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Layout
-from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, at_least
 from ds_fsmoe.planning.cost import fit
 from ds_fsmoe.planning.lina.packing import Packing, pack
 
@@ -104,10 +104,7 @@ def pack_by_times(
 def _timed_rows(most: int, row_bytes: int, device: torch.device) -> list[int]:
     """Return the numbers of rows that are timed, ascending: at least three, up to a micro-op or what is quick."""
     largest = most if device.type == "cuda" else min(most, max(1, CPU_BYTES // row_bytes))
-    rows = sorted({max(1, largest // parts) for parts in _PARTS})
-    while len(rows) < 3:
-        rows.append(2 * rows[-1])
-    return rows
+    return at_least(3, (max(1, largest // parts) for parts in _PARTS))
 
 
 def _experts(sizes: ExpertSizes, ep_size: int, sharing: int, device: torch.device) -> Prepare:

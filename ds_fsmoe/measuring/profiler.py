@@ -22,8 +22,8 @@ from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMe
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
-from ds_fsmoe.measuring.cache import Measuring
-from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
+from ds_fsmoe.measuring.cache import Measuring, Timeable
+from ds_fsmoe.measuring.stopwatch import Prepare, at_least, empty_task_ms, slowdowns
 from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -164,9 +164,7 @@ def _time(
 ) -> Timing:
     device = measuring.watch.device
     prepare, row_bytes, group = prepared(subject, name, collectives, device)
-    rows = sorted({max(1, size // row_bytes) for size in sizes_bytes})
-    while len(rows) < 4:
-        rows.append(2 * rows[-1])
+    rows = at_least(4, (max(1, size // row_bytes) for size in sizes_bytes))
     up_to = f"{full_name}, up to {rows[-1] * row_bytes} bytes"
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         return measuring.timing(up_to, "byte", rows, float(row_bytes), prepare, group)
@@ -258,14 +256,17 @@ class ProfiledLayer:
 
 def measured_slots(capacity: int) -> list[int]:
     """Return the chunks to time, in slots, ascending: up to the whole capacity and at least four different ones."""
-    found = sorted({-(-max(1, capacity) // parts) for parts in (16, 8, 4, 2, 1)})
-    while len(found) < 4:
-        found.append(2 * found[-1])
-    return found
+    return at_least(4, (-(-max(1, capacity) // parts) for parts in (16, 8, 4, 2, 1)))
 
 
-def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule: Schedule) -> LayerProfile:
-    """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.measuring.profiler`.
+def profile(
+    measuring: Measuring,
+    subject: ProfiledLayer,
+    lanes: Lanes,
+    schedule: Schedule,
+    others: dict[str, Timeable] | None = None,
+) -> LayerProfile:
+    """Time a layer's experts and its other operations, except collectives of tokens: see :func:`time_links`.
 
     Collective; random numbers and buffers are left as they were.
 
@@ -273,21 +274,23 @@ def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule
         measuring: the measurements of this job.
         subject: the layer.
         lanes: the lanes on which it runs.
-        schedule: of such a layer, cut: what handing out its tasks costs is timed.
+        schedule: a schedule of such a layer in several chunks; the cost of handing out its tasks is timed.
+        others: operations that are timed after the experts, by name: the gate, the order, the sums of gradients.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
-    watch = measuring.watch
-    operations: dict[str, Timing] = {}
-    slots = measured_slots(subject.measured_capacity)
+    watch, slots = measuring.watch, measured_slots(subject.measured_capacity)
     of_kind = f"of {subject.kind}, {slots[-1]} slots"
     with untouched(watch.device, *getattr(subject.experts, "experts", ())):
         draws = _Draws(watch.device)
         table = _computations(watch.device, subject, draws)
-        for name in subject.computations:
-            prepare, size, unit = table[name]
-            operations[name] = measuring.timing(f"{name} {of_kind}", unit, slots, size, prepare)
+        work = {
+            name: Timeable(f"{name} {of_kind}", unit, slots, size_of_one, prepare)
+            for name, (prepare, size_of_one, unit) in table.items()
+            if name in subject.computations
+        }
+        operations = measuring.timings(work | (others or {}))
         drew = measuring.number(
             f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.has_drawn))
         )

@@ -6,7 +6,7 @@ that how long the host takes to issue it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ it alone."""
 _HOST_RUNS = 8
 Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
+
+
+def at_least(count: int, sizes: Iterable[int]) -> list[int]:
+    """Return different sizes, ascending: those that are given, then doubles of the largest up to so many."""
+    found = sorted(set(sizes))
+    while len(found) < count:
+        found.append(2 * found[-1])
+    return found
 
 
 class Times(NamedTuple):
