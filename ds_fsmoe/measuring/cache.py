@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements kept between runs: one JSON file for each cluster that they hold for.
+"""Keeps measurements between runs: one JSON file for each cluster that they hold for.
+
+The autotuner and ``ds_fsmoe profile`` read it ahead of measuring, and write it after.
 
 A file that cannot be read, or holds something else, is not trusted: a warning names it, and it is rewritten.
 """
@@ -45,7 +47,7 @@ from ds_fsmoe.versions import VERSION
 
 @dataclass
 class Measurements:
-    """The values, the same on every rank. A name contains the operation and its settings besides the cluster."""
+    """Holds the values, the same on every rank. A name contains the operation and its settings besides the cluster."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -141,16 +143,16 @@ def cluster_fingerprint(
     max_ctas: int | None = None,
     one_link: bool = False,
 ) -> Fingerprint:
-    """The cluster this job runs on, the same on every rank. Collective over all ranks of the job.
+    """Return the cluster this job runs on, the same on every rank. Collective over all ranks of the job.
 
-    What measurements depend on besides (sizes, types, layers), their names say.
+    The names of measurements have what they depend on besides: sizes, types, layers.
 
     Args:
-        device: of this rank; on a GPU it has to be set by now, because NCCL carries the texts.
-        topology: of the job, as it was found or is asked for.
-        root: where this host tells of itself; for tests.
-        max_ctas: of the communicators that are measured, where they are NCCL's.
-        one_link: whether the links take turns there.
+        device: the device of this rank; on a GPU it has to be set by now, because NCCL sends the texts.
+        topology: the nodes of the job, as they were found or are asked for.
+        root: the root of the files that describe this host; for tests.
+        max_ctas: the limit of the communicators that are measured, where they are NCCL's.
+        one_link: whether one link is used after the other there.
     """
     own = {
         "host": socket.gethostname(),
@@ -200,7 +202,7 @@ def source_of(fingerprint: Fingerprint, dtype: str) -> str:
 
 
 def by_ranks(values: Sequence[str]) -> dict[str, str]:
-    """``{"0-1": "node0", "2": "node1"}``: runs of ranks with the same value."""
+    """Return runs of ranks with the same value, such as ``{"0-1": "node0", "2": "node1"}``."""
     found: dict[str, str] = {}
     first = 0
     for rank, value in enumerate(values):
@@ -237,7 +239,7 @@ _FORMAT = 2
 
 
 class MeasurementCache:
-    """The files of one folder, one per cluster; only rank 0 uses them.
+    """Reads and writes the files of one folder, one per cluster; only rank 0 uses them.
 
     Each is a cluster file, as ``ds_fsmoe plan --cluster`` takes it, that holds what it was made from. Two jobs that
     write the same file at the same time leave that of one of them, whole.
@@ -270,9 +272,9 @@ class MeasurementCache:
         """Keep measurements beside those already kept, whole or not at all; warn if that cannot be done.
 
         Args:
-            fingerprint: of the cluster.
-            measurements: of this run; of two by one name these are kept.
-            cluster: what they make.
+            fingerprint: the fingerprint of the cluster.
+            measurements: those of this run; of two by one name these are kept.
+            cluster: the cluster that follows from them.
         """
         path = self.file_of(fingerprint)
         try:
@@ -294,7 +296,7 @@ class MeasurementCache:
 
 
 class UselessFileError(Exception):
-    """A file that is not to be trusted. The message says why, after the file's name."""
+    """Reports a file that is not to be trusted. The message has the reason, after the file's name."""
 
 
 def write_measurements(path: Path, fingerprint: Fingerprint, measurements: Measurements, cluster: Cluster) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module times the tasks of a layer's plan, each alone, on the groups, types and device that it runs on.
+"""Times the tasks of a layer's plan, each alone, on the groups, types and device that it runs on.
+
+The autotuner calls it between two forwards, on all ranks.
 
 Letters: E experts of all ranks, e of this rank, c slots of a chunk, M width, G ranks of an EP group, P of an ESP group,
 N = P * G.
@@ -46,16 +48,16 @@ from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, HOLD, Lane, Schedule
 
 
 Reduces = tuple[tuple[float, ReduceMethod], ...]
-"""The ways to reduce; see :attr:`Collectives.reduces`."""
+"""The methods to reduce, by size; see :attr:`Collectives.reduces`."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The times of several layers' collectives, by :meth:`ProfiledLayer.link_name`."""
+    """Holds the times of several layers' collectives, by :meth:`ProfiledLayer.link_name`."""
 
     timings: Mapping[str, Timing]
     reduces: Mapping[str, Reduces]
-    """The fastest way to reduce-scatter, by size."""
+    """The fastest methods to reduce-scatter, by size."""
 
 
 def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkTimes:
@@ -92,7 +94,7 @@ def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkT
 
 
 def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
-    """Return the best of several ways, with at most one change between them as messages grow, and its times."""
+    """Return the best of several methods, with at most one change between them as messages grow, and its times."""
     names = list(found)
     sizes = found[names[0]].sizes
     best_ms, best = float("inf"), (0, names[0], names[0])
@@ -117,9 +119,10 @@ def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
 def prepared(
     subject: ProfiledLayer, name: str, collectives: Collectives, device: torch.device
 ) -> tuple[Prepare, int, dist.ProcessGroup | None]:
-    """Return what prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean counts.
+    """Return a function that prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean
+    counts.
 
-    The second part of an all-to-all in two needs what the first one gives, so making it ready communicates.
+    The second part of an all-to-all in two needs the result of the first one, so preparing it communicates.
     """
     exchanging, sharing = collectives.num_exchanging, collectives.num_sharing
     width, dtype = subject.sizes.width, subject.sizes.dtype
@@ -135,7 +138,7 @@ def prepared(
         def prepare_level(rows: int) -> Callable[[], object]:
             x_RM = torch.randn(blocks * rows, width, device=device).to(dtype)
             each, order = [rows] * blocks, torch.arange(blocks * rows, device=device)
-            # Inside a node rows are copied before they travel, or added up when they have.
+            # Inside a node rows are copied before they are sent, or added up afterwards.
             return lambda: send(x_RM.index_select(0, order) if is_inside else x_RM, each, each)
 
         # Between nodes the groups of all places share the ports of the same nodes. Which of them is through first is
@@ -171,7 +174,7 @@ def _time(
 
 
 def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
-    """Return the sizes from the largest down to a chunk of the smallest, by halves; at least six."""
+    """Return the sizes from the largest down to a chunk of the smallest, each half of the last; at least six."""
     sizes, smallest = [max(wanted_bytes)], min(wanted_bytes) // 32
     while len(sizes) < 6 or (sizes[-1] > smallest and len(sizes) < 10):
         sizes.append(max(1, sizes[-1] // 2))
@@ -179,7 +182,7 @@ def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
 
 
 def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
-    # Wires of their own way to reduce have no choice.
+    # Collectives with their own method to reduce have no choice.
     return REDUCE_METHODS if type(collectives).reduce is Collectives.reduce else ()
 
 
@@ -189,7 +192,7 @@ def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
 
 @dataclass(frozen=True)
 class ProfiledLayer:
-    """One layer, as it was called."""
+    """Describes one layer, as it was called."""
 
     name: str
     """The name for messages."""
@@ -202,7 +205,7 @@ class ProfiledLayer:
     num_weights: int
     """The number of elements of this rank's expert matrices; at least 1."""
     is_written: bool
-    """Whether all experts are computed by written-out forms: these need nothing that depends on the forward's cuts."""
+    """Whether all experts are computed by written-out forms: these do not depend on the chunks of the forward."""
     recompute: bool
     sizes: CallSizes
     surroundings: Callable[[], AbstractContextManager]
@@ -214,12 +217,12 @@ class ProfiledLayer:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, E."""
+        """Return the number of experts, E."""
         return self.num_local_experts * self.collectives.num_exchanging
 
     @property
     def links(self) -> tuple[str, ...]:
-        """The collectives of the layer."""
+        """Return the collectives of the layer."""
         in_two = self.collectives.legs or self.collectives.nodes is not None
         exchanges = (IN_NODES, BETWEEN_NODES) if in_two else (ALL_TO_ALL,)
         return (
@@ -229,15 +232,15 @@ class ProfiledLayer:
 
     @property
     def computations(self) -> tuple[str, ...]:
-        """The computations that its experts do, and how its rows are converted for narrow wires."""
+        """Return the computations of its experts, and the conversions of its rows to and from a communication dtype."""
         experts = (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
         is_narrow = self.sizes.comm_byte_shares != (1.0, 1.0) and self.collectives.ep_group is not None
         return (*experts, *((NARROWED, WIDENED) if is_narrow else ()))
 
     @property
     def measured_capacity(self) -> int:
-        """C, up to the next multiple of an eighth of a power of two: a capacity that follows the tokens shall not make
-        every run a new one."""
+        """Return C, up to the next multiple of an eighth of a power of two, so that a capacity that follows the tokens
+        does not make every run a new one."""
         capacity = max(1, self.sizes.capacity)
         step = max(1, (1 << (capacity - 1).bit_length()) // 16)
         return -(-capacity // step) * step
@@ -380,7 +383,7 @@ def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -
 
 
 class _Draws:
-    """This class notices when random numbers are drawn."""
+    """Notices when random numbers are drawn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -401,7 +404,7 @@ class _Draws:
 
 @contextmanager
 def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
-    """Made-up rows leave nothing behind: neither in the generators of random numbers nor in buffers of modules."""
+    """Restore the generators of random numbers and the buffers of modules after made-up rows; without gradients."""
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
@@ -412,11 +415,11 @@ def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
 
 
 def is_serial(lanes: Lanes) -> bool:
-    """Return whether these lanes do one task after another."""
+    """Return True if these lanes run one task after another."""
     return isinstance(lanes, SerialLanes)
 
 
 def issues_ahead(lanes: Lanes, device: torch.device) -> bool:
-    """Whether one thread issues the tasks of all these lanes and is through before they are; lanes that are threads,
-    and a CPU with one task after another, do themselves what they are given."""
+    """Return True if one thread issues the tasks of all these lanes and is through before they are. Lanes that are
+    threads, and a CPU with one task after another, run their tasks themselves."""
     return not isinstance(lanes, ThreadLanes) and device.type == "cuda"

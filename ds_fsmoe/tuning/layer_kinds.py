@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what the autotuner measures: the layers of an engine as they were called, each kind of equal layers once."""
+"""Finds what the autotuner measures: the layers of an engine as they were called, each kind of equal layers once.
+
+:func:`~ds_fsmoe.tuning.measure.measure` calls it once, ahead of all timing. The all-to-alls that may be chosen are made
+here; measuring only reads them.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllToAllOption:
-    """One way to exchange tokens: an all-to-all by name."""
+    """Holds an all-to-all that may be chosen for a layer."""
 
     subject: ProfiledLayer
     """The layer with this all-to-all."""
     planned: AllToAll
     """The planner's name for it."""
     fanout: Fanout | None = None
-    """The crossings of a token for each of its choices, as in the first forward, where it crosses once per node."""
+    """The fan-out of a token for each of its choices, as in the first forward; only with node-deduplicated dispatch."""
 
 
 @dataclass
@@ -66,16 +70,16 @@ class LayerKind:
 
     @property
     def pipeline(self) -> LayerPipeline:
-        """The pipeline of ``layer``."""
+        """Return the pipeline of ``layer``."""
         assert self.layer.pipeline is not None
         return self.layer.pipeline
 
     @property
     def sizes(self) -> CallShape:
-        """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
+        """Return the sizes for the planner. Experts are one product of all weights: they were measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
-        fanout = next((way.fanout for way in self.options.values() if way.fanout is not None), None)
+        fanout = next((each.fanout for each in self.options.values() if each.fanout is not None), None)
         return CallShape(*sizes, num_tokens=at.num_tokens, crossings=fanout, wires=at.comm_byte_shares)
 
     def _option(self, name: str, exchange: Collectives, group: dist.ProcessGroup | None) -> AllToAllOption:
@@ -85,7 +89,7 @@ class LayerKind:
         return AllToAllOption(subject, exchange.planned, None if nodes is None else self._fanout(nodes, group))
 
     def _fanout(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Fanout:
-        """Count how often the tokens of these layers crossed, for each of their choices. Collective over the group."""
+        """Count the fan-out of the tokens of these layers, for each of their choices. Collective over the group."""
         device = next(self.layer.parameters()).device
         counted = torch.zeros(3, dtype=torch.float64, device=device)
         for expert_KS in self.choices:
@@ -96,7 +100,7 @@ class LayerKind:
             in_nodes, on_ranks, num_choices = counted.tolist()
         if num_choices:
             return Fanout(in_nodes / num_choices, on_ranks / num_choices)
-        # Nobody had a token: as with balanced routing.
+        # No rank had a token: as with balanced routing.
         num_experts = self.subject.num_experts
         k = max(1, min(self.subject.sizes.num_choices, num_experts))
         found = expected_fanout(num_experts, k, nodes.num_nodes, nodes.per_node)
@@ -170,7 +174,7 @@ def find_layers_to_measure(
     candidates = {sizes: _make_candidates(running.groups(*sizes)) for sizes in sorted(all_sizes, key=repr)}
     dtype = next((dtype for _, dtype in of_ranks), torch.float32)
     default = "flat" if asked == "auto" else asked
-    # A stage that fails must not leave the others waiting in what all stages do together.
+    # A stage that fails must not leave the others waiting in a collective of all stages.
     with nullcontext() if group is None else raise_on_all_ranks(None, "finding the layers of a stage"):
         kinds = _find_kinds(called, calls, group)
         largest = {kind.subject.kind: kind for kind in sorted(kinds, key=lambda each: each.subject.sizes.capacity)}

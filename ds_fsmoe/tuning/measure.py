@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns everything that the autotuner measures, as data."""
+"""Returns everything that the autotuner measures, as data.
+
+:class:`~ds_fsmoe.tuning.autotune.Autotune` calls :func:`measure` between two forwards, on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +62,15 @@ _HOST_DEGREE = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements, and what they are of."""
+    """Holds the measurements, and the layers and machine that they are of."""
 
     kinds: Sequence[LayerKind]
     profiles: Mapping[tuple[str, str], LayerProfile]
-    """(kind of layer, all-to-all) -> what its operations take."""
+    """(kind of layer, all-to-all) -> the times of its operations."""
     links: LinkTimes
     slowed: Slowdowns
     cluster: Cluster | None
-    """The cluster's own operations; ``None`` where nobody has asked for what they are needed for."""
+    """The cluster's own operations; ``None`` where they are not needed."""
     topology: Topology
     is_serial: bool
     """Whether lanes run one after another."""
@@ -80,20 +83,20 @@ class Measured:
 
     @cached_property
     def kind_of(self) -> dict[str, LayerKind]:
-        """Label of a layer -> its kind."""
+        """Return label of a layer -> its kind."""
         return {label: kind for kind in self.kinds for label in kind.labels}
 
     def profile_of(self, kind: LayerKind, alltoall: str) -> LayerProfile:
-        """Return what was measured for layers with an all-to-all."""
+        """Return the times of layers with an all-to-all."""
         return self.profiles[kind.subject.kind, alltoall]
 
     def reduces(self, kind: LayerKind) -> Reduces:
-        """Return how reduce-scatters of these layers are done."""
+        """Return the methods of the reduce-scatters of these layers, by size."""
         return self.links.reduces.get(kind.subject.link_name(REDUCE_SCATTER), ())
 
 
 def tensors_of(reduction: Reduction | None) -> dict[str, list[int]]:
-    """Return kind of gradient -> the bytes of each tensor that we reduce, as they lie in the buffers."""
+    """Return kind of gradient -> the bytes of each tensor that we reduce, in the order of the buffers."""
     found: dict[str, list[int]] = {}
     for flat in () if reduction is None else reduction.reducer.flats:
         found.setdefault(flat.kind, []).extend(each.numel() * flat.element_bytes for each in flat.parameters)
@@ -114,7 +117,7 @@ def measure(
     *,
     reads_cache: bool,
 ) -> Measured:
-    """Measure what plans depend on. Collective over all ranks, between forwards.
+    """Measure the costs that plans depend on. Collective over all ranks, between forwards.
 
     Args:
         running: the lanes and groups of the layers.
@@ -134,7 +137,7 @@ def measure(
     found = find_layers_to_measure(layers, running, group)
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
-    # What a folder is called is each rank's own; whether there is one is what the first says.
+    # Each rank has its own name of the folder; the first rank decides whether there is one.
     is_kept = from_first_rank(cache is not None)
     # It takes as long as all the rest, and no plan follows from it: only whether experts are on the right ranks.
     wants_cluster = block.autotune.enabled is True or is_kept or block.record.dir is not None
@@ -160,7 +163,7 @@ def measure(
 def _layers(
     measuring: Measuring, largest: list[LayerKind], reduction: Reduction | None, running: LayerRuntime
 ) -> tuple[dict[tuple[str, str], LayerProfile], LinkTimes, Slowdowns]:
-    """Measure each collective once for all layers that share its ranks, experts once for layers that are equal."""
+    """Measure each collective once for all layers that share its ranks, and experts once for layers that are equal."""
     links = time_links(measuring, [option.subject for kind in largest for option in kind.options.values()])
     profiles: dict[tuple[str, str], LayerProfile] = {}
     for kind in largest:
@@ -184,7 +187,7 @@ def _layers(
 def _known(
     everyone: Stopwatch, cache: MeasurementCache | None, fingerprint: Mapping[str, object]
 ) -> tuple[Measurements, str]:
-    """Return what need not be measured, the same on every rank, and where it comes from."""
+    """Return the measurements that are known, the same on every rank, and their source."""
     known, source = Measurements(), ""
     with raise_on_all_ranks(everyone.group, "reading what was measured before"):
         if cache is not None and rank_now() == 0:
@@ -286,5 +289,5 @@ def _sums_of_gradients(kind: LayerKind, reduction: Reduction | None) -> dict[str
 
 
 def _sizes_up_to(largest: int, count: int) -> list[int]:
-    """Return so many sizes by halves, fewer where they would repeat, but at least the three that a line needs."""
+    """Return so many sizes, each half of the next, fewer where they would repeat, but at least three for a line."""
     return at_least(3, (max(1, largest >> halvings) for halvings in range(count)))
